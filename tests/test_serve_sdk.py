@@ -115,7 +115,7 @@ def test_errors_are_the_sdks_own(chatgpt, claude, server):
         chatgpt.chat.completions.create(model="m", messages=long)
     assert error.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as error:
-        chatgpt.chat.completions.create(model="m", messages=say("hello"), n=3)
+        chatgpt.chat.completions.create(model="m", messages=say("hello"), n=0)
     assert error.value.param == "n"
     with pytest.raises(openai.AuthenticationError):
         chatgpt.with_options(api_key="wrong").responses.create(model="m", input="a")

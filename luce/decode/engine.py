@@ -13,6 +13,7 @@ from luce import native as _native
 from luce.decode.events import Event, Failed, State
 from luce.decode.generation import Generation, Prefixes
 from luce.decode.loop import Loop
+from luce.decode.reading import Reading
 from luce.errors import LuceError, about
 from luce.files.probe import Facts, probe
 from luce.files.tokenizer import Tokenizer
@@ -201,6 +202,8 @@ class Engine:
         are taken. `prefixes` says where it may start, and keeps the beginnings of prompts."""
         sequence = self.native.sequence()
         try:
+            if request.reads:
+                return Reading(sequence, self.info, self.tokenizer, request, cancelled=cancelled)
             source = self._source(sequence)
             return Generation(
                 sequence, self.info, self.tokenizer, request, source, cancelled, prefixes=prefixes

@@ -47,6 +47,19 @@ class Tokens(NamedTuple):
     logprobs: tuple[Logprobs, ...] = ()
 
 
+class Scored(NamedTuple):
+    """Brings the log-probabilities of the next tokens of a prompt that is read for them, from its second one
+    on."""
+
+    logprobs: tuple[Logprobs, ...]
+
+
+class Embedded(NamedTuple):
+    """Brings the mean of a prompt's hidden states: (n_embd,), of Euclidean norm 1."""
+
+    vector: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Warned:
     """Says that something was lost that does not change the tokens."""
@@ -81,5 +94,5 @@ class Failed:
     state: State
 
 
-Event = Started | Prefilled | Round | Tokens | Warned | Finished | Failed
+Event = Started | Prefilled | Scored | Embedded | Round | Tokens | Warned | Finished | Failed
 Item = Event | Callable[[], "list[Event]"]  # What is called later makes events, after the next want is known.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -69,6 +70,10 @@ class Tokenizer:
             for index, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True))
             if token and kind == _CONTROL
         }
+        # Where a thread changed it, others would read control tokens out of text, or miss them.
+        self._bpe.encode_special_tokens = True
+        longest_first = sorted(self.control, key=len, reverse=True)
+        self._spelled = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self.longest = max(len(token.encode()) for token in self._tokens)
         spelled = [token for token, kind in zip(self._tokens, self._types, strict=True) if kind in _ADDED]
         self._piece = None if any(blank in token for token in spelled for blank in "\n ") else _PIECE
@@ -93,6 +98,11 @@ class Tokenizer:
         """Returns the vocabulary's own spelling of an id: "<|im_end|>", "Ġthe"."""
         return str(self._tokens[self._checked(token)])
 
+    def added(self, spelled: str) -> int | None:
+        """Returns the id of a control or user-defined token, or None where there is none spelled so."""
+        token = self._bpe.token_to_id(spelled)
+        return token if token is not None and self._types[token] in _ADDED else None
+
     def encode(
         self, text: str, *, special: bool = True, add_bos: bool = False, most: int | None = None
     ) -> list[int]:
@@ -104,15 +114,17 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ArgumentError("the text is not valid UTF-8") from error
-        if self._bpe.encode_special_tokens == special:  # Setting it waits for other threads.
-            self._bpe.encode_special_tokens = not special
         ids = [self.bos_id] if add_bos and self.add_bos and self.bos_id is not None else []
-        for piece in self._pieces(text):
+        parts = self._spelled.split(text) if special else [text]
+        for piece in chain.from_iterable(map(self._pieces, parts)):
+            if most is not None and len(ids) > most:
+                break
+            if special and piece in self.control:
+                ids.append(self.control[piece])
+                continue
             require(ENCODING_ROOM + ENCODING_BYTES * len(piece.encode()), "a prompt's tokens")
             # A batch, even of one, lets other threads of Python's run meanwhile.
             ids += self._bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids
-            if most is not None and len(ids) > most:
-                break
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:

@@ -80,7 +80,7 @@ class Engine(Handle):
         out = library.ffi.new("luce_engine **")
         library.check(library.lib.luce_engine_open(out, model.handle, made.struct))
         super().__init__(library, out[0], library.lib.luce_engine_close)
-        self.n_vocab = model.info.n_vocab
+        self.n_vocab, self.n_embd = model.info.n_vocab, model.info.n_embd
         # The device works while the host does something else, where that computes no experts.
         self.ahead = model.info.device != "cpu" and not model.cpu_experts
         self._begun: list[list[int]] = []  # These are the rows of the steps that were begun, by item.
@@ -318,6 +318,16 @@ class Sequence(Handle):
         out = np.empty(self.engine.n_vocab, np.float32)
         data = self.library.ffi.from_buffer("float[]", out)
         self.library.check(self.library.lib.luce_sequence_get_logits(self.handle, row, data, out.size))
+        return out
+
+    def hidden(self, row: int = 0) -> np.ndarray:
+        """Returns the hidden state F32 (n_embd,) of a row of the engine's last verify, after the output norm.
+        Raises StateError where the engine has run another step since."""
+        import numpy as np
+
+        out = np.empty(self.engine.n_embd, np.float32)
+        data = self.library.ffi.from_buffer("float[]", out)
+        self.library.check(self.library.lib.luce_sequence_get_hidden(self.handle, row, data, out.size))
         return out
 
     def choose(self, row: int = 0, mask: bytes | None = None) -> int:

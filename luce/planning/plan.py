@@ -41,7 +41,10 @@ class Request:
     """This is one generation. `prompt` holds token ids. At most `max_tokens` >= 0 new ones follow; None means
     until the context is full. The text ends before any of `stops`. With `ignore_eos` an end-of-text token is
     a token like any other. `grammar` makes the matcher that the text is held to. `logprobs` is how many of
-    the most probable tokens are listed beside each token; None lists nothing."""
+    the most probable tokens are listed beside each token; None lists nothing.
+
+    `reads` asks for the prompt alone, and no token follows: "scores" are the logprobs of its own tokens,
+    "vector" is the mean of its hidden states."""
 
     prompt: tuple[int, ...]
     max_tokens: int | None = None
@@ -51,6 +54,7 @@ class Request:
     penalties: Penalties = field(default_factory=Penalties)
     grammar: Callable[[], Matcher] | None = None
     logprobs: int | None = None
+    reads: Literal["", "scores", "vector"] = ""
 
 
 @dataclass(frozen=True)

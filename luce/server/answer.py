@@ -7,11 +7,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from luce.decode.events import Event, Failed, Finished, Started, Tokens
+from luce.decode.events import Embedded, Event, Failed, Finished, Scored, Started, Tokens
 from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
 from luce.native.structs import Logprobs, Penalties, Sampling
 from luce.planning.plan import Request
@@ -22,8 +23,20 @@ from luce.server.watch import Watch
 from luce.text.call_grammar import call_grammar
 from luce.text.dialects import QWEN
 from luce.text.grammar import Matcher
+from luce.text.infill import Gap
 from luce.text.parser import END_THINK, THINK, Parser
-from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts, joined
+from luce.text.pieces import (
+    Arguments,
+    Call,
+    CallBegin,
+    CallEnd,
+    Piece,
+    Reasoning,
+    Shown,
+    Text,
+    in_parts,
+    joined,
+)
 from luce.text.structured import grammar_of
 from luce.text.thinking import said_of
 from luce.text.thoughts import Budget
@@ -89,18 +102,27 @@ class Answer:
         self._first = self._last = 0.0  # Its first and its last tokens came at these times.
         self._events: list[Event] = []  # Nobody has read them yet.
         self._awaited: asyncio.Future[None] | None = None  # Who waits for events awaits it.
+        self._requests: list[Request] = []  # They run one after the other.
         self._job: Job | None = None
-        self._parser = Parser()
+        self._parser, self._shown = Parser(), Shown(ask.thoughts)
         self._done = False
         self._logprobs: list[tuple[int, Logprobs]] = []
+        self.prompt: list[int] = []  # Its tokens.
+        self.vector: tuple[float, ...] = ()
+        self.prompt_logprobs: list[Logprobs] = []  # Those of its tokens from the second on.
         self._last_bytes = b""  # They are the thoughts' last ones.
 
     async def begin(self) -> None:
         """Makes the prompt and hands it to the engine. Where it raises Refused, nothing runs."""
-        prompt = await self._prompt()
+        await self.prepare()
+        self.start()
+
+    async def prepare(self) -> None:
+        """Makes the prompt. Raises Refused where it cannot be."""
+        prompt = self.prompt = await self._prompt()
         n_ctx, new = self.model.info.n_ctx, self.ask.max_tokens
         if not prompt:
-            raise Refused(400, "the prompt is empty", param="prompt")
+            raise Refused(400, "the prompt is empty", param=self._param)
         if len(prompt) > n_ctx:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
@@ -111,42 +133,60 @@ class Answer:
             grammar = self._bounded(self.ask.budget, grammar)
         sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
         try:
-            request = Request(
-                tuple(prompt),
-                new,
-                Sampling(**sampling),
-                self.ask.stops,
-                self.ask.ignore_eos,
-                penalties=Penalties(**self.model.penalties | dict(self.ask.penalties)),
-                grammar=grammar,
-                logprobs=self.ask.logprobs,
-            )
+            if self.ask.embeds:
+                self._requests.append(Request(tuple(prompt), 0, reads="vector"))
+            if self.ask.scored is not None:
+                self._requests.append(Request(tuple(prompt), 0, logprobs=self.ask.scored, reads="scores"))
+            if new != 0 or not self._requests:
+                request = Request(
+                    tuple(prompt),
+                    new,
+                    Sampling(**sampling),
+                    self.ask.stops,
+                    self.ask.ignore_eos,
+                    penalties=Penalties(**self.model.penalties | dict(self.ask.penalties)),
+                    grammar=grammar,
+                    logprobs=self.ask.logprobs,
+                )
+                self._requests.append(request)
         except LuceError as error:
             raise Refused(400, str(error)) from error
-        job = Job(request, self._put)
+
+    def start(self, admitted: bool = False) -> None:
+        """Hands the prompt to the engine. An answer of a request that was `admitted` waits however many do.
+        Raises Refused where too many wait."""
+        job = Job(self._requests.pop(0), self._put)
         try:
-            self.model.scheduler.submit(job)
+            self.model.scheduler.submit(job, admitted)
         except Busy as busy:
             self._watch.refused()
             raise Refused(503, str(busy), "busy", retry_after=busy.retry_after) from busy
         self._job = job
-        self._let_go()  # The scheduler holds the model as long as the job runs, whether or not it is read.
+        if not self._requests:
+            self._let_go()  # The scheduler holds the model as long as a job runs, whether or not it is read.
 
     def _let_go(self) -> None:
         if self._holds:
             self._holds = False
             self.model.users -= 1
 
+    @property
+    def _param(self) -> str:
+        """Returns the field that has the prompt."""
+        return "input" if self.ask.embeds else "prompt"
+
     async def _prompt(self) -> list[int]:
         ask = self.ask
+        if isinstance(ask.prompt, Gap):
+            return await self.model.infill_prompt(ask.prompt)
         if ask.prompt is not None:
             if isinstance(ask.prompt, str):
-                return await self.model.raw_prompt(ask.prompt)
+                return await self.model.raw_prompt(ask.prompt, ask.special, ask.add_bos)
             n_vocab = self.model.tokenizer.n_vocab
             if len(ask.prompt) > self.model.info.n_ctx:
                 raise TooLong(len(ask.prompt), self.model.info.n_ctx)
             if ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < n_vocab:
-                raise Refused(400, f"a token is none of {n_vocab}", param="prompt")
+                raise Refused(400, f"a token is none of {n_vocab}", param=self._param)
             return list(ask.prompt)
         ids = await self.model.prompt(ask)
         tail = self.model.tokenizer.decode(ids[-8:], special=True).rstrip()
@@ -192,6 +232,14 @@ class Answer:
         calls = bool(self.ask.tools) and self.ask.choice == "auto" and free
         return lambda: Budget(tokenizer, budget, thinks, calls, grammar() if grammar else None)
 
+    @property
+    def echoed(self) -> str:
+        """Returns the text of the prompt where it comes before the answer."""
+        prompt = self.ask.prompt if self.ask.echo else ""
+        if isinstance(prompt, Gap):
+            prompt = prompt.prefix
+        return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt or (), special=True)
+
     def take_logprobs(self) -> list[tuple[int, Logprobs]]:
         """Returns the tokens that came since the last call, with their log-probabilities."""
         taken, self._logprobs = self._logprobs, []
@@ -220,9 +268,16 @@ class Answer:
                 self.reason = self._reason(last, calls)
                 return
 
+    async def collect(self) -> Whole:
+        """Returns all pieces together."""
+        whole = Whole()
+        async with aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                whole.add(piece)
+        return whole
+
     async def _next_events(self, patience: float) -> list[Event]:
-        """Returns what happened since the last call, or nothing after so many seconds in which nothing did.
-        """
+        """Returns what happened since the last call; nothing where nothing did for so many seconds."""
         if not self._events:
             loop = asyncio.get_running_loop()
             self._awaited = loop.create_future()
@@ -249,7 +304,11 @@ class Answer:
         pieces: list[Piece] = []
         last: Event | None = None
         for event in events:
-            if isinstance(event, Started):
+            if isinstance(event, Scored):
+                self.prompt_logprobs += event.logprobs
+            elif isinstance(event, Embedded):
+                self.vector = event.vector
+            elif isinstance(event, Started):
                 self.usage.cached = event.cached
                 waited = time.perf_counter() - self._began
                 self._watch.started(waited, event.prompt_tokens, event.cached)
@@ -261,10 +320,16 @@ class Answer:
                     self.usage.reasoning += self._thought(event.ids)
             elif isinstance(event, (Finished, Failed)):
                 last = event
+        if isinstance(last, Finished) and self._requests and last.reason != "cancelled":
+            self.start(admitted=True)  # The prompt was scored.
+            last = None
         if isinstance(last, Finished):
             self.finished = last
+            if self.ask.keeps_stop:
+                self.stop_string = self._stop_string(last)
+                pieces += self._cut(self.stop_string or "")
             pieces += self._parser.flush()
-        return pieces, last
+        return self._shown.pieces(pieces), last
 
     def _count(self, event: Tokens) -> None:
         now = time.perf_counter()
@@ -298,11 +363,17 @@ class Answer:
         if calls:
             return "calls"
         if last.reason == "stop" and self.ask.stops and last.tokens[-1] not in self.model.tokenizer.eos_ids:
-            text = self.model.tokenizer.decode(last.tokens)
-            found = [(text.find(stop) + len(stop), stop) for stop in self.ask.stops if stop in text]
-            self.stop_string = min(found)[1] if found else None
+            self.stop_string = self._stop_string(last)
             return "stop_string"
         return last.reason
+
+    def _stop_string(self, last: Finished) -> str | None:
+        """Returns the stop string that ended the text, if one did."""
+        if last.reason != "stop" or last.tokens[-1] in self.model.tokenizer.eos_ids:
+            return None
+        text = self.model.tokenizer.decode(last.tokens)
+        found = [(text.find(stop) + len(stop), stop) for stop in self.ask.stops if stop in text]
+        return min(found)[1] if found else None
 
     def end(self, error: str = "") -> None:
         """Cancels what still runs, and notes how it went."""

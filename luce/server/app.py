@@ -17,13 +17,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from luce.server import page
 from luce.server.access import LOOPBACK, OPEN, Access, Guarded, shared
-from luce.server.answer import Answer, Silence, Whole
-from luce.server.api import about, anthropic, ollama, openai, responses
+from luce.server.answer import Answer, Silence
+from luce.server.api import about, anthropic, embeddings, infill, ollama, openai, responses
+from luce.server.api.choices import forms
+from luce.server.api.fields import COUNT, HEADER, in_header
 from luce.server.ask import Ask, Refused
-from luce.server.body import asked, reply
+from luce.server.body import asked, ignored, reply
 from luce.server.lanes import TOKEN, beside
 from luce.server.log import Logged, noted
 from luce.server.models import Models, stopping
+from luce.server.several import Several, answer_to
 from luce.server.stored import Stored
 from luce.server.unrouted import handlers, without_version
 from luce.server.watch import Watch
@@ -38,7 +41,7 @@ class Form(Protocol):
 
     media_type: str
 
-    def whole(self, all: Whole) -> dict[str, Any]: ...
+    def whole(self, all: Any) -> dict[str, Any]: ...
     def begin(self) -> Any: ...
     def piece(self, piece: Any) -> Any: ...
     def silence(self) -> bytes: ...
@@ -54,7 +57,7 @@ class Server:
         self.started = int(time.time())
 
     async def answer(
-        self, request: Request, ask: Ask, form: Callable[[Answer], Form], error_body: ErrorBody
+        self, request: Request, ask: Ask, form: Callable[[Any], Form], error_body: ErrorBody
     ) -> Response:
         """Returns the response to an ask."""
         if not ask.model:
@@ -63,7 +66,7 @@ class Server:
         if ask.stream:
             return Stream(answer, shape)
         try:
-            whole = await _or_gone(request, _collect(answer))
+            whole = await _or_gone(request, answer.collect())
             cost = TOKEN * answer.usage.completion * (1 + (ask.logprobs or 0))
             return await beside(cost, lambda: reply(shape.whole(whole)))
         except Refused as refused:
@@ -72,9 +75,9 @@ class Server:
         finally:
             answer.end()
 
-    async def _begun(self, ask: Ask, form: Callable[[Answer], Form]) -> tuple[Answer, Form]:
+    async def _begun(self, ask: Ask, form: Callable[[Any], Form]) -> tuple[Answer | Several, Form]:
         """Returns the answer that the engine has begun with, and its form."""
-        answer = Answer(await self.models.get(ask.model), ask, self.watch)
+        answer = answer_to(await self.models.get(ask.model), ask, self.watch)
         try:
             await answer.begin()
             return answer, form(answer)
@@ -84,19 +87,11 @@ class Server:
             raise
 
 
-async def _collect(answer: Answer) -> Whole:
-    whole = Whole()
-    async with aclosing(answer.pieces()) as pieces:
-        async for piece in pieces:
-            whole.add(piece)
-    return whole
-
-
 class Stream(StreamingResponse):
     """An answer as events. However it ends, also where it never begins since the client is gone, so does what
     is generated for it."""
 
-    def __init__(self, answer: Answer, form: Form):
+    def __init__(self, answer: Answer | Several, form: Form):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         self._answer, self._events = answer, _stream(answer, form)
         super().__init__(self._events, media_type=form.media_type, headers=headers)
@@ -109,7 +104,7 @@ class Stream(StreamingResponse):
             self._answer.end()
 
 
-async def _stream(answer: Answer, form: Form) -> AsyncGenerator[bytes, None]:
+async def _stream(answer: Answer | Several, form: Form) -> AsyncGenerator[bytes, None]:
     """Yields the events of an answer, of which one is always the last. Where the client goes away, the
     answer is cancelled."""
     try:
@@ -188,7 +183,23 @@ def routed(
             server.watch.log.defect(error)
             return refusal(Refused(500, f"{type(error).__name__}: {error}", "failed"), error_body)
 
-    return Route(path, endpoint, methods=methods)
+    return Route(path, naming(server, endpoint), methods=methods)
+
+
+def naming(
+    server: Server, endpoint: Callable[[Request], Awaitable[Response]]
+) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the endpoint with a header that names the body's fields that are unknown."""
+
+    async def named(request: Request) -> Response:
+        ignored.set(())
+        response = await endpoint(request)
+        if names := ignored.get():
+            server.watch.unknown_fields(request.url.path, names)
+            response.headers[HEADER] = in_header(names)
+        return response
+
+    return named
 
 
 # ---- OpenAI's routes
@@ -196,21 +207,14 @@ def routed(
 
 async def chat_completions(server: Server, request: Request) -> Response:
     body, ask = await asked(request, openai.ChatBody, openai.chat_ask)
-    usage = openai.usage_wanted(body)
-    return await server.answer(request, ask, lambda a: openai.ChatForm(a, usage), openai.error_body)
+    form = forms(openai.ChatForm, openai.usage_wanted(body))
+    return await server.answer(request, ask, form, openai.error_body)
 
 
 async def completions(server: Server, request: Request) -> Response:
     body, ask = await asked(request, openai.CompletionBody, openai.completion_ask)
-    usage = openai.usage_wanted(body)
-    before = ""
-    if body.echo:
-        model = await server.models.get(ask.model)
-        ids = ask.prompt or ()
-        before = ids if isinstance(ids, str) else await beside(ask.size, lambda: model.tokenizer.decode(ids))
-    return await server.answer(
-        request, ask, lambda a: openai.CompletionForm(a, usage, before), openai.error_body
-    )
+    form = forms(openai.CompletionForm, openai.usage_wanted(body))
+    return await server.answer(request, ask, form, openai.error_body)
 
 
 # ---- Anthropic's
@@ -222,7 +226,7 @@ async def messages(server: Server, request: Request) -> Response:
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
-    _, ask = await asked(request, anthropic.MessagesBody, anthropic.messages_ask)
+    _, ask = await asked(request, anthropic.MessagesBody, anthropic.messages_ask, COUNT)
     served = await server.models.get(ask.model)
     return reply({"input_tokens": len(await served.prompt(ask))})
 
@@ -267,6 +271,10 @@ def make_app(models: Models, watch: Watch, access: Access) -> ASGIApp:
     routes = [
         routed(server, "/v1/chat/completions", chat_completions, ["POST"]),
         routed(server, "/v1/completions", completions, ["POST"]),
+        routed(server, "/infill", infill.infill, ["POST"]),
+        routed(server, "/v1/embeddings", embeddings.embeddings, ["POST"]),
+        routed(server, "/api/embed", embeddings.embed, ["POST"], ollama.error_body),
+        routed(server, "/api/embeddings", embeddings.embedding, ["POST"], ollama.error_body),
         routed(server, "/v1/messages", messages, ["POST"], anthropic.error_body),
         routed(server, "/v1/messages/count_tokens", count_tokens, ["POST"], anthropic.error_body),
         routed(server, "/api/chat", ollama.chat, ["POST"], ollama.error_body),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from luce.text.infill import Gap
 from luce.text.structured import Constraint
 from luce.text.thinking import SCALE
 
 Message = dict[str, Any]
+Thoughts = Literal["apart", "within", "left out"]  # Where an answer has them: "within" is within its text.
 EFFORTS = ("none", *SCALE)
 
 
@@ -71,22 +73,29 @@ class Tool:
 
 @dataclass(frozen=True)
 class Ask:
-    """This is one request. `prompt` is raw text or tokens, or None where `messages` are to be put into the
-    chat template, each {"role", "content", ...} as templates take them. `variables` are the template's own
-    beside these. `sampling` has the fields that were given, by their names in structs.Sampling.
+    """This is one request. `prompt` is raw text, tokens or a gap to fill, or None where `messages` are to be
+    put into the chat template, each {"role", "content", ...} as templates take them. `variables` are the
+    template's own beside these. `sampling` has the fields that were given, by their names in
+    structs.Sampling.
+
+    Control tokens that a raw text spells are such if `special`; `add_bos` begins it with the model's first
+    token. There are `n` answers to each of several `prompts`, of which `prompt` is the first. `echo` puts the
+    prompt before the answer. `scored` lists the log-probabilities of its tokens, with so many alternatives.
+    `embeds` asks for its vector, and for no answer.
 
     `choice` of tools is "auto", "none", "required" or the name of one. `constraint` is what the text is held to,
     None for free text; in it and in tools' schemas, `open_objects` may have other properties than those listed.
     `logprobs` is how many alternatives to list for each token; None lists not even its own. `ignore_eos` is as in
-    plan.Request. `max_tokens` None means until the context is full. Thoughts have at most `budget` tokens before
-    they are ended; None leaves it to the model. With `continues`, the last message is the assistant's, and the
+    plan.Request. `max_tokens` None means until the context is full. `keeps_stop` leaves the stop string that
+    ended the text in it. Thoughts have at most `budget` tokens before they are ended; None leaves it to the
+    model; `thoughts` says where they are told. With `continues`, the last message is the assistant's, and the
     answer goes on behind it. Thinking that is asked for `outright` is on or off whatever the template reads
     (text/thinking.py). `size` is that of its body in bytes, which says about how long its prompt takes to make.
     """
 
     model: str
     messages: Sequence[Message] = ()
-    prompt: str | Sequence[int] | None = None
+    prompt: str | Sequence[int] | Gap | None = None
     tools: Sequence[Tool] = ()
     choice: str = "auto"
     parallel_calls: bool = True
@@ -104,6 +113,15 @@ class Ask:
     continues: bool = False
     outright: bool = True
     size: int = 0
+    prompts: Sequence[str | Sequence[int] | Gap] = ()
+    n: int = 1
+    special: bool = False
+    add_bos: bool = True
+    echo: bool = False
+    scored: int | None = None
+    embeds: bool = False
+    keeps_stop: bool = False
+    thoughts: Thoughts = "apart"
 
 
 def arguments_of(text: Any) -> dict[str, Any]:

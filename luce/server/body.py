@@ -3,14 +3,16 @@ beside the event loop (lanes.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from luce.server.api.fields import checked
 from luce.server.ask import Ask, Refused
 from luce.server.lanes import beside
 
@@ -18,7 +20,6 @@ MAX_BODY = 16 << 20  # A body has at most so many bytes,
 MAX_HELD = 1 << 30  # and all that are being read together.
 MAX_DEPTH = 128  # A body's objects and lists are nested at most so deep.
 
-B = TypeVar("B", bound=msgspec.Struct)
 M = TypeVar("M")
 
 
@@ -28,22 +29,39 @@ class Held:
     total = 0
 
 
-async def read(request: Request, kind: type[B]) -> B:
-    """Returns the body as its type. Raises Refused where it is too large, too deep, no JSON, or of another
-    form, where memory lacks, and where it has one of the fields that the type's REFUSED names: an answer
-    without what it asks for would be another one."""
-    body, _, _ = await _read(request, kind, lambda body: None)
+class Body(msgspec.Struct, kw_only=True):
+    """The body of a request. `API` is the route whose rows of fields.TABLE it is checked by."""
+
+    API: ClassVar[str]
+
+
+B = TypeVar("B", bound=Body)
+
+# The body that this task read has such fields, which its route does not know.
+ignored: ContextVar[Sequence[str]] = ContextVar("ignored", default=())
+
+
+async def read(request: Request, kind: type[B], api: str = "") -> B:
+    """Returns the body as its type, of the route `api`, which is the type's own unless said otherwise.
+    `ignored` then has the names of fields that the route does not know. Raises Refused where the body is too
+    large, too deep, no JSON, or of another form, where memory lacks, and for fields that the table refuses:
+    an answer without what they ask for would be another one."""
+    body, _, _ = await _read(request, kind, lambda body: None, api)
     return body
 
 
-async def asked(request: Request, kind: type[B], make: Callable[[B], Ask]) -> tuple[B, Ask]:
+async def asked(
+    request: Request, kind: type[B], make: Callable[[B], Ask], api: str = ""
+) -> tuple[B, Ask]:
     """Returns the body and the request that it makes of it, which may take as long as to read it. Raises as
     read() does, and what `make` raises."""
-    body, ask, size = await _read(request, kind, make)
+    body, ask, size = await _read(request, kind, make, api)
     return body, replace(ask, size=size)
 
 
-async def _read(request: Request, kind: type[B], make: Callable[[B], M]) -> tuple[B, M, int]:
+async def _read(
+    request: Request, kind: type[B], make: Callable[[B], M], api: str
+) -> tuple[B, M, int]:
     raw = bytearray()
     try:
         async for chunk in request.stream():
@@ -54,22 +72,27 @@ async def _read(request: Request, kind: type[B], make: Callable[[B], M]) -> tupl
             if Held.total > MAX_HELD:
                 raise Refused(503, "the server is busy with large requests", "busy", retry_after=5)
 
+        unknown: list[str] = []
+
         def made() -> tuple[B, M, int]:
-            body = _typed(raw, kind)
+            body = _typed(raw, kind, api or kind.API, unknown)
             return body, make(body), len(raw)
 
-        return await beside(len(raw), made)
+        try:
+            return await beside(len(raw), made)
+        finally:
+            ignored.set(unknown)  # Also where the request is refused for something else.
     finally:
         Held.total -= len(raw)
 
 
-def _typed(raw: bytes | bytearray, kind: type[B]) -> B:
+def _typed(raw: bytes | bytearray, kind: type[B], api: str, unknown: list[str]) -> B:
+    """Returns a body as its type, and adds the names of its fields that are unknown."""
     try:
         found = msgspec.json.decode(raw)
         _require_shallow(found)
-        for name in getattr(kind, "REFUSED", ()) if isinstance(found, dict) else ():
-            if found.get(name):
-                raise Refused(400, f"{name} is not supported", param=name)
+        if isinstance(found, dict):
+            unknown += checked(api, found)
         return msgspec.convert(found, kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refused(400, f"the body: {error}") from error

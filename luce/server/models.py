@@ -25,6 +25,7 @@ from luce.server.ask import Ask, Refused, TooLong, ordered
 from luce.server.lanes import GRAMMARS, LARGE, MESSAGE, SHORT, Lane, fitting
 from luce.server.scheduler import Happened, Scheduler, put_all
 from luce.text.grammar import Grammars
+from luce.text.infill import Gap, infill_ids
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
 from luce.threads import BESIDE
 
@@ -144,13 +145,20 @@ class Served:
 
         return await self._counted(make, lane)
 
-    async def raw_prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt that is plain text."""
+    async def raw_prompt(self, text: str, special: bool = False, add_bos: bool = True) -> list[int]:
+        """Returns the tokens of a prompt that is put into no template. Control tokens that it spells are such
+        if `special`."""
 
         def make(most: int) -> list[int]:
-            return self.tokenizer.encode(text, special=False, add_bos=True, most=most)
+            return self.tokenizer.encode(text, special=special, add_bos=add_bos, most=most)
 
         return await self._counted(make, fitting(self.lanes, len(text)))
+
+    async def infill_prompt(self, gap: Gap) -> list[int]:
+        """Returns the tokens of a prompt that asks for what fills a gap."""
+        texts = [gap.suffix, gap.begun, *(text for _, text in gap.files)]
+        lane = fitting(self.lanes, len(gap.prefix) + sum(map(len, texts)))
+        return await self._counted(lambda most: infill_ids(self.tokenizer, gap, most), lane)
 
     async def _counted(self, make: Callable[[int], list[int]], lane: Lane) -> list[int]:
         """Returns the tokens of a prompt. Raises TooLong where it has COUNTED times as many as the context:
@@ -175,7 +183,7 @@ class Served:
         try:
             return await lane.run(make)
         except LuceError as error:
-            raise Refused(400, str(error)) from error
+            raise Refused(400, str(error), param=error.concerns) from error
         finally:
             self.users -= 1
 

@@ -102,11 +102,12 @@ class Scheduler:
         leaves the one before, and they are looked at in the order in which it passes through them."""
         return not self._waiting and self._admitting is None and not self._jobs
 
-    def submit(self, job: Job) -> None:
-        """Runs a job as soon as there is room. Raises Busy where as many wait as may."""
+    def submit(self, job: Job, admitted: bool = False) -> None:
+        """Runs a job as soon as there is room. Raises Busy where as many wait as may, unless it is of a
+        request that was `admitted` before."""
         with self._changed:
             free = self._engine.info.n_sequences - len(self._jobs)
-            if len(self._waiting) >= self._max_waiting + free:
+            if len(self._waiting) >= self._max_waiting + free and not admitted:
                 raise Busy(self._retry_after())
             if self._stopping:
                 raise Busy(5)
@@ -198,7 +199,8 @@ class Scheduler:
                     return
                 job = self._waiting[0]
             try:
-                if self._cache and not self._cache.fetch(job.request.prompt, wait=not self._jobs):
+                cache = None if job.request.reads else self._cache  # Else no kept beginning is of use.
+                if cache and not cache.fetch(job.request.prompt, wait=not self._jobs):
                     return
             except Exception as error:
                 self._turn_away(job, _defect(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from luce.server.models import Models
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+MAX_UNKNOWN, MAX_NAME = 256, 64  # So many unknown fields are told of, with so many letters of their names.
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -21,6 +23,7 @@ class Watch:
 
     def __init__(self, form: str = "text"):
         self.log = Log(form)
+        self._unknown = set[tuple[str, str]]()  # These fields of paths were told of.
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -56,6 +59,14 @@ class Watch:
     def refused(self) -> None:
         """Counts a request that was turned away since the queue is full."""
         self._requests.labels("refused").inc()
+
+    def unknown_fields(self, path: str, names: Sequence[str]) -> None:
+        """Writes a line for each field that was unknown at a path, once."""
+        for name in names:
+            at = path[:MAX_NAME], name[:MAX_NAME]
+            if at not in self._unknown and len(self._unknown) < MAX_UNKNOWN:
+                self._unknown.add(at)
+                self.log.message(2, f"{at[0]} has no field {at[1]!r}: it is ignored")
 
     def started(self, waited: float, prompt: int, cached: int) -> None:
         """Counts a request that has a sequence, and the tokens of its prompt that need not be read again."""

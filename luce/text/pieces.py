@@ -94,6 +94,28 @@ def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield last
 
 
+class Shown:
+    """Puts thoughts where a request wants them: "apart", as they come; "within" the text, between the marks
+    that templates write; or "left out"."""
+
+    def __init__(self, thoughts: str = "apart"):
+        self._thoughts, self._open = thoughts, False
+
+    def pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
+        if self._thoughts == "apart":
+            return list(pieces)
+        if self._thoughts == "left out":
+            return [piece for piece in pieces if not isinstance(piece, Reasoning)]
+        shown: list[Piece] = []
+        for piece in pieces:
+            thinks = isinstance(piece, Reasoning)
+            if thinks != self._open:
+                shown.append(Text("<think>\n" if thinks else "\n</think>\n\n"))
+                self._open = thinks
+            shown.append(Text(piece.text) if isinstance(piece, Reasoning) else piece)
+        return shown
+
+
 def undecided(text: str, marks: Sequence[str]) -> int:
     """Returns the length of the text's end that may be the beginning of a mark."""
     longest = min(max(map(len, marks), default=1) - 1, len(text))

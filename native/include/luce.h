@@ -44,7 +44,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 12 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 13 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -398,6 +398,10 @@ LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t
  * prefill with a choice (the prompt's last token), or row i of its last DFlash block: the drafter's for the token at
  * the anchor's position + i, -1e30 where it lacks a token. E_STATE when the engine has run another step since. */
 LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
+
+/* Reads the F32 hidden state of one row of the engine's last verify, after the output norm: what the logits are a product
+ * of. n must be n_embd. It waits for the device. E_STATE when the engine has run another step since. */
+LUCE_API luce_status luce_sequence_get_hidden(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
 
 /* Writes the committed state as bytes, for tests and inspection: KV, recurrent state, the drafters' KV, the hidden
  * state, tokens. Sequences with the same committed tokens give the same bytes, however their rounds went. data NULL:

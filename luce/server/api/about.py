@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 import luce
+from luce.server.api.fields import DETOKENIZE, TEMPLATE, TOKENIZE
 from luce.server.api.openai import ChatBody, chat_ask
 from luce.server.ask import Refused
-from luce.server.body import asked, read, reply
+from luce.server.body import Body, asked, read, reply
 from luce.server.models import Slot
 
 if TYPE_CHECKING:
@@ -28,16 +28,19 @@ STATES = {
 }
 
 
-class TokenizeBody(msgspec.Struct):
-    """This is the body of /tokenize. `prompt` is another name of `content`."""
+class TokenizeBody(Body, kw_only=True):
+    API: ClassVar = TOKENIZE
 
     content: str | None = None
-    prompt: str | None = None
     model: str = ""
-    add_special: bool = False
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
 
 
-class DetokenizeBody(msgspec.Struct):
+class DetokenizeBody(Body, kw_only=True):
+    API: ClassVar = DETOKENIZE
+
     tokens: list[int]
     model: str = ""
 
@@ -117,16 +120,28 @@ async def props(server: Server, request: Request) -> Response:
 
 async def tokenize(server: Server, request: Request) -> Response:
     body = await read(request, TokenizeBody)
-    text = body.content if body.content is not None else body.prompt
+    text, special, bos = body.content, bool(body.parse_special), bool(body.add_special)
     if text is None:
         raise Refused(400, "content is missing", param="content")
-    served, bos = await server.models.get(body.model), body.add_special
+    served = await server.models.get(body.model)
 
     def make() -> Response:
-        tokens = served.tokenizer.encode(text, special=False, add_bos=bos)
-        return reply({"tokens": tokens, "count": len(tokens)})
+        tokens = served.tokenizer.encode(text, special=special, add_bos=bos)
+        if not body.with_pieces:
+            return reply({"tokens": tokens, "count": len(tokens)})
+        pieces = ((token, served.tokenizer.bytes_of(token, special=True)) for token in tokens)
+        listed = [{"id": id, "piece": _piece(raw)} for id, raw in pieces]
+        return reply({"tokens": listed, "count": len(tokens)})
 
     return await served.in_thread(make, len(text))
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """Returns the bytes of a token as text, or as numbers where they are a part of a character."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
 
 
 async def detokenize(server: Server, request: Request) -> Response:
@@ -143,7 +158,7 @@ async def detokenize(server: Server, request: Request) -> Response:
 
 
 async def apply_template(server: Server, request: Request) -> Response:
-    _, ask = await asked(request, ChatBody, chat_ask)
+    _, ask = await asked(request, ChatBody, chat_ask, TEMPLATE)
     served = await server.models.get(ask.model)
     tokens = await served.prompt(ask)
 

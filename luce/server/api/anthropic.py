@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import msgspec
-
 from luce.server.answer import Answer, Whole
+from luce.server.api.fields import MESSAGES
 from luce.server.api.openai import Form, held_to, stops_of, tool_of, within
 from luce.server.ask import Ask, Message, Refused, Tool, TooLong, budget_of, call_of, continued, refuse
 from luce.server.ask import thinking as thinking_of
+from luce.server.body import Body
 from luce.server.content import output_of, require_readable, text_of, thoughts_of
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 
@@ -26,8 +26,8 @@ BILLING = "x-anthropic-billing-header"  # A first system block begins so, with a
 SIGNATURE = "luce"  # Thoughts have it, since clients drop or rewrite those without one.
 
 
-class MessagesBody(msgspec.Struct, kw_only=True):
-    REFUSED: ClassVar = ("mcp_servers", "container")
+class MessagesBody(Body, kw_only=True):
+    API: ClassVar = MESSAGES
 
     messages: list[dict[str, Any]]
     model: str = ""

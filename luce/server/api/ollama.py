@@ -18,11 +18,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from luce.server.answer import Answer, Whole
+from luce.server.api.fields import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW
 from luce.server.api.openai import Form, held_to, length_of, penalties_of, stops_of, tools_of, within
 from luce.server.ask import Ask, Message, Refused, call_of, continued, refuse, thinking
-from luce.server.body import asked, read, reply
+from luce.server.body import Body, asked, read, reply
 from luce.server.content import note_of, require_readable
 from luce.server.models import Slot
+from luce.text.infill import Gap
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text
 
 if TYPE_CHECKING:
@@ -41,9 +43,9 @@ class Options(msgspec.Struct, kw_only=True):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | float | None = None
+    top_k: int | None = None
     min_p: float | None = None
-    seed: int | float | None = None
+    seed: int | None = None
     stop: str | list[str] | None = None
     num_predict: int | float | None = None
     presence_penalty: float | None = None
@@ -51,10 +53,8 @@ class Options(msgspec.Struct, kw_only=True):
     repeat_penalty: float | None = None
 
 
-class Asked(msgspec.Struct, kw_only=True):
+class Asked(Body, kw_only=True):
     """This is what both bodies have in common."""
-
-    REFUSED: ClassVar = ("template", "context", "suffix", "images")
 
     model: str = ""
     stream: bool | None = None
@@ -85,19 +85,25 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(Asked, kw_only=True):
+    API: ClassVar = OLLAMA_CHAT
+
     messages: list[ChatMessage] = []
     tools: list[dict[str, Any]] | None = None
 
 
 class GenerateBody(Asked, kw_only=True):
+    API: ClassVar = OLLAMA_GENERATE
+
     prompt: str = ""
+    suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
 
 
-class ShowBody(msgspec.Struct, kw_only=True):
+class ShowBody(Body, kw_only=True):
+    API: ClassVar = OLLAMA_SHOW
+
     model: str = ""
-    name: str = ""
 
 
 def chat_ask(body: ChatBody) -> Ask:
@@ -112,8 +118,10 @@ def chat_ask(body: ChatBody) -> Ask:
 
 def generate_ask(body: GenerateBody) -> Ask:
     """Returns the request of a body. Raises Refused where it asks for what is not there."""
+    if body.suffix:
+        return Ask(prompt=Gap(body.prompt, body.suffix), **_common(body))
     if body.raw:
-        return Ask(prompt=body.prompt, **_common(body))
+        return Ask(prompt=body.prompt, special=True, **_common(body))
     system = [{"role": "system", "content": body.system}] if body.system else []
     return Ask(messages=[*system, {"role": "user", "content": body.prompt}], **_common(body))
 
@@ -323,7 +331,7 @@ async def ps(server: Server, request: Request) -> Response:
 
 async def show(server: Server, request: Request) -> Response:
     body = await read(request, ShowBody)
-    name = server.models.name_of(body.model or body.name)
+    name = server.models.name_of(body.model)
     served = await server.models.get(name)
     listed = _model(name, server.models.slots[name])
     facts = served.facts

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from luce.server.answer import Answer, Whole
+from luce.native.structs import Logprobs
+from luce.server.answer import Answer, Usage, Whole
+from luce.server.api.fields import CHAT, COMPLETIONS
 from luce.server.ask import (
     Ask,
     Message,
     Refused,
+    Thoughts,
     Tool,
     budget_of,
     call_of,
@@ -23,7 +26,9 @@ from luce.server.ask import (
     thinking,
     typed,
 )
+from luce.server.body import Body
 from luce.server.content import require_readable, text_of, thoughts_of
+from luce.text.infill import Gap
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 from luce.text.structured import FIELDS, FieldError, constraint_of, opens_objects
 
@@ -34,9 +39,12 @@ CODES = {"too_long": "context_length_exceeded", "not_found": "model_not_found", 
          "no_previous": "previous_response_not_found"}  # fmt: skip
 NAME = re.compile(r"[^<>\s]{1,256}")  # Calls spell the names of tools so.
 MAX_STOPS, MAX_STOP = 16, 1024  # A request has at most so many stop strings, and each so many letters.
+MAX_PROMPTS = 2048  # A request has at most so many prompts.
+LEAST, MOST = 1e-9, 1 - 2**-24  # These parts of the probability are of the most probable token alone.
+BANNED = -1e30  # A token with this bias is never chosen.
 
 
-class Held(msgspec.Struct, kw_only=True):
+class Held(Body, kw_only=True):
     """Fields of several servers that hold an answer to a schema or a grammar: luce.text.structured reads
     them."""
 
@@ -54,14 +62,9 @@ class Held(msgspec.Struct, kw_only=True):
 
 
 class Sampled(Held, kw_only=True):
-    """This is what both bodies have in common."""
+    """This is what all bodies have in common. Fields with other names are here by their first ones
+    (fields.py)."""
 
-    # They are of other servers, and change what is said.
-    REFUSED: ClassVar = (
-        "min_tokens", "stop_token_ids", "use_beam_search", "mirostat", "dry_multiplier",
-        "xtc_probability", "web_search_options", "functions", "suffix", "bad_words",
-        "allowed_token_ids", "dynatemp_range",
-    )  # fmt: skip
     model: str = ""
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -73,13 +76,24 @@ class Sampled(Held, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | list[Any] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    repeat_penalty: float | None = None
     response_format: Any = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+
+
+class Talk(Sampled, kw_only=True):
+    """This is what the bodies of conversations have in common."""
+
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    thinking_budget: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    reasoning_format: str | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -95,7 +109,9 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     prefix: bool | None = None  # DeepSeek and Mistral: the answer goes on behind this last message.
 
 
-class ChatBody(Sampled, kw_only=True):
+class ChatBody(Talk, kw_only=True):
+    API: ClassVar = CHAT
+
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
@@ -103,71 +119,93 @@ class ChatBody(Sampled, kw_only=True):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     reasoning_effort: str | None = None
-    enable_thinking: bool | None = None
-    preserve_thinking: bool | None = None
-    thinking_budget: int | None = None
-    reasoning_budget_tokens: int | None = None  # llama.cpp calls it so.
-    chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    audio: Any = None
-    modalities: list[str] | None = None
 
 
 class CompletionBody(Sampled, kw_only=True):
+    API: ClassVar = COMPLETIONS
+
     prompt: str | list[Any]
-    n_predict: int | None = None
+    suffix: str | None = None
+    parse_special: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
 
 
-def sampling_of(body: Sampled) -> dict[str, Any]:
-    """Returns the fields of structs.Sampling that are given."""
-    if body.n not in (None, 1):
-        raise refuse("n: one answer for a request; send as many requests", "n")
-    found = within(
-        temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, min_p=body.min_p, seed=body.seed
-    )
-    return found
+def sampled(body: Sampled) -> dict[str, Any]:
+    """Returns what an Ask has of a body's common fields."""
+    stops = stops_of(body.stop)
+    if body.include_stop_str_in_output and not stops:
+        name = "include_stop_str_in_output"
+        raise refuse(f"{name} keeps what `stop` has, and there is no `stop`", name)
+    return {
+        "model": body.model,
+        "sampling": within(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k,
+                           min_p=body.min_p, seed=body.seed),
+        "penalties": penalties_of(body.presence_penalty, body.frequency_penalty, body.repetition_penalty,
+                                  body.logit_bias),
+        "stops": stops,
+        "keeps_stop": bool(body.include_stop_str_in_output),
+        "n": body.n or 1,
+        "stream": bool(body.stream),
+        "ignore_eos": bool(body.ignore_eos),
+    }  # fmt: skip
+
+
+def thought(body: Talk, effort: str | None) -> dict[str, Any]:
+    """Returns what an Ask has of how a body wants thoughts: the template's variables among it."""
+    variables = thinking(effort, body.enable_thinking)
+    if body.preserve_thinking is not None:
+        variables["preserve_thinking"] = body.preserve_thinking
+    if body.thinking_budget is not None:
+        variables["thinking_budget"] = body.thinking_budget
+    more = body.chat_template_kwargs or {}
+    if taken := {"messages", "tools", "self"} & more.keys():
+        raise refuse(f"chat_template_kwargs names {min(taken)}, which is no variable", "chat_template_kwargs")
+    variables |= more
+    budget = budget_of(variables.get("thinking_budget"), "thinking_budget")
+    kept: Thoughts = "within" if body.reasoning_format == "none" else "apart"
+    return {
+        "variables": variables,
+        "budget": budget,
+        "thoughts": "left out" if body.include_reasoning is False else kept,
+    }
 
 
 def penalties_of(
     presence: float | None, frequency: float | None, repetition: float | None, bias: Any = None
 ) -> dict[str, Any]:
     """Returns the fields of structs.Penalties that are given."""
-    found = within(presence=presence, frequency=frequency, repetition=repetition)
+    given = {"presence": presence, "frequency": frequency, "repetition": repetition}
+    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if bias:
+        pairs = bias.items() if isinstance(bias, dict) else bias
         try:
-            found["bias"] = tuple((int(token), float(value)) for token, value in bias.items())
-        except (ValueError, TypeError) as error:
-            raise refuse("logit_bias has tokens' ids as keys, and numbers", "logit_bias") from error
+            found["bias"] = tuple((int(token), BANNED if by is False else float(by)) for token, by in pairs)
+        except (ValueError, TypeError, OverflowError) as error:
+            said = "logit_bias is {token: bias} or [[token, bias], ...], with the ids of tokens"
+            raise refuse(said, "logit_bias") from error
     return found
 
 
-def body_penalties(body: Sampled) -> dict[str, Any]:
-    repetition = body.repetition_penalty if body.repetition_penalty is not None else body.repeat_penalty
-    return penalties_of(body.presence_penalty, body.frequency_penalty, repetition, body.logit_bias)
-
-
-RANGES = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "min_p": (0, 1),
-          "seed": (-(2**63), 2**64 - 1), "presence": (-2, 2), "frequency": (-2, 2),
-          "repetition": (0.01, 100)}  # fmt: skip
-
-
 def within(**given: float | None) -> dict[str, Any]:
-    """Returns the fields of structs.Sampling that are given. Raises Refused where one is out of its range."""
+    """Returns the fields of structs.Sampling that are given."""
     found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    for name, value in found.items():
-        low, high = RANGES[name]
-        if not low <= value <= high:
-            name += "_penalty" if name in ("presence", "frequency", "repetition") else ""
-            raise refuse(f"{name} is {value}: it has to be from {low} to {high}", name)
     if "top_k" in found:
-        found["top_k"] = max(int(found["top_k"]), 0)  # Both -1 and 0 mean off.
-    if "seed" in found:
-        found["seed"] = int(found["seed"]) % 2**64
+        found["top_k"] = max(found["top_k"], 0)  # Both -1 and 0 mean off.
+    if found.get("top_p") == 0:
+        found["top_p"] = LEAST  # To the core 0 is off.
+    if found.get("min_p") == 1:
+        found["min_p"] = MOST
+    if found.get("seed") == -1:
+        del found["seed"]  # It asks for a random one.
+    elif "seed" in found:
+        found["seed"] %= 2**64
     return found
 
 
@@ -314,8 +352,7 @@ def error_body(refused: Refused) -> dict[str, Any]:
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": code}}
 
 
-def usage_of(answer: Answer) -> dict[str, Any]:
-    usage = answer.usage
+def usage_body(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -357,19 +394,68 @@ class Form:
         return b": keep-alive\n\n"
 
 
-class ChatForm(Form):
-    """This is the form of /v1/chat/completions."""
+class Told(NamedTuple):
+    """Which events of a stream have the usage: a last one, and each with what there is so far."""
 
-    def __init__(self, answer: Answer, include_usage: bool = False):
+    last: bool = False
+    each: bool = False
+
+
+class ChoiceForm(Form):
+    """The form of an answer that is one of the choices of a request, the one at `index`. Those of one request
+    have the same `id`. finish() gives the events at the end of a choice, and close() those at the end of all.
+    """
+
+    KIND, CHUNK = "", ""  # The kinds of its body and of its events.
+    ID = ""  # Its ids begin so.
+
+    def __init__(self, answer: Answer, told: Told = Told(), id: str = "", index: int = 0):  # noqa: B008
         super().__init__(answer)
-        self._id = "chatcmpl-" + secrets.token_hex(12)
-        self._include_usage = include_usage
-        self._calls = 0
+        self.id, self.index, self._told = id or self.ID + secrets.token_hex(12), index, told
 
     def _head(self, kind: str) -> dict[str, Any]:
         answer = self.answer
-        return {"id": self._id, "object": kind, "created": answer.created, "model": answer.ask.model,
+        return {"id": self.id, "object": kind, "created": answer.created, "model": answer.ask.model,
                 "system_fingerprint": "luce"}  # fmt: skip
+
+    def _event(self, choice: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
+        usage = (
+            {"usage": usage_body(self.answer.usage) if self._told.each else None} if self._told.last else {}
+        )
+        choices = [{"index": self.index, **choice, "finish_reason": reason}]
+        return self.sse(self._head(self.CHUNK) | {"choices": choices} | usage | more)
+
+    def _spelled(self, token: int) -> str:
+        return self.answer.model.tokenizer.decode([token], special=True)
+
+    def whole(self, all: Whole) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def piece(self, piece: Piece) -> Iterator[bytes]:
+        raise NotImplementedError
+
+    def finish(self) -> Iterator[bytes]:
+        raise NotImplementedError
+
+    def close(self, usage: Usage) -> Iterator[bytes]:
+        if self._told.last:
+            yield self.sse(self._head(self.CHUNK) | {"choices": [], "usage": usage_body(usage)})
+        yield b"data: [DONE]\n\n"
+
+    def end(self) -> Iterator[bytes]:
+        yield from self.finish()
+        yield from self.close(self.answer.usage)
+
+    def failed(self, refused: Refused) -> Iterator[bytes]:
+        yield self.sse(error_body(refused))
+        yield b"data: [DONE]\n\n"
+
+
+class ChatForm(ChoiceForm):
+    """The form of /v1/chat/completions."""
+
+    KIND, CHUNK, ID = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    _calls = 0
 
     def whole(self, all: Whole) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": all.text or None, "refusal": None}
@@ -380,12 +466,28 @@ class ChatForm(Form):
         if all.calls:
             message["tool_calls"] = [_call(call.name, call.arguments) for call in all.calls]
         reason = REASONS[self.answer.reason]
-        choice = {"index": 0, "message": message, "logprobs": self._logprobs(), "finish_reason": reason}
-        return self._head("chat.completion") | {
-            "choices": [choice],
-            "usage": usage_of(self.answer),
-            "timings": self.answer.timings(),
-        }
+        choice = {"index": self.index, "message": message, "logprobs": self._logprobs(),
+                  "finish_reason": reason}  # fmt: skip
+        usage, timings = usage_body(self.answer.usage), self.answer.timings()
+        told = {"choices": [choice], "usage": usage, "timings": timings}
+        return self._head(self.KIND) | told | self._scored()
+
+    def _scored(self) -> dict[str, Any]:
+        """Returns the log-probabilities of the prompt's tokens, where they are asked for, as vLLM lists them:
+        null for the first, else by the ids of the token itself and of the most probable ones, which have
+        ranks."""
+        if self.answer.ask.scored is None:
+            return {}
+        listed: list[dict[str, Any] | None] = [None]
+        for token, found in zip(self.answer.prompt[1:], self.answer.prompt_logprobs, strict=True):
+            ranks = {id: rank for rank, (id, _) in enumerate(found.top, start=1)}
+            listed.append(
+                {
+                    str(id): {"logprob": p, "rank": ranks.get(id), "decoded_token": self._spelled(id)}
+                    for id, p in {token: found.logprob, **dict(found.top)}.items()
+                }
+            )
+        return {"prompt_logprobs": listed}
 
     def _logprobs(self) -> dict[str, Any] | None:
         """Returns the log-probabilities of the tokens since the last call."""
@@ -404,9 +506,7 @@ class ChatForm(Form):
         return {"content": content, "refusal": None}
 
     def _chunk(self, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": self._logprobs(), "finish_reason": reason}
-        usage = {"usage": None} if self._include_usage else {}
-        return self.sse(self._head("chat.completion.chunk") | {"choices": [choice]} | usage | more)
+        return self._event({"delta": delta, "logprobs": self._logprobs()}, reason, **more)
 
     def begin(self) -> Iterator[bytes]:
         yield self._chunk({"role": "assistant", "content": ""})
@@ -425,16 +525,8 @@ class ChatForm(Form):
             case CallEnd():
                 self._calls += 1
 
-    def end(self) -> Iterator[bytes]:
-        yield self._chunk({}, REASONS[self.answer.reason], timings=self.answer.timings())
-        if self._include_usage:
-            head = self._head("chat.completion.chunk")
-            yield self.sse(head | {"choices": [], "usage": usage_of(self.answer)})
-        yield b"data: [DONE]\n\n"
-
-    def failed(self, refused: Refused) -> Iterator[bytes]:
-        yield self.sse(error_body(refused))
-        yield b"data: [DONE]\n\n"
+    def finish(self) -> Iterator[bytes]:
+        yield self._chunk({}, REASONS[self.answer.reason], timings=self.answer.timings(), **self._scored())
 
 
 def _call(name: str, arguments: str = "") -> dict[str, Any]:
@@ -442,129 +534,132 @@ def _call(name: str, arguments: str = "") -> dict[str, Any]:
     return {"id": "call_" + secrets.token_hex(12), "type": "function", "function": function}
 
 
-class CompletionForm(Form):
-    """This is the form of /v1/completions. `before` is the prompt's text where it is echoed."""
+class CompletionForm(ChoiceForm):
+    """The form of /v1/completions."""
 
-    def __init__(self, answer: Answer, include_usage: bool = False, before: str = ""):
-        super().__init__(answer)
-        self._id = "cmpl-" + secrets.token_hex(12)
-        self._include_usage, self._before = include_usage, before
-        self._offset = len(before)
+    KIND, CHUNK, ID = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, answer: Answer, told: Told = Told(), id: str = "", index: int = 0):  # noqa: B008
+        super().__init__(answer, told, id, index)
+        self._before = answer.echoed  # It is not told yet.
+        self._offset = 0 if self._scores else len(self._before)
+
+    @property
+    def _scores(self) -> bool:
+        """Says whether the prompt's tokens have log-probabilities too, which come with the first others."""
+        return self.answer.ask.scored is not None
 
     def _logprobs(self) -> dict[str, Any] | None:
-        """Returns the log-probabilities of the tokens since the last call."""
-        said = self.answer.take_logprobs()
+        """Returns the log-probabilities of the tokens since the last call, first those of the prompt."""
+        said: list[tuple[int, Logprobs | None]] = [*self.answer.take_logprobs()]
+        if self._scores and self._offset == 0:
+            said[:0] = zip(self.answer.prompt, (None, *self.answer.prompt_logprobs), strict=True)
         if not said:
             return None
-        text_of = self.answer.model.tokenizer.decode
-        texts = [text_of([token], special=True) for token, _ in said]
-        begin, self._offset = self._offset, self._offset + sum(map(len, texts))
+        texts = [self._spelled(token) for token, _ in said]
+        *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
-            "token_logprobs": [found.logprob for _, found in said],
-            "top_logprobs": [{text_of([t], special=True): p for t, p in found.top} for _, found in said],
-            "text_offset": list(accumulate(map(len, texts[:-1]), initial=begin)),
+            "token_logprobs": [found and found.logprob for _, found in said],
+            "top_logprobs": [found and {self._spelled(t): p for t, p in found.top} for _, found in said],
+            "text_offset": offsets,
         }
 
-    def _object(self, text: str, reason: str | None, **more: Any) -> dict[str, Any]:
-        answer = self.answer
-        choice = {"index": 0, "text": text, "logprobs": self._logprobs(), "finish_reason": reason}
-        head = {"id": self._id, "object": "text_completion", "created": answer.created}
-        return head | {"model": answer.ask.model, "system_fingerprint": "luce", "choices": [choice]} | more
+    def _echo(self) -> str:
+        """Returns the prompt's text where it is echoed and was not yet."""
+        before, self._before = self._before, ""
+        return before
 
     def whole(self, all: Whole) -> dict[str, Any]:
-        reason, usage = REASONS[self.answer.reason], usage_of(self.answer)
-        return self._object(self._before + all.text, reason, usage=usage, timings=self.answer.timings())
+        choice = {"index": self.index, "text": self._echo() + all.text, "logprobs": self._logprobs(),
+                  "finish_reason": REASONS[self.answer.reason]}  # fmt: skip
+        usage, timings = usage_body(self.answer.usage), self.answer.timings()
+        return self._head(self.KIND) | {"choices": [choice], "usage": usage, "timings": timings}
+
+    def _chunk(self, text: str, reason: str | None = None, **more: Any) -> bytes:
+        return self._event({"text": text, "logprobs": self._logprobs()}, reason, **more)
 
     def begin(self) -> Iterator[bytes]:
-        if self._before:
-            yield self.sse(self._object(self._before, None))
+        if self._before and not self._scores:
+            yield self._chunk(self._echo())
 
     def piece(self, piece: Piece) -> Iterator[bytes]:
         if isinstance(piece, Text):
-            yield self.sse(self._object(piece.text, None))
+            yield self._chunk(self._echo() + piece.text)
 
-    def end(self) -> Iterator[bytes]:
-        yield self.sse(self._object("", REASONS[self.answer.reason], timings=self.answer.timings()))
-        if self._include_usage:
-            yield self.sse(self._object("", None, usage=usage_of(self.answer)) | {"choices": []})
-        yield b"data: [DONE]\n\n"
-
-    def failed(self, refused: Refused) -> Iterator[bytes]:
-        yield self.sse(error_body(refused))
-        yield b"data: [DONE]\n\n"
+    def finish(self) -> Iterator[bytes]:
+        yield self._chunk(self._echo(), REASONS[self.answer.reason], timings=self.answer.timings())
 
 
 def chat_ask(body: ChatBody) -> Ask:
     """Returns the request of a body. Raises Refused where it asks for what is not there."""
-    if body.audio is not None or (body.modalities and body.modalities != ["text"]):
-        raise refuse("audio is not supported", "audio")
-    if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= 20):
-        raise refuse("top_logprobs is from 0 to 20, and needs logprobs", "top_logprobs")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refuse("top_logprobs needs logprobs", "top_logprobs")
     if not body.messages:
         raise refuse("there is no message", "messages")
     tools = tools_of(body.tools)
-    variables = thinking(body.reasoning_effort, body.enable_thinking)
-    if body.preserve_thinking is not None:
-        variables["preserve_thinking"] = body.preserve_thinking
-    if body.thinking_budget is not None:
-        variables["thinking_budget"] = body.thinking_budget
-    more = body.chat_template_kwargs or {}
-    if taken := {"messages", "tools", "self"} & more.keys():
-        raise refuse(f"chat_template_kwargs names {min(taken)}, which is no variable", "chat_template_kwargs")
-    variables |= more
-    if body.add_generation_prompt is not None:
-        variables["add_generation_prompt"] = body.add_generation_prompt
-    budget = variables.get("thinking_budget", body.reasoning_budget_tokens)
     choice, tools = choice_of(body.tool_choice, tools)
-    held = held_to(body, response_format=body.response_format)
+    held, thinks = held_to(body, response_format=body.response_format), thought(body, body.reasoning_effort)
+    if body.add_generation_prompt is not None:
+        thinks["variables"]["add_generation_prompt"] = body.add_generation_prompt
     whole = held["constraint"] is not None or choice not in ("auto", "none")
     messages, continues = _messages_of(body, whole)
     return Ask(
-        model=body.model,
         messages=messages,
         tools=tools,
         choice=choice,
         parallel_calls=body.parallel_tool_calls is not False,
         max_tokens=length_of(body.max_completion_tokens, body.max_tokens),
-        sampling=sampling_of(body),
-        penalties=body_penalties(body),
-        stops=stops_of(body.stop),
-        variables=variables,
-        budget=budget_of(budget, "thinking_budget"),
         continues=continues,
-        **held,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        stream=bool(body.stream),
-        ignore_eos=bool(body.ignore_eos),
+        scored=body.prompt_logprobs,
+        **held,
+        **sampled(body),
+        **thinks,
     )
 
 
 def completion_ask(body: CompletionBody) -> Ask:
     """Returns the request of a body. Raises Refused where it asks for what is not there."""
-    prompt = body.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
-        raise refuse("several prompts: send a request for each", "prompt")
-    if body.best_of not in (None, 1):
-        raise refuse("best_of is not supported", "best_of")
-    if body.logprobs is not None and not 0 <= body.logprobs <= 20:
-        raise refuse("logprobs is from 0 to 20", "logprobs")
-    new = length_of(body.max_tokens, body.n_predict, 16)
+    prompts: Sequence[str | list[int] | Gap] = prompts_of(body.prompt, "prompt")
+    if suffix := body.suffix:
+        prompts = [Gap(prompt, suffix) for prompt in prompts if not isinstance(prompt, Gap)]
+    if body.best_of not in (None, body.n or 1):
+        raise refuse(f"best_of is {body.best_of}: it has to be n, no answer is thrown away", "best_of")
     return Ask(
-        model=body.model,
-        prompt=prompt,
-        max_tokens=new,
-        sampling=sampling_of(body),
-        penalties=body_penalties(body),
-        stops=stops_of(body.stop),
-        **held_to(body, response_format=body.response_format),
+        prompt=prompts[0],
+        prompts=prompts,
+        special=body.parse_special is not False,
+        add_bos=body.add_special_tokens is not False,
+        max_tokens=length_of(body.max_tokens, 16),
         logprobs=body.logprobs,
-        stream=bool(body.stream),
-        ignore_eos=bool(body.ignore_eos),
+        echo=bool(body.echo),
+        scored=body.logprobs if body.echo else None,
+        **held_to(body, response_format=body.response_format),
+        **sampled(body),
     )
 
 
-def usage_wanted(body: Sampled) -> bool:
-    return bool((body.stream_options or {}).get("include_usage"))
+def prompts_of(given: str | list[Any], param: str) -> tuple[str | list[int], ...]:
+    """Returns one or several prompts, each a text or a list of tokens."""
+    if isinstance(given, str):
+        return (given,)
+    if given and not any(isinstance(each, str | list) for each in given):
+        return (tokens_of(given, param),)
+    if not 0 < len(given) <= MAX_PROMPTS:
+        raise refuse(f"{param} has {len(given)} texts: 1 to {MAX_PROMPTS} are taken", param)
+    return tuple(each if isinstance(each, str) else tokens_of(each, param) for each in given)
+
+
+def tokens_of(given: Any, param: str) -> list[int]:
+    """Returns the ids of tokens; whole numbers may be written as 5.0."""
+    listed: list[Any] = given if isinstance(given, list) else [None]
+    if any(type(token) not in (int, float) or token != int(token) for token in listed):
+        raise refuse(f"{param} is neither texts nor lists of tokens", param)
+    return [int(token) for token in listed]
+
+
+def usage_wanted(body: Sampled) -> Told:
+    """Returns which events of a stream have the usage; none where there is no stream."""
+    options = body.stream_options or {}
+    return Told(bool(options.get("include_usage")), bool(options.get("continuous_usage_stats")))

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from luce.server.answer import Answer, Whole
+from luce.server.api.fields import RESPONSES
 from luce.server.api.items import (
     SEALED,
     Item,
@@ -23,8 +24,18 @@ from luce.server.api.items import (
     kind_of,
     messages_of,
 )
-from luce.server.api.openai import Form, Held, choice_of, error_body, held_to, length_of, tool_of, within
-from luce.server.ask import Ask, Message, Refused, continued, refuse, thinking, typed
+from luce.server.api.openai import (
+    Form,
+    Talk,
+    choice_of,
+    error_body,
+    held_to,
+    length_of,
+    sampled,
+    thought,
+    tool_of,
+)
+from luce.server.ask import Ask, Message, Refused, continued, refuse, typed
 from luce.server.body import asked, reply
 from luce.server.lanes import beside
 from luce.server.stored import Stored
@@ -34,19 +45,12 @@ if TYPE_CHECKING:
     from luce.server.app import Server
 
 
-class ResponsesBody(Held, kw_only=True):
-    REFUSED: ClassVar = ("prompt",)
+class ResponsesBody(Talk, kw_only=True):
+    API: ClassVar = RESPONSES
 
     input: str | list[dict[str, Any]]
-    model: str = ""
     instructions: str | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -54,9 +58,6 @@ class ResponsesBody(Held, kw_only=True):
     text: dict[str, Any] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    conversation: Any = None
-    background: bool | None = None
-    top_logprobs: int | None = None
     include: list[str] | None = None
 
 
@@ -86,9 +87,6 @@ def size_of(body: ResponsesBody, stored: Stored) -> int:
 def responses_ask(body: ResponsesBody, items: list[Item] | None = None) -> Ask:
     """Returns the request of a body, whose conversation are `items`, or those of the body alone. Raises
     Refused where it asks for what is not there."""
-    for name in ("conversation", "background", "top_logprobs"):
-        if getattr(body, name):
-            raise refuse(f"{name} is not supported: send the whole conversation as input", name)
     if "message.output_text.logprobs" in (body.include or ()):
         raise refuse("logprobs are not supported here: /v1/chat/completions has them", "include")
     if items is None:
@@ -105,19 +103,16 @@ def responses_ask(body: ResponsesBody, items: list[Item] | None = None) -> Ask:
     whole = held["constraint"] is not None or choice not in ("auto", "none")
     messages, continues = continued(messages, False if is_finished(items) else None, whole=whole)
     return Ask(
-        model=body.model,
         messages=messages,
         tools=allowed,
         choice=choice,
         parallel_calls=body.parallel_tool_calls is not False,
         max_tokens=length_of(body.max_output_tokens),
-        sampling=within(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, min_p=body.min_p,
-                        seed=body.seed),
-        variables=thinking((configured(items, "reasoning", body.reasoning) or {}).get("effort")),
-        stream=bool(body.stream),
         continues=continues,
         **held,
-    )  # fmt: skip
+        **sampled(body),
+        **thought(body, (configured(items, "reasoning", body.reasoning) or {}).get("effort")),
+    )
 
 
 class ResponsesForm(Form):

@@ -302,6 +302,17 @@ luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, floa
     });
 }
 
+luce_status luce_sequence_get_hidden(luce_sequence *sequence, uint32_t row, float *out, uint32_t n) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(out, "out");
+        if (n != s->engine()->n_embd()) {
+            fail(LUCE_E_ARG, "n is %u, a hidden state has %u", n, s->engine()->n_embd());
+        }
+        locked(s, [&](Sequence &one) { one.read_hidden(row, out); });
+    });
+}
+
 luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size) {
     return guarded([&] {
         const auto s = g_sequences.get(sequence);

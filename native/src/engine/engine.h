@@ -68,6 +68,7 @@ public:
     const EngineParams &params() const { return params_; }
     const Model &model() const { return *model_; }
     uint32_t n_vocab() const { return model_->hparams().n_vocab; }
+    uint32_t n_embd() const { return model_->hparams().n_embd; }
     Cache &cache() { return cache_; }
     const Cache &cache() const { return cache_; }
     Step &step() { return *step_; }

@@ -171,15 +171,23 @@ void Sequence::commit(const int32_t *path, uint32_t n) {
     line_.commit(path, n);
 }
 
-void Sequence::read_logits(uint32_t row, float *out) {
+uint32_t Sequence::row_of_step(uint32_t row) const {
     check_usable();
     if (serial_ == 0 || serial_ != engine_->step().serial()) {
-        fail(LUCE_E_STATE, "the engine has run another step since: read logits before the next one");
+        fail(LUCE_E_STATE, "the engine has run another step since: read logits and hidden states before the next one");
     }
     if (row >= n_rows_) {
         fail(LUCE_E_ARG, "row %u: the last step had %u of this sequence", row, n_rows_);
     }
-    engine_->step().read_logits(first_row_ + row, out);
+    return first_row_ + row;
+}
+
+void Sequence::read_logits(uint32_t row, float *out) {
+    engine_->step().read_logits(row_of_step(row), out);
+}
+
+void Sequence::read_hidden(uint32_t row, float *out) {
+    engine_->step().read_hidden(row_of_step(row), out);
 }
 
 const float *Sequence::logits(uint32_t row) {

@@ -27,6 +27,7 @@ public:
     uint32_t lookup(int32_t anchor, int32_t *draft, uint32_t most, uint32_t *matched);
     void commit(const int32_t *path, uint32_t n);
     void read_logits(uint32_t row, float *out);
+    void read_hidden(uint32_t row, float *out);
     // Returns the logits in memory of the sequence's own, which the next call overwrites.
     const float *logits(uint32_t row);
     // does what luce.h says of luce_sequence_choose
@@ -49,6 +50,7 @@ public:
     void fail_with(const char *why) noexcept; // it takes less room where there is no memory
 
 private:
+    uint32_t row_of_step(uint32_t row) const; // it fails with E_STATE where the engine has run another step since
     void check_drafted(uint32_t n) const; // it fails with E_ARG unless the last draft has so many tokens
 
     std::shared_ptr<Engine> engine_;

@@ -9,6 +9,7 @@ namespace luce {
 
 struct StepOutputs {
     ggml_tensor *logits = nullptr; // {V, n_out} F32; it is null where none were asked for
+    ggml_tensor *hidden = nullptr; // {E, T} F32 of a verify, before the output norm
     ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32; a row is a ChoiceRow (kernels.h)
 };
 

@@ -179,8 +179,13 @@ StepOutputs build_qwen35(const StepBuild &b) {
     }
     // the logits' input is the same whether a head has been fed or not
     const bool one = b.prefill() && s.x->ne[1] > 1;
-    const StepOutputs out =
+    StepOutputs out =
         choose(b, matmul(b, w.output, one ? rms(last(ctx, s.x), w.output_norm, eps) : s.normed));
+    if (b.kind == StepKind::verify) {
+        out.hidden = s.x; // {E, T}; on a CPU it is a view that nothing else reads
+        ggml_set_output(out.hidden);
+        ggml_build_forward_expand(b.graph, out.hidden);
+    }
     ggml_set_output(out.logits);
     ggml_set_output(out.choice);
     ggml_build_forward_expand(b.graph, out.choice);

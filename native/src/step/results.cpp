@@ -5,7 +5,9 @@
 
 #include <ggml-backend.h>
 
+#include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace luce {
 
@@ -69,6 +71,29 @@ void Step::read_logits(uint32_t row, float *out) {
     check_works(model_.device());
     ggml_backend_tensor_get_async(backend_.get(), logits, out, row * logits->nb[1], logits->nb[1]);
     synchronize();
+}
+
+// The norm is done here: on a GPU a step does it while it packs the input of the matmul, and keeps no rows of it.
+void Step::read_hidden(uint32_t row, float *out) {
+    if (last_ == nullptr || last_->outputs.hidden == nullptr ||
+        row >= uint32_t(last_->outputs.hidden->ne[1])) {
+        fail(LUCE_E_STATE, "there is no hidden state of row %u: the engine's last step was no verify of it",
+             row);
+    }
+    const ggml_tensor *hidden = last_->outputs.hidden, *norm = model_.weights().output_norm;
+    const size_t n = size_t(hidden->ne[0]);
+    std::vector<float> weight(n);
+    ggml_backend_tensor_get_async(backend_.get(), hidden, out, row * hidden->nb[1], n * sizeof(float));
+    ggml_backend_tensor_get_async(backend_.get(), norm, weight.data(), 0, n * sizeof(float));
+    synchronize();
+    double squares = 0;
+    for (size_t i = 0; i < n; i++) {
+        squares += double(out[i]) * out[i];
+    }
+    const float scale = float(1 / std::sqrt(squares / double(n) + model_.hparams().rms_eps));
+    for (size_t i = 0; i < n; i++) {
+        out[i] *= scale * weight[i];
+    }
 }
 
 } // namespace luce

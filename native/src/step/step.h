@@ -115,6 +115,8 @@ public:
     const Choice &drafted(int32_t entry);
     const int32_t *listed(int32_t entry);
     void read_logits(uint32_t row, float *out);
+    // Reads the hidden state of a row of the last verify, after the output norm. It waits for the device.
+    void read_hidden(uint32_t row, float *out);
     uint64_t serial() const { return steps_; } // it numbers the last step
 
     ggml_backend_t backend() const { return backend_.get(); }

@@ -1,0 +1,133 @@
+"""Embeddings of the loaded model: /v1/embeddings, and Ollama's /api/embed and /api/embeddings.
+
+A vector is the mean of the model's hidden states over all tokens of the text, after the output norm, scaled
+to the Euclidean norm 1. Models that were trained to write are no embedding models: texts that say alike lie
+nearer to each other, but less clearly so than with a model for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from luce.server.answer import Answer
+from luce.server.api import ollama, openai
+from luce.server.api.fields import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
+from luce.server.api.openai import Form, prompts_of
+from luce.server.ask import Ask, Refused
+from luce.server.body import Body, read, reply
+from luce.server.several import Several
+
+if TYPE_CHECKING:
+    from luce.server.app import Server
+
+
+class EmbeddingsBody(Body, kw_only=True):
+    API: ClassVar = EMBEDDINGS
+
+    input: str | list[Any]
+    model: str = ""
+    encoding_format: str | None = None
+
+
+class EmbedBody(Body, kw_only=True):
+    API: ClassVar = OLLAMA_EMBED
+
+    input: str | list[str] = ""
+    model: str = ""
+
+
+class EmbeddingBody(Body, kw_only=True):
+    API: ClassVar = OLLAMA_EMBEDDINGS
+
+    prompt: str = ""
+    model: str = ""
+
+
+Vectors = Sequence[Sequence[float]]
+Spelled = Callable[
+    [str, Vectors, int], dict[str, Any]
+]  # Of the model's name, vectors, and the number of tokens.
+
+
+class VectorsForm(Form):
+    """The form of the vectors of one or several texts, which are no stream."""
+
+    def __init__(self, answer: Answer | Several, spelled: Spelled):
+        self._answers = answer.answers if isinstance(answer, Several) else [answer]
+        self._usage, self._spelled = answer.usage, spelled
+
+    def whole(self, all: Any) -> dict[str, Any]:
+        vectors = [answer.vector for answer in self._answers]
+        return self._spelled(self._answers[0].ask.model, vectors, self._usage.prompt)
+
+    def piece(self, piece: Any) -> Iterator[bytes]:
+        return iter(())
+
+    def failed(self, refused: Refused) -> Iterator[bytes]:
+        return iter(())
+
+
+def vectors_ask(model: str, texts: Sequence[str | list[int]]) -> Ask:
+    """Returns the request for the vectors of texts, which spell no control tokens, or of lists of tokens."""
+    return Ask(model=model, prompt=texts[0], prompts=texts, max_tokens=0, embeds=True)
+
+
+def listed(encoded: bool) -> Spelled:
+    """Returns what lists vectors as OpenAI does: as numbers, or as base64 of little-endian F32."""
+
+    def spelled(model: str, vectors: Vectors, tokens: int) -> dict[str, Any]:
+        data = [
+            {"object": "embedding", "index": at, "embedding": packed(vector) if encoded else vector}
+            for at, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": data, "model": model, "usage": usage}
+
+    return spelled
+
+
+def packed(vector: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+# ---- routes
+
+
+async def embeddings(server: Server, request: Request) -> Response:
+    body = await read(request, EmbeddingsBody)
+    ask, spelled = (
+        vectors_ask(body.model, prompts_of(body.input, "input")),
+        listed(body.encoding_format == "base64"),
+    )
+    return await server.answer(request, ask, lambda a: VectorsForm(a, spelled), openai.error_body)
+
+
+async def embed(server: Server, request: Request) -> Response:
+    body = await read(request, EmbedBody)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    if not any(texts):  # Clients load a model so.
+        await server.models.get(body.model)
+        return reply({"model": body.model, "embeddings": []})
+
+    def spelled(model: str, vectors: Vectors, tokens: int) -> dict[str, Any]:
+        return {"model": model, "embeddings": vectors, "total_duration": 0, "load_duration": 0,
+                "prompt_eval_count": tokens}  # fmt: skip
+
+    ask = vectors_ask(body.model, prompts_of([*texts], "input"))
+    return await server.answer(request, ask, lambda a: VectorsForm(a, spelled), ollama.error_body)
+
+
+async def embedding(server: Server, request: Request) -> Response:
+    body = await read(request, EmbeddingBody)
+    if not body.prompt:
+        await server.models.get(body.model)
+        return reply({"embedding": []})
+    ask = vectors_ask(body.model, [body.prompt])
+    only: Spelled = lambda model, vectors, tokens: {"embedding": vectors[0]}  # noqa: E731
+    return await server.answer(request, ask, lambda a: VectorsForm(a, only), ollama.error_body)
