@@ -71,7 +71,7 @@ def _function(rule: str, tool: Tool, closed: bool) -> str:
         bodies.append(body)
         rules += more
     head = text_rule(f"{tool.name}>\n")
-    body = bodies[0] if len(bodies) == 1 else f"({' | '.join(bodies)})"
+    body = bodies[0] if len(bodies) == 1 else "(" + " | ".join(each or '""' for each in bodies) + ")"
     return f"{rule}: {head} {body}\n{rules}"
 
 

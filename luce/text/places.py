@@ -7,7 +7,7 @@ A keyword that no grammar can hold a text to leaves a note where it counts, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import combinations, product
 from typing import Any
@@ -36,6 +36,7 @@ from luce.text.kinds import (
 from luce.text.pattern import PatternError, languages, matches, other_than, refusal, string_schema
 from luce.text.references import References, Resource, step
 
+INTEGER = [Number(integer=True)]
 MAX_DENIED = 200  # Strings that a value must not be have at most so many characters.
 MAX_DEPTH = 64  # Keywords that hold for the same value are nested at most so deep.
 TYPES = {
@@ -47,16 +48,16 @@ TYPES = {
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # There is one of each.
 class Term:
     """A place of the schema, `at` a JSON pointer, that a value has to fit; or that it must not, where the
     keyword at `denied` says so. `lists` says whether its properties are all that an object has."""
 
     at: str
-    schema: Any = field(compare=False)
-    resource: Resource = field(compare=False)
-    denied: str = ""
-    lists: bool = True
+    schema: Any
+    resource: Resource
+    denied: str
+    lists: bool
 
 
 class Places:
@@ -65,14 +66,21 @@ class Places:
     def __init__(self, schema: Any):
         self._references = References(schema)
         resource = self._references.resource(schema, self._references.root)
+        self._terms = dict[tuple[str, str, bool], Term]()
         self._unions = dict[Term, Union]()
         self._under_way: list[Term] = []
-        self.never: Fits = (Term("never", False, resource),)
-        self.root = self._fits(Term("", schema, resource))
+        self.never: Fits = (self._term("never", False, resource),)
+        self.root = self._fits(self._term("", schema, resource))
 
     def union(self, fits: Fits) -> Union:
         """Returns what fits several places at once."""
         return reduce(both, map(self._union, fits), ANY)
+
+    def _term(self, at: str, schema: Any, resource: Resource, denied: str = "", lists: bool = True) -> Term:
+        key = (at, denied, lists)
+        if (found := self._terms.get(key)) is None:
+            found = self._terms[key] = Term(at, schema, resource, denied, lists)
+        return found
 
     def _fits(self, *terms: Term) -> Fits:
         return tuple(term for term in terms if term.denied or (term.schema is not True and term.schema != {}))
@@ -82,7 +90,7 @@ class Places:
         schema = reduce(lambda found, key: found[key], keys, term.schema)
         resource = self._references.resource(schema, term.resource)
         lists = term.lists and not denied if lists is None else lists
-        return Term(step(term.at, *keys), schema, resource, denied, lists)
+        return self._term(step(term.at, *keys), schema, resource, denied, lists)
 
     def _union(self, term: Term) -> Union:
         """Returns what a place takes."""
@@ -139,19 +147,18 @@ class Places:
 
     def _kinds(self, term: Term) -> Union:
         """Returns what the keywords that are of one kind of values each take, and `type`."""
-        schema, notes = term.schema, list[SchemaError]()
-        if not schema.keys() & _OF_KINDS:
+        notes = list[SchemaError]()
+        kinds = {_KIND_OF[key] for key in term.schema if key in _KIND_OF}
+        if not kinds and "type" not in term.schema:
             return ANY
         types = self._types(term, notes)
-        made: dict[str, Callable[[Term], list[Any]]] = {
-            "number": self._numbers_of,
-            "string": self._strings,
-            "array": self._arrays,
-            "object": self._objects,
+        integer = "integer" in types and "number" not in types
+        types |= {"number"} if integer else set()
+        found = {
+            name: _BUILDERS[name](self, term) if name in kinds else ANY[name] for name in ANY if name in types
         }
-        found = {name: made[name](term) if name in made else ANY[name] for name in ANY if name in types}
-        if "integer" in types and "number" not in types:
-            found["number"] = [replace(kind, integer=True) for kind in self._numbers_of(term)]
+        if integer:
+            found["number"] = [replace(found["number"][0], integer=True)] if "number" in kinds else INTEGER
         return noted({name: ways for name, ways in found.items() if ways}, *notes)
 
     def _types(self, term: Term, notes: list[SchemaError]) -> set[str]:
@@ -185,11 +192,11 @@ class Places:
     def _numbers_of(self, term: Term) -> list[Number]:
         notes, schema = list[SchemaError](), term.schema
         low, high = (self._read(term, key, notes, is_number, "number") for key in ("minimum", "maximum"))
-        found = Number(low=low, high=high)
+        found = Number((), low, high)
         for key, open_ in (("exclusiveMinimum", "above"), ("exclusiveMaximum", "below")):
             if isinstance(schema.get(key), bool):  # Draft 4 has it beside the other one.
                 found = replace(found, **{open_: schema[key]})
-            elif (value := self._read(term, key, notes, is_number, "number")) is not None:
+            elif key in schema and (value := self._read(term, key, notes, is_number, "number")) is not None:
                 side = {"low": value, "above": True} if open_ == "above" else {"high": value, "below": True}
                 met = found.meet(Number(**side))
                 found = met or found
@@ -285,7 +292,7 @@ class Places:
             return noted(ANY, SchemaError(key, step(term.at, key), why))
         if key != "$ref" and self._references.is_dynamic(target):
             return noted(ANY, SchemaError(key, step(term.at, key)))
-        return self._union(Term(target.at, target.schema, target.resource, "", term.lists))
+        return self._union(self._term(target.at, target.schema, target.resource, "", term.lists))
 
     def _parts(self, term: Term, key: str, **how: Any) -> list[Term] | None:
         given = term.schema[key]
@@ -304,9 +311,8 @@ class Places:
         unions = list(map(self._union, parts))
         if key == "oneOf" and len(parts) <= 8 and all(_is_plain(part.schema) for part in parts):
             if not all(map(_are_disjoint, combinations(unions, 2))):
-                others = [
-                    self._union(replace(part, denied=step(term.at, key), lists=False)) for part in parts
-                ]
+                denied = self._parts(term, key, denied=step(term.at, key)) or ()
+                others = list(map(self._union, denied))
                 rest = [reduce(both, others[:n] + others[n + 1 :], union) for n, union in enumerate(unions)]
                 held = not any(kind.notes for union in rest for ways in union.values() for kind in ways)
                 unions = rest if held else unions
@@ -344,7 +350,7 @@ class Places:
 
     def _literal(self, term: Term, value: Any, *keys: str | int) -> Kind:
         def inner(key: str | int, one: Any) -> Fits:
-            return (Term(step(term.at, *keys, key), {"const": one}, term.resource),)
+            return (self._term(step(term.at, *keys, key), {"const": one}, term.resource),)
 
         if isinstance(value, list):
             prefix = tuple(inner(n, each) for n, each in enumerate(value))
@@ -381,8 +387,8 @@ class Places:
                 found.append(self._not_listed(term, key))
             elif key == "type":
                 found.append(self._not_type(term))
-            elif (kind := _KEYWORDS.get(key)) is not None:
-                found.append(self._not_of_kind(term, key, kind))
+            elif key in _KIND_OF and key != "format":
+                found.append(self._not_of_kind(term, key, _KIND_OF[key]))
             elif key in _UNDENIABLE:
                 found.append(self._undeniable(term, ANY))
         return either(found)
@@ -397,7 +403,7 @@ class Places:
             target = self._references.resolve(given, term.resource) if isinstance(given, str) else None
             if target is None:
                 return self._undeniable(term, ANY)
-            return self._union(Term(target.at, target.schema, target.resource, term.denied, False))
+            return self._union(self._term(target.at, target.schema, target.resource, term.denied, False))
         if key == "not":
             return self._union(self._below(term, key, lists=False))
         parts = self._parts(term, key, denied=term.denied)
@@ -450,11 +456,23 @@ class Places:
 
 # ---- keywords
 
-_OF_KINDS = {
-    "type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength",
-    "maxLength", "pattern", "format", "items", "prefixItems", "additionalItems", "minItems", "maxItems",
-    "uniqueItems", "contains", "properties", "patternProperties", "additionalProperties", "required",
-    "minProperties", "maxProperties", "propertyNames",
+_OF_KIND = {  # These keywords are of one kind of values each.
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "array": {
+        "items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains",
+        "unevaluatedItems",
+    },
+    "object": {
+        "properties", "patternProperties", "additionalProperties", "required", "minProperties",
+        "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
+        "unevaluatedProperties",
+    },
+}  # fmt: skip
+_KIND_OF = {key: name for name, keys in _OF_KIND.items() for key in keys}
+_BUILDERS: dict[str, Callable[[Places, Term], list[Any]]] = {
+    "number": Places._numbers_of, "string": Places._strings, "array": Places._arrays,
+    "object": Places._objects,
 }  # fmt: skip
 _APPLICATORS: dict[str, Callable[[Places, Term, str], Union]] = {
     "$ref": Places._reference, "$dynamicRef": Places._reference,
@@ -465,16 +483,6 @@ _APPLICATORS: dict[str, Callable[[Places, Term, str], Union]] = {
     "dependencies": Places._dependent,
 }  # fmt: skip
 _NEGATED_PARTS = {"allOf", "anyOf", "oneOf"}
-_KEYWORDS = {  # They are of one kind of values each.
-    "minimum": "number", "maximum": "number", "exclusiveMinimum": "number", "exclusiveMaximum": "number",
-    "multipleOf": "number", "minLength": "string", "maxLength": "string", "pattern": "string",
-    "items": "array", "prefixItems": "array", "additionalItems": "array", "minItems": "array",
-    "maxItems": "array", "uniqueItems": "array", "contains": "array", "unevaluatedItems": "array",
-    "properties": "object", "patternProperties": "object", "additionalProperties": "object",
-    "required": "object", "minProperties": "object", "maxProperties": "object", "propertyNames": "object",
-    "dependentRequired": "object", "dependentSchemas": "object", "dependencies": "object",
-    "unevaluatedProperties": "object",
-}  # fmt: skip
 _OPPOSITE = {"minimum": "high", "exclusiveMinimum": "high", "maximum": "low", "exclusiveMaximum": "low"}
 _OPEN = {"minimum": {"below": True}, "maximum": {"above": True}}
 _UNDENIABLE = {"if", "$dynamicRef", "$recursiveRef"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +43,10 @@ class References:
         self._resources = {"": self.root}
         self._of = dict[int, Resource]()  # Resources by the ids of their schemas.
         self._anchors = dict[tuple[str, str], Target]()  # They have names within their resources.
-        for at, schema, above in _schemas(document, self.root, self._of):
-            self._note(at, schema, above)
+        text = json.dumps(document)  # Few schemas have any, and to look for them takes long.
+        if '"$id"' in text or '"$anchor"' in text or '"$dynamicAnchor"' in text:
+            for at, schema, above in _schemas(document, self.root, self._of):
+                self._note(at, schema, above)
 
     def _note(self, at: str, schema: Mapping[str, Any], resource: Resource) -> None:
         if isinstance(uri := schema.get("$id"), str) and not uri.startswith("#"):

@@ -8,12 +8,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from luce.text.kinds import Boolean, Kind, Number, SchemaError, String
+from luce.text.kinds import ANY, Boolean, Kind, Number, SchemaError, String
 from luce.text.pattern import matches, refusal
 from luce.text.references import step
 
 MAX_WHOLE = 2**53  # Whole numbers up to here are what llguidance takes them for.
-MAX_LONG = 2**63 - 1024  # It counts them up to here.
+# It counts them up to here. None has more digits: a weak model would write digits without end.
+MAX_LONG = 2**63 - 1024
 MAX_MULTIPLE = 10_000  # It counts remainders up to here within a moment.
 MAX_BOUND = 10**18  # Its other numbers have bounds up to here.
 _EXCLUSIVE = {"exclusiveMinimum", "exclusiveMaximum"}
@@ -22,6 +23,8 @@ _EXCLUSIVE = {"exclusiveMinimum", "exclusiveMaximum"}
 def scalar(kind: Kind, at: str, exact: bool) -> tuple[Kind, dict[str, Any]]:
     """Returns a kind, with what turned out to be missing of it, and its JSON schema. Raises SchemaError where
     it takes no value."""
+    if kind is ANY[kind.name][0]:
+        return kind, {"type": kind.name}
     if isinstance(kind, Number):
         return _number(kind, at, exact)
     if isinstance(kind, String):
@@ -78,7 +81,7 @@ def _number(kind: Number, at: str, exact: bool) -> tuple[Number, dict[str, Any]]
         why = f"cannot be enforced: it leaves more than {MAX_MULTIPLE} remainders"
         kind, multiple = kind.noted([SchemaError("multipleOf", step(at, "multipleOf"), why)]), None
     found: dict[str, Any] = {"type": "integer" if integer else "number"}
-    found |= _whole_bounds(kind, exact) if integer else _bounds(kind, exact)
+    found |= _whole_bounds(kind) if integer else _bounds(kind, exact)
     if multiple is not None:
         found["multipleOf"] = int(multiple) if multiple.denominator == 1 else float(multiple)
     low, high = (
@@ -87,7 +90,7 @@ def _number(kind: Number, at: str, exact: bool) -> tuple[Number, dict[str, Any]]
     if None not in (low, high) and (low > high or (low == high and len(found.keys() & _EXCLUSIVE) > 0)):
         key = "exclusiveMinimum" if kind.above else "minimum"
         raise SchemaError(key, step(at, key), "leaves no number below the maximum")
-    unusual = multiple is not None or any(abs(bound or 0) > MAX_WHOLE for bound in (low, high))
+    unusual = multiple is not None or any(MAX_WHOLE < abs(bound or 0) < MAX_LONG for bound in (low, high))
     if said := refusal(json.dumps(found)) if unusual else "":
         key = "minimum" if multiple is None else "multipleOf"
         if said == "empty":
@@ -96,13 +99,13 @@ def _number(kind: Number, at: str, exact: bool) -> tuple[Number, dict[str, Any]]
     return kind, found
 
 
-def _whole_bounds(kind: Number, exact: bool) -> dict[str, Any]:
-    low = high = None
+def _whole_bounds(kind: Number) -> dict[str, Any]:
+    low, high = -MAX_LONG, MAX_LONG
     if kind.low is not None:
-        low = _whole(math.floor(kind.low) + 1 if kind.above else math.ceil(kind.low), -1, exact)
+        low = _whole(math.floor(kind.low) + 1 if kind.above else math.ceil(kind.low), -1)
     if kind.high is not None:
-        high = _whole(math.ceil(kind.high) - 1 if kind.below else math.floor(kind.high), 1, exact)
-    return ({} if low is None else {"minimum": low}) | ({} if high is None else {"maximum": high})
+        high = _whole(math.ceil(kind.high) - 1 if kind.below else math.floor(kind.high), 1)
+    return {"minimum": low, "maximum": high}
 
 
 def _bounds(kind: Number, exact: bool) -> dict[str, Any]:
@@ -113,13 +116,13 @@ def _bounds(kind: Number, exact: bool) -> dict[str, Any]:
     return found
 
 
-def _whole(bound: int | None, side: int, exact: bool) -> int | None:
-    """Returns the bound of whole numbers that llguidance, which has it as a float, keeps to: a nearer one, or
-    none where more may be taken. `side` is 1 for an upper bound, -1 for a lower one."""
-    if bound is None or abs(bound) <= MAX_WHOLE:
+def _whole(bound: int, side: int) -> int:
+    """Returns the bound of whole numbers that llguidance, which has it as a float, keeps to: the next one
+    that is nearer. `side` is 1 for an upper bound, -1 for a lower one."""
+    if abs(bound) <= MAX_WHOLE:
         return bound
     if bound * side > MAX_LONG:
-        return side * MAX_LONG if exact else None
+        return side * MAX_LONG
     near = float(bound)
     return int(math.nextafter(near, -side * math.inf) if (int(near) - bound) * side > 0 else near)
 

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any
 
 from luce.errors import ArgumentError
@@ -67,7 +66,8 @@ class Parameter:
 @dataclass(frozen=True)
 class Signature:
     """Parameters of a call, in their order, and behind them `least` to `most` others, each with a name that
-    matches one of the regexes."""
+    matches one of the regexes. There are others where the schema says which; a tool that lists no parameters
+    has none."""
 
     parameters: tuple[Parameter, ...]
     others: tuple[tuple[str, Value], ...] = ()
@@ -144,48 +144,51 @@ class _Translation:
     def signatures(self) -> list[Signature]:
         root = self._sets[self._root]
         objects = [kind for kind, _ in root.ways if isinstance(kind, Object) and self._is_good(kind)]
-        if self._exact:
-            if not objects:
-                raise (
-                    SchemaError("type", "/type", "takes no object") if root.good else self._empty(self._root)
-                )
-            self._require_held()
-            every = [each for found in objects for each in self._counted(found, self._root)]
-            return list(map(self._signature, every))
-        return [self._signature(reduce(self._wider, objects))] if objects else [Signature(())]
+        objects = [Object()] if root.union is ANY else objects
+        if not self._exact:
+            return [self._signature(objects)]
+        if not objects:
+            raise SchemaError("type", "/type", "takes no object") if root.good else self._empty(self._root)
+        self._require_held()
+        every = [each for found in objects for each in self._counted(found, self._root)]
+        found = list[Signature]()
+        for form in (self._signature([each]) for each in every):
+            found += [form] if form not in found else []
+        return found
 
-    def _wider(self, one: Object, other: Object) -> Object:
-        """Returns objects that take what one of both takes, and more."""
-        properties = dict(one.properties)
-        for key, fits in other.properties.items():
-            properties[key] = fits if properties.get(key, fits) == fits else ()
-        required = tuple(key for key in one.required if key in other.required)
-        patterns = dict(one.patterns) | {each: () for each in other.patterns}
-        same = one.additional == other.additional
-        additional = one.additional if same else () if None not in (one.additional, other.additional) else (
-            one.additional or other.additional
-        )  # fmt: skip
-        return Object((), properties, required, patterns, additional, least=0)
+    def _signature(self, kinds: Sequence[Object]) -> Signature:
+        """Returns the form of calls that takes the parameters of any of these objects."""
+        required = set(kinds[0].required if kinds else ()).intersection(*(kind.required for kind in kinds))
+        parameters, others = list[Parameter](), list[tuple[str, Value]]()
+        for key in dict.fromkeys(key for kind in kinds for key in kind.properties):
+            fits = [each for each in dict.fromkeys(kind.at(key) for kind in kinds) if self._sets[each].good]
+            if key in required or fits:
+                parameters.append(Parameter(key, key in required, self._value(fits)))
+        for kind in kinds:
+            patterns = [each for each in kind.patterns.items() if self._sets[each[1]].good]
+            others += [(regex, self._value([fits])) for regex, fits in patterns]
+            rest = kind.additional
+            said = rest is not None or not self._closed or kind.least > len(kind.properties)
+            if said and self._sets[rest or ()].good:
+                others.append((r"[^<>\n]+", self._value([rest or ()])))
+        if len(kinds) != 1:
+            return Signature(tuple(parameters), tuple(others))
+        counted = len(required) if self._exact else len(parameters)
+        most = None if kinds[0].most is None else max(kinds[0].most - len(required), 0)
+        others = [] if most == 0 else others
+        return Signature(tuple(parameters), tuple(others), max(kinds[0].least - counted, 0), most)
 
-    def _signature(self, kind: Object) -> Signature:
-        parameters = tuple(
-            Parameter(key, key in kind.required, self._value(fits))
-            for key, fits in kind.properties.items()
-            if self._sets[fits].good or not self._exact and key in kind.required
-        )
-        patterns = [each for each in kind.patterns.items() if self._sets[each[1]].good]
-        others = tuple((regex, self._value(fits)) for regex, fits in patterns)
-        fits, needed = kind.additional, kind.least > len(kind.properties)
-        if fits is not None and self._sets[fits].good or fits is None and needed:
-            others += ((r"[^<>\n]+", self._value(fits or ())),)
-        required = len(kind.required)
-        most = None if kind.most is None else max(kind.most - required, 0)
-        return Signature(parameters, others, max(kind.least - required, 0), most)
-
-    def _value(self, fits: Fits) -> Value:
-        found = self._sets[fits]
-        strings = [kind for kind, _ in found.ways if isinstance(kind, String)]
-        others = [each for each in found.ways if not isinstance(each[0], String) and self._is_good(each[0])]
+    def _value(self, every: Iterable[Fits]) -> Value:
+        """Returns the values that fit one of some sets."""
+        strings, others = list[String](), list[tuple[Kind, Any]]()
+        for found in map(self._sets.__getitem__, every):
+            if found.union is ANY:
+                return Value(text=True)
+            for way in found.ways:
+                if isinstance(way[0], String):
+                    strings.append(way[0])
+                elif self._is_good(way[0]) and way not in others:
+                    others.append(way)
         texts: list[str] = []
         regexes: list[tuple[str, ...]] = []
         for each in strings:
@@ -196,10 +199,11 @@ class _Translation:
                 return Value(text=True)
             else:
                 regexes.append(each.regexes + length)
-        if not (strings or others) or (regexes and others and not self._exact):
-            return Value(text=True)
+        nested = any(isinstance(kind, (Array, Object)) for kind, _ in others)
+        if not (strings or others) or (regexes and nested and not self._exact):
+            return Value(text=True)  # Terminals are as long as can be: text would hide JSON that is allowed.
         json = self._document(self._alternatives(others), WHITESPACE) if others else None
-        return Value(False, tuple(texts), tuple(regexes), json)
+        return Value(False, tuple(texts), tuple(dict.fromkeys(regexes)), json)
 
     # ---- sets of places
 
@@ -240,11 +244,10 @@ class _Translation:
 
     def _described(self, kind: Object, found: _Set) -> Object:
         """Returns an object whose properties, patterns and others say all that it takes."""
-        missing = [key for key in kind.required if key not in kind.properties]
-        properties = dict(kind.properties) | {key: kind.at(key) for key in missing}
+        if missing := [key for key in kind.required if key not in kind.properties]:
+            kind = replace(kind, properties={**kind.properties, **{key: kind.at(key) for key in missing}})
         if self._closed and kind.listed and kind.additional is None:
             kind = replace(kind, additional=self._never)
-        kind = replace(kind, properties=properties)
         return self._apart(self._named(kind, found) if kind.names else kind, found)
 
     def _named(self, kind: Object, found: _Set) -> Object:
@@ -275,7 +278,15 @@ class _Translation:
         return replace(kind, patterns={"|".join(regexes): kind.additional or ()}, additional=self._never)
 
     def _apart(self, kind: Object, found: _Set) -> Object:
-        """Returns an object of whose patterns no two match the same name."""
+        """Returns an object of whose patterns no two match the same name, and none a listed one, but for
+        scalars: llguidance would meet what both say once more, and cannot where that is recursive."""
+        for regex, fits in kind.patterns.items():
+            union = self._places.union(fits)
+            nested = union is not ANY and not union.keys().isdisjoint(("array", "object"))
+            if nested and any(matches((regex,), key) for key in kind.properties):
+                note = SchemaError("patternProperties", step(found.at, "patternProperties"),
+                                   "cannot be enforced: a pattern matches a name that is listed")  # fmt: skip
+                kind = replace(kind, patterns={**kind.patterns, regex: ()}).noted([note])
         patterns = {"type": "object", "patternProperties": {f"^(?:{each})$": True for each in kind.patterns}}
         if len(kind.patterns) < 2 or not refusal(json.dumps(patterns)):
             return kind
@@ -296,7 +307,7 @@ class _Translation:
             return (
                 all(self._sets[kind.properties[key]].good for key in kind.required)
                 and kind.least <= possible
-                and (kind.most is None or len(kind.required) <= kind.most)
+                and (kind.most is None or max(len(kind.required), kind.least) <= kind.most)
             )
         return True
 
@@ -333,8 +344,8 @@ class _Translation:
         return total if found.ways else None
 
     def _require_held(self) -> None:
-        """Raises the first note of what a value of the root may have."""
-        seen, left = {self._root}, [self._root]
+        """Raises the first note of what a value of the root may have, if all has to be held."""
+        seen, left = {self._root}, [self._root] if self._exact else []
         for fits in left:
             for kind, _ in self._sets[fits].ways:
                 if not self._is_good(kind):
@@ -451,6 +462,8 @@ class _Translation:
         if room is not None and not open_ and room >= len(optional):
             room = None
         if not optional or (needed == 0 and room is None):
+            if kind.least == 0 and kind.most is None:
+                return [kind]
             least = required + needed if needed and open_ else 0
             return [replace(kind, least=least, most=kind.most if room is not None and open_ else None)]
         found: list[Object] = []
