@@ -174,7 +174,8 @@ void Sequence::commit(const int32_t *path, uint32_t n) {
 uint32_t Sequence::row_of_step(uint32_t row) const {
     check_usable();
     if (serial_ == 0 || serial_ != engine_->step().serial()) {
-        fail(LUCE_E_STATE, "the engine has run another step since: read logits and hidden states before the next one");
+        fail(LUCE_E_STATE,
+             "the engine has run another step since: read logits and hidden states before the next one");
     }
     if (row >= n_rows_) {
         fail(LUCE_E_ARG, "row %u: the last step had %u of this sequence", row, n_rows_);

@@ -50,7 +50,8 @@ public:
     void fail_with(const char *why) noexcept; // it takes less room where there is no memory
 
 private:
-    uint32_t row_of_step(uint32_t row) const; // it fails with E_STATE where the engine has run another step since
+    uint32_t
+    row_of_step(uint32_t row) const; // it fails with E_STATE where the engine has run another step since
     void check_drafted(uint32_t n) const; // it fails with E_ARG unless the last draft has so many tokens
 
     std::shared_ptr<Engine> engine_;

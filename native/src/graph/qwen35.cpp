@@ -144,8 +144,9 @@ std::set<uint32_t> nextn_blocks(const GgufFile &file) {
 }
 
 bool holds_any(const GgufFile &file, const std::string &prefix) {
-    return std::any_of(file.tensors().begin(), file.tensors().end(),
-                       [&](const GgufTensor &tensor) { return tensor.name.compare(0, prefix.size(), prefix) == 0; });
+    return std::any_of(file.tensors().begin(), file.tensors().end(), [&](const GgufTensor &tensor) {
+        return tensor.name.compare(0, prefix.size(), prefix) == 0;
+    });
 }
 
 // Counts the blocks of the trunk, and behind them those of NextN heads. The keys say how many there are, and files are
@@ -172,7 +173,8 @@ void count_blocks(const GgufFile &file, HParams &hp) {
     const uint32_t first = *heads.begin(), last = *heads.rbegin();
     if (first == 0 || last - first + 1 != hp.n_nextn ||
         (first != n_all && first != n_all - promised && last + 1 != n_all)) {
-        fail(LUCE_E_FILE, "%s: key %sblock_count is %u and nextn_predict_layers %u, but blk.%u is a NextN block",
+        fail(LUCE_E_FILE,
+             "%s: key %sblock_count is %u and nextn_predict_layers %u, but blk.%u is a NextN block",
              file.path().c_str(), p.c_str(), n_all, promised, first);
     }
     hp.n_layer = first;
@@ -354,8 +356,8 @@ Qwen35 read_head_shape(const GgufFile &file, const char *expected, const HParams
     Qwen35 q = read(file);
     HParams &hp = q.hp;
     if (hp.n_nextn == 0) {
-        fail(LUCE_E_FILE, "%s holds no NextN head: %s.nextn_predict_layers is %lld, and no block has nextn.*", path,
-             expected, (long long) file.integer_or(arch + ".nextn_predict_layers", 0, 0, 1024));
+        fail(LUCE_E_FILE, "%s holds no NextN head: %s.nextn_predict_layers is %lld, and no block has nextn.*",
+             path, expected, (long long) file.integer_or(arch + ".nextn_predict_layers", 0, 0, 1024));
     }
     if (hp.n_embd != trunk.n_embd) {
         fail(LUCE_E_FILE, "%s: the head's embedding_length is %u, the model's %u", path, hp.n_embd,
