@@ -325,10 +325,10 @@ class Answer:
             last = None
         if isinstance(last, Finished):
             self.finished = last
+            self.stop_string = self._stop_string(last)
             if self.ask.keeps_stop:
-                self.stop_string = self._stop_string(last)
                 pieces += self._cut(self.stop_string or "")
-            pieces += self._parser.flush()
+            pieces += self._parser.flush(cut=last.reason == "length" or self.stop_string is not None)
         return self._shown.pieces(pieces), last
 
     def _count(self, event: Tokens) -> None:
@@ -358,18 +358,18 @@ class Answer:
         return self._parser.push(text)
 
     def _reason(self, last: Finished, calls: int) -> str:
+        """Returns why the answer has ended. Calls that are whole are no reason where its length is: there may
+        have been more to it."""
         if last.reason == "cancelled":
             raise Refused(503, "the request was cancelled", "failed")
-        if calls:
+        if calls and last.reason == "stop" and not self._parser.cut:
+            self.stop_string = None
             return "calls"
-        if last.reason == "stop" and self.ask.stops and last.tokens[-1] not in self.model.tokenizer.eos_ids:
-            self.stop_string = self._stop_string(last)
-            return "stop_string"
-        return last.reason
+        return "stop_string" if self.stop_string is not None else last.reason
 
     def _stop_string(self, last: Finished) -> str | None:
         """Returns the stop string that ended the text, if one did."""
-        if last.reason != "stop" or last.tokens[-1] in self.model.tokenizer.eos_ids:
+        if last.reason != "stop" or not self.ask.stops or last.tokens[-1] in self.model.tokenizer.eos_ids:
             return None
         text = self.model.tokenizer.decode(last.tokens)
         found = [(text.find(stop) + len(stop), stop) for stop in self.ask.stops if stop in text]

@@ -72,17 +72,19 @@ class CallReader:
 
     def flush(self, cut: bool) -> Iterator[Piece | str]:
         """Yields what is left where the text has ended. It was `cut` where more would have come."""
-        cut = cut or self._held  # No grammar ends within a call.
         half = self._half() if cut and not self._scan else ""
         self._tail = self._tail[: len(self._tail) - len(half)]
         self._look(final=True)
         if not self.done:
-            ends = [end for r in self._readings for end in self._rules.end(r, self._at, cut, bool(half))]
+            ends = self._ends(cut, bool(half)) or self._ends(True, bool(half))  # No grammar ends within a call.
             self._readings, self._moved = [best(ends)], True
             self.cut = any(node.what == "cut" for node in self._readings[0].nodes(self._root))
             half = ""
         yield from self._settle()
         self.done, self.rest = True, self.rest + half
+
+    def _ends(self, cut: bool, half: bool) -> list[Reading]:
+        return [end for r in self._readings for end in self._rules.end(r, self._at, cut, half)]
 
     def _half(self) -> str:
         """Returns the end of the text that opens a call, as far as it goes."""
