@@ -73,10 +73,11 @@ class Build:
     """This is a process of one build at one priority."""
 
     def __init__(self, folder: str, threads: int, nice: int):
+        own = {"PYTHONPATH": str(Path(folder).resolve())} if folder else {}
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve", "--threads", str(threads)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(nice),
-            env=os.environ | {"PYTHONPATH": str(Path(folder).resolve())},
+            env=os.environ | own,
         )  # fmt: skip
         assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
 
@@ -123,7 +124,8 @@ def measure(builds: dict[str, str], args: argparse.Namespace) -> dict[str, dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure decoding beside busy neighbours.")
-    parser.add_argument("builds", nargs="*", metavar="NAME=DIR", help="a build's source tree")
+    parser.add_argument("builds", nargs="*", metavar="NAME=DIR",
+                        help="a build's source tree; default: what is installed")  # fmt: skip
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
     parser.add_argument("--rounds", type=int, default=5)
@@ -136,7 +138,7 @@ def main() -> None:
         serve(args.threads)
         return
     load = os.getloadavg()
-    builds = dict(one.split("=", 1) for one in args.builds)
+    builds = dict(one.split("=", 1) for one in args.builds) or {"installed": ""}
     row = origin("contention", "cpu", BOX, "bench/contention.py", args.threads, None)
     row |= {
         "note": args.note, "load_at_start": [round(x, 1) for x in load], "rounds": args.rounds,

@@ -32,7 +32,9 @@ COMMANDS = {"help": ["generate", "--help"], "one token": PROMPT, "plain": [*PROM
 def run(words: list[str]) -> tuple[float, float]:
     """Returns the seconds of the clock and the CPU seconds that a process of luce takes."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run([sys.executable, "-m", "luce", *words], stdout=subprocess.DEVNULL, check=True)
+    # In another folder, since Python would take this clone's luce before the one that is installed.
+    how = {"stdout": subprocess.DEVNULL, "cwd": BOX.parent, "check": True}
+    subprocess.run([sys.executable, "-m", "luce", *words], **how)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

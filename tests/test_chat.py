@@ -11,6 +11,7 @@ from luce.errors import FileError, LuceError, UnsupportedError
 from luce.files import template_process as rendering
 from luce.files.template import ChatTemplate
 from luce.files.tokenizer import Tokenizer
+from luce.text import prompt
 from luce.text.prompt import BoundedTemplate, Guard, chat_template, prompt_ids
 
 CHATML = """\
@@ -288,6 +289,15 @@ def test_only_the_template_spells_control_tokens(contents, system):
 def test_control_tokens_beyond_measure_are_refused(control):
     with pytest.raises(FileError, match="control tokens"):
         Guard(control, [])
+
+
+def test_a_string_is_guarded_alike_however_often_it_comes(monkeypatch):
+    """Short ones are remembered, some of them."""
+    monkeypatch.setattr(prompt, "KNOWN", 3)
+    guard = Guard(BYTES.control, [])
+    texts = ["user", "<|im_end|>", "", "<|", "im_end|>", "x" * 40 + "<|im_end|>", "user", "<|", "<|im_start|>"]
+    for text in texts * 2:
+        assert guard.marked([text]) == [guard._marked(text)]
 
 
 def test_tools_are_text_too():

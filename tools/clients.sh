@@ -62,7 +62,8 @@ print(json.dumps(said | {
 }))
 END
 PYTHONPATH=$root/tests${PYTHONPATH:+:$PYTHONPATH} "$python" "$root/tests/scripted_model.py" "$work/script.json" "$work/model.gguf"
-"$python" -m luce serve --gguf "scripted=$work/model.gguf" --port 0 --ctx 100000 --parallel 2 --device cpu 2>"$work/server.log" &
+# Without the working folder, whose luce would be taken before the one that is installed.
+"$python" -c 'import sys; sys.path.pop(0); from luce.__main__ import main; main()' serve --gguf "scripted=$work/model.gguf" --port 0 --ctx 100000 --parallel 2 --device cpu 2>"$work/server.log" &
 server=$!
 for _ in $(seq 300); do
     grep -q '^luce serves' "$work/server.log" && break

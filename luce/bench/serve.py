@@ -206,7 +206,9 @@ class Running:
 @contextmanager
 def luce_server(model: Path, *options: str) -> Iterator[Running]:
     """Runs `luce serve` on a free port."""
-    command = [sys.executable, "-m", "luce", "serve", "--gguf", str(model), "--port", "0", *options]
+    # A folder named luce in the working folder is none of its modules.
+    own = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "luce"]
+    command = [*own, "serve", "--gguf", str(model), "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert process.stderr is not None
     lines: list[str] = []

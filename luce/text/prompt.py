@@ -17,6 +17,7 @@ from luce.text import thinking
 from luce.text.conversation import shows, ways
 
 KEY = "tokenizer.chat_template"
+SHORT, KNOWN = 32, 4096  # Strings of so few letters come often (keys, roles): so many are marked once.
 
 
 class Template(Protocol):
@@ -207,12 +208,19 @@ class Guard:
         private = chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))
         free = (chr(code) for code in private if chr(code) not in used)
         self._stand_in = {char: next(free) for char in sorted(set("".join(found)))}
+        self._known: dict[str, str] = {}  # Short strings, and what they became.
         self.unused = next(free)  # No text has this character, nor is it a stand-in.
 
     def marked(self, value: Any) -> Any:
         """Returns `value` with stand-ins in all of its strings."""
         if isinstance(value, str):
-            return self._marked(value)
+            if len(value) > SHORT:
+                return self._marked(value)
+            if value not in self._known:
+                if len(self._known) == KNOWN:
+                    self._known.clear()
+                self._known[value] = self._marked(value)
+            return self._known[value]
         if isinstance(value, Mapping):
             return {self.marked(key): self.marked(each) for key, each in value.items()}
         return [self.marked(each) for each in value] if isinstance(value, list | tuple) else value
