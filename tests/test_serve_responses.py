@@ -171,7 +171,9 @@ def test_items_declare_tools_and_change_the_configuration():
     body = {"input": items, "tools": [FUNCTION], "reasoning": {"effort": "high"}}
     ask = responses_ask(msgspec.convert(body, ResponsesBody))
     assert [tool.name for tool in ask.tools] == ["read", "write"]
-    assert ask.variables == {"enable_thinking": False} and ask.constraint is not None
+    held = {"input": "x", "text": {"format": {"type": "json_object"}}}
+    assert ask.variables == {"enable_thinking": False}
+    assert ask.constraint == responses_ask(msgspec.convert(held, ResponsesBody)).constraint is not None
 
 
 # ---- what is kept
