@@ -33,8 +33,8 @@ def run(words: list[str]) -> tuple[float, float]:
     """Returns the seconds of the clock and the CPU seconds that a process of luce takes."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     # In another folder, since Python would take this clone's luce before the one that is installed.
-    how = {"stdout": subprocess.DEVNULL, "cwd": BOX.parent, "check": True}
-    subprocess.run([sys.executable, "-m", "luce", *words], **how)
+    command = [sys.executable, "-m", "luce", *words]
+    subprocess.run(command, stdout=subprocess.DEVNULL, cwd=BOX.parent, check=True)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

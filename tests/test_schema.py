@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.errors import ArgumentError
+from luce.server.ask import Tool
 from luce.text.call_grammar import call_grammar
 from luce.text.schema import SchemaError, translated
 from luce.text.structured import JsonSchema, grammar_of
-from luce.server.ask import Tool
 
 CLIENTS = json.loads((Path(__file__).parent / "goldens" / "client_schemas.json").read_text())
 OBJECT = {"type": "object"}
@@ -54,7 +54,7 @@ TAKEN = {  # By what they show: a schema, texts that fit it, and texts that do n
     "a reference to definitions": ({"$ref": "#/$defs/a", "$defs": {"a": INTEGER}}, ["5"], ['"5"']),
     "a reference to draft 7's definitions": ({"$ref": "#/definitions/a", "definitions": {"a": INTEGER}}, ["5"], ["{}"]),
     "a reference to any place": (
-        {"type": "array", "prefixItems": [INTEGER, {"$ref": "#/prefixItems/0"}], "items": False}, ["[1,2]"], ['[1,"a"]']),
+        {"type": "array", "prefixItems": [INTEGER, {"$ref": "#/prefixItems/0"}], "items": False}, ["[1,2]"], ['[1,"a"]']),  # noqa: E501
     "a pointer with escapes": (
         {"$ref": "#/$defs/a~1b~0c%25", "$defs": {"a/b~c%": {"const": 1}}}, ["1"], ["2"]),
     "an anchor": ({"$ref": "#it", "$defs": {"x": {"$anchor": "it", "const": 1}}}, ["1"], ["2"]),
@@ -98,24 +98,24 @@ TAKEN = {  # By what they show: a schema, texts that fit it, and texts that do n
     "draft 4's exclusive bounds": (
         {"type": "integer", "minimum": 1, "exclusiveMinimum": True, "maximum": 3}, ["2", "3"], ["1", "4"]),
     "older tuples": (
-        {"type": "array", "items": [INTEGER, {"type": "string"}], "additionalItems": False}, ['[1,"a"]', "[]"], ['[1,"a",2]']),
+        {"type": "array", "items": [INTEGER, {"type": "string"}], "additionalItems": False}, ['[1,"a"]', "[]"], ['[1,"a",2]']),  # noqa: E501
     "types that tell apart what keywords say": (
         {"minimum": 3, "minLength": 2}, ["3", '"ab"', "true", "{}"], ["2", '"a"']),
     "a multiple": ({"type": "integer", "multipleOf": 5}, ["0", "-15"], ["7"]),
-    "bounds beyond what is counted": ({"type": "number", "maximum": 3.4e38, "minimum": -3.4e38}, ["1.5", "-7"], ['"a"']),
-    "bounds of 64 bits": ({"type": "integer", "minimum": -(2**63), "maximum": 2**64}, ["0", "-12345678901234"], ["1.5"]),
+    "bounds beyond what is counted": ({"type": "number", "maximum": 3.4e38, "minimum": -3.4e38}, ["1.5", "-7"], ['"a"']),  # noqa: E501
+    "bounds of 64 bits": ({"type": "integer", "minimum": -(2**63), "maximum": 2**64}, ["0", "-12345678901234"], ["1.5"]),  # noqa: E501
     "not a type": ({"not": {"type": ["string", "null"]}}, ["1", "[]"], ['"a"', "null"]),
     "not these values": ({"type": "string", "not": {"enum": ["a", "ab"]}}, ['"b"', '"abc"', '""'], ['"a"', '"ab"']),
     "not this number": ({"type": "integer", "not": {"const": 3}}, ["2", "4", "33"], ["3"]),
     "not required": (
-        {"type": "object", "properties": {"a": {}, "b": {}}, "not": {"required": ["a"]}}, ["{}", '{"b":1}'], ['{"a":1}']),
+        {"type": "object", "properties": {"a": {}, "b": {}}, "not": {"required": ["a"]}}, ["{}", '{"b":1}'], ['{"a":1}']),  # noqa: E501
     "never": ({"type": "object", "properties": {"a": {}, "b": {"not": {}}}}, ["{}", '{"a":1}'], ['{"b":1}']),
     "if, then and else": (
         {"type": "object", "properties": {"k": {"enum": ["a", "b"]}, "n": {}}, "required": ["k"],
          "if": {"properties": {"k": {"const": "a"}}}, "then": {"required": ["n"]},
          "else": {"properties": {"n": {"type": "null"}}}},
         ['{"k":"a","n":1}', '{"k":"b"}', '{"k":"b","n":null}'], ['{"k":"a"}', '{"k":"b","n":1}']),
-    "if that says nothing": ({"type": "object", "properties": {"a": {}}, "if": {"required": ["a"]}, "then": {}}, ["{}"], ["1"]),
+    "if that says nothing": ({"type": "object", "properties": {"a": {}}, "if": {"required": ["a"]}, "then": {}}, ["{}"], ["1"]),  # noqa: E501
     "dependentRequired": (
         {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
         ["{}", '{"b":1}', '{"a":1,"b":1}'], ['{"a":1}']),
@@ -133,15 +133,15 @@ TAKEN = {  # By what they show: a schema, texts that fit it, and texts that do n
         {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER},
         ["{}", '{"a":1,"b":2}'], ['{"c":1}', '{"a":"x"}']),
     "names of a pattern": (
-        {"type": "object", "propertyNames": {"pattern": "^x_"}, "additionalProperties": INTEGER}, ['{"x_a":1}'], ['{"a":1}']),
+        {"type": "object", "propertyNames": {"pattern": "^x_"}, "additionalProperties": INTEGER}, ['{"x_a":1}'], ['{"a":1}']),  # noqa: E501
     "names of any string": ({"type": "object", "propertyNames": {"type": "string"}}, ['{"a":1}'], ["[]"]),
     "patterns of names": (
         {"type": "object", "patternProperties": {"^x": INTEGER, "^y": {"type": "null"}}, "additionalProperties": False},
         ['{"x1":1,"y":null}'], ['{"x1":null}', '{"a":1}']),
     "unevaluatedProperties": (
-        {"allOf": [of("a")], "properties": {"b": {}}, "unevaluatedProperties": False}, ['{"a":1}', '{"a":1,"b":2}'], ['{"a":1,"c":2}']),
+        {"allOf": [of("a")], "properties": {"b": {}}, "unevaluatedProperties": False}, ['{"a":1}', '{"a":1,"b":2}'], ['{"a":1,"c":2}']),  # noqa: E501
     "a sequence with look-ahead": ({"type": "string", "pattern": "^(?!-).+$"}, ['"a-"'], ['"-a"', '""']),
-    "several patterns": ({"type": "string", "allOf": [{"pattern": "a"}, {"pattern": "b$"}]}, ['"ab"', '"xab"'], ['"b"', '"ba"']),
+    "several patterns": ({"type": "string", "allOf": [{"pattern": "a"}, {"pattern": "b$"}]}, ['"ab"', '"xab"'], ['"b"', '"ba"']),  # noqa: E501
     "few different items": (
         {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}, ['["a","b"]', "[]"], ['["a","b","a"]']),
     "a key that is spelled otherwise": (
@@ -184,9 +184,9 @@ CLOSED = {  # By what they show: a schema, an object that fits it where objects 
     "nested": ({"type": "array", "items": {"properties": PAIR}}, '[{"a":1}]', '[{"b":1}]'),
     "a reference": ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": PAIR}}}, '{"a":1}', '{"b":1}'),
     "beside patterns": ({"properties": PAIR, "patternProperties": {"^x": {}}}, '{"a":1,"x":1}', '{"a":1,"y":1}'),
-    "parts of allOf": ({"allOf": [of("a"), of("b")], "properties": {"c": {}}}, '{"c":1,"a":1,"b":1}', '{"a":1,"b":1,"d":1}'),
+    "parts of allOf": ({"allOf": [of("a"), of("b")], "properties": {"c": {}}}, '{"c":1,"a":1,"b":1}', '{"a":1,"b":1,"d":1}'),  # noqa: E501
     "parts of anyOf": ({"anyOf": [of("a"), of("b")]}, '{"b":1}', '{"a":1,"b":1}'),
-    "properties and a base": ({"allOf": [{"$ref": "#/$defs/b"}], "properties": PAIR, "$defs": {"b": of("b")}}, '{"b":1}', '{"b":1,"c":1}'),
+    "properties and a base": ({"allOf": [{"$ref": "#/$defs/b"}], "properties": PAIR, "$defs": {"b": of("b")}}, '{"b":1}', '{"b":1,"c":1}'),  # noqa: E501
     "required but not listed": ({"properties": PAIR, "required": ["b"]}, '{"a":1,"b":[]}', '{"b":1,"c":1}'),
     "only required": ({"anyOf": [{"required": ["a"]}], "properties": PAIR}, '{"a":1}', '{"a":1,"b":1}'),
 }  # fmt: skip
@@ -274,7 +274,7 @@ def test_in_a_tool_that_is_not_strict_it_costs_nothing(place):
 
 EMPTY = {  # By keyword and place: a schema that no finite value fits.
     ("minItems", "/minItems"): {"type": "array", "minItems": 3, "maxItems": 2},
-    ("minLength", "/properties/a/minLength"): of("a", properties={"a": {"type": "string", "minLength": 3, "maxLength": 2}}),
+    ("minLength", "/properties/a/minLength"): of("a", properties={"a": {"type": "string", "minLength": 3, "maxLength": 2}}),  # noqa: E501
     ("minimum", "/minimum"): {"type": "integer", "minimum": 3, "maximum": 2},
     ("exclusiveMinimum", "/exclusiveMinimum"): {"type": "number", "exclusiveMinimum": 2, "maximum": 2},
     ("multipleOf", "/multipleOf"): {"type": "integer", "minimum": 1, "maximum": 4, "multipleOf": 5},
@@ -302,7 +302,13 @@ def test_what_no_value_fits_is_left_out_where_it_may_be(place):
     """A property that is not required is never begun, and a list of it stays empty."""
     schema = EMPTY[place]
     if place[0] == "$ref":
-        schema = {"$ref": "#/$defs/e", "$defs": {"e": schema["properties"] | {"properties": {"next": {"$ref": "#/$defs/e"}}, "required": ["next"], "type": "object"}}}
+        schema = {
+            "$ref": "#/$defs/e",
+            "$defs": {
+                "e": schema["properties"]
+                | {"properties": {"next": {"$ref": "#/$defs/e"}}, "required": ["next"], "type": "object"}
+            },
+        }
     outer = {"type": "object", "properties": {"n": INTEGER, "e": schema, "l": {"type": "array", "items": schema}}}
     outer["$defs"] = schema.get("$defs", {})
     made = grammar(outer)
@@ -352,7 +358,7 @@ def test_parameters_that_are_not_at_the_root(name, strict):
 
 def test_a_call_of_one_of_several_forms():
     parameters = {"type": "object", "oneOf": [of("a", "k", properties={"a": INTEGER, "k": {"const": "a"}}),
-                                              of("b", "k", properties={"b": {"type": "boolean"}, "k": {"const": "b"}})]}  # fmt: skip
+                                              of("b", "k", properties={"b": {"type": "boolean"}, "k": {"const": "b"}})]}  # fmt: skip  # noqa: E501
     strict = calls(parameters, strict=True)
     assert accepts(strict, call(a="1", k="a")) and accepts(strict, call(b="true", k="b"))
     assert not accepts(strict, call(a="1", k="b")) and not accepts(strict, call(a="1", b="true", k="b"))
@@ -362,7 +368,11 @@ def test_a_call_of_one_of_several_forms():
 
 
 def test_a_reference_to_the_root_from_a_parameter():
-    parameters = {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}, "required": ["kids"]}
+    parameters = {
+        "type": "object",
+        "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["kids"],
+    }
     made = calls(parameters)
     assert accepts(made, call(kids='[{"kids": []}]')) and not accepts(made, call(kids="[[]]"))
 
@@ -431,7 +441,7 @@ SCALARS = [
     {"pattern": "a$|^b"}, {"minLength": 1, "maxLength": 2}, {"type": "integer", "minimum": -3, "maximum": 12},
     {"type": "number", "exclusiveMinimum": 1.5}, {"multipleOf": 3}, {"type": "boolean"}, {"type": ["string", "null"]},
     {"enum": ["a", 1, None, [1]]}, {"enum": [True, 1.5, {"a": 1}, "b"]}, {"const": "a"}, {"const": {"b": None}},
-    {"minimum": 2, "maxLength": 3, "maxItems": 1}, {}, True, False, {"type": "null"}, {"type": "string", "format": "date"},
+    {"minimum": 2, "maxLength": 3, "maxItems": 1}, {}, True, False, {"type": "null"}, {"type": "string", "format": "date"},  # noqa: E501
 ]  # fmt: skip
 DENIED = [{"type": "string"}, {"const": "a"}, {"enum": [1, True]}, {"required": ["a"]}, {"minimum": 3}, {}]
 REFERENCES = [{"$ref": "#"}, {"$ref": "#/$defs/d"}, {"$ref": "#/$defs/e"}]
@@ -458,7 +468,8 @@ def keywords(inner):
         optional={"items": inner, "prefixItems": some, "minItems": st.integers(0, 2), "maxItems": st.integers(0, 3)},
     )
     conditions = st.fixed_dictionaries(
-        {"if": st.sampled_from(DENIED), "then": inner, "else": inner}, optional={"properties": st.dictionaries(KEY, inner)}
+        {"if": st.sampled_from(DENIED), "then": inner, "else": inner},
+        optional={"properties": st.dictionaries(KEY, inner)},
     )
     return (
         of_objects
@@ -473,7 +484,10 @@ def keywords(inner):
 
 PARTS = st.recursive(st.sampled_from(SCALARS + REFERENCES), keywords, max_leaves=8)
 SCHEMAS = st.builds(
-    lambda root, d, e: root | {"$defs": {"d": d, "e": e}}, PARTS.filter(lambda part: isinstance(part, dict)), PARTS, PARTS
+    lambda root, d, e: root | {"$defs": {"d": d, "e": e}},
+    PARTS.filter(lambda part: isinstance(part, dict)),
+    PARTS,
+    PARTS,
 )
 VALUES = st.recursive(
     st.sampled_from(["", "a", "b", "ab", "x1", 0, 1, 3, 1.5, -2, True, False, None]),

@@ -74,7 +74,7 @@ def fetch(reference: str, endpoint: str | None = None) -> Path:
         files = _files(huggingface_hub, repo, endpoint)
     except Exception as error:  # A network's failures are of the HTTP library that is installed.
         lacking = _one_line(error)
-        if not isinstance(error, huggingface_hub.utils.HfHubHTTPError):
+        if not isinstance(error, huggingface_hub.errors.HfHubHTTPError):
             lacking = f"the hub cannot be reached: {lacking}"
         files = _cached_files(huggingface_hub, repo)
     try:

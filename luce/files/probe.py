@@ -239,7 +239,7 @@ def _blocks(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
     trunk's, or not there. Converters copy the keys from a configuration, though a checkpoint has no head."""
     key = f"{architecture}.nextn_predict_layers"
     count, promised = _number(kv, f"{architecture}.block_count"), _number(kv, key) or 0
-    present, heads, whole = set(), set(), set()
+    present, heads, whole = set[int](), set[int](), set[int]()
     for tensor in tensors:
         if match := _BLOCK.match(tensor.name):
             block = int(match[1])

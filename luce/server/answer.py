@@ -211,7 +211,7 @@ class Answer:
     def _grammar(self) -> Callable[[], Matcher] | None:
         """Returns what the text is held to. Raises ArgumentError for a schema that no text can be held to."""
         ask, thinks, held = self.ask, self._parser.reasoning, self._held_to_calls()
-        how = {"many": ask.parallel_calls, "closed": not ask.open_objects}
+        how: dict[str, Any] = {"many": ask.parallel_calls, "closed": not ask.open_objects}
         if held == "required":
             tools = [tool for tool in ask.tools if ask.choice in ("required", tool.name)]
             lark = call_grammar(tools, thinks, required=True, **how)

@@ -20,7 +20,8 @@ from functools import lru_cache
 from luce.errors import ArgumentError
 from luce.server.ask import Tool
 from luce.text.dialects import MAX_NAME
-from luce.text.schema import SchemaError, Signature, Value, signatures
+from luce.text.kinds import SchemaError
+from luce.text.schema import Signature, Value, signatures
 from luce.text.structured import (
     THOUGHT,
     Constraint,

@@ -230,7 +230,8 @@ class CallReader:
             yield from filter(None, [self._slice(node.begin, node.end)])
         elif node.what == "begin":
             self._name, self._arguments = node.name, {}
-            yield from [CallBegin(node.name), Arguments("{")] if self._held else []
+            if self._held:
+                yield from (CallBegin(node.name), Arguments("{"))
         elif node.what == "key" and self._held:
             begin = (", " if self._arguments else "") + as_json(node.name) + ": "
             self._value = HeldValue(node.end, self._types(node.name))
@@ -246,7 +247,10 @@ class CallReader:
             self._arguments = {key: self._typed(key, value) for key, value in node.found.items()}
         elif node.what in ("end", "cut") and self._held:
             whole = node.what == "end"
-            yield from [Arguments("}"), CallEnd()] if whole else [CallEnd(whole=False)] if self._name else []
+            if whole:
+                yield from (Arguments("}"), CallEnd())
+            elif self._name:
+                yield CallEnd(whole=False)
             self._name = ""
         elif node.what == "end":
             yield Call(self._name, as_json(self._arguments))

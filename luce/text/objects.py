@@ -94,5 +94,6 @@ def call_of(text: str) -> tuple[str, dict[str, Any]] | None:
             arguments = decoded(arguments)
     except ValueError:
         return None
-    good = isinstance(name, str) and name and isinstance(arguments or {}, dict)
-    return (name, arguments or {}) if good else None
+    if not isinstance(name, str) or not name or not isinstance(arguments or {}, dict):
+        return None
+    return name, arguments or {}

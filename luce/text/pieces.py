@@ -193,8 +193,9 @@ def value_of(text: str, types: Collection[str] = TEXT) -> Any:
         return text
     if isinstance(value, str) or kind_of(value).isdisjoint(types):
         return text
-    whole = isinstance(value, float) and value.is_integer() and "number" not in types
-    return int(value) if whole else value
+    if isinstance(value, float) and value.is_integer() and "number" not in types:
+        return int(value)
+    return value
 
 
 def types_of(schema: Any, root: Any, seen: set[str] | None = None) -> frozenset[str]:

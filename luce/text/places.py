@@ -428,7 +428,8 @@ class Places:
         return found
 
     def _not_type(self, term: Term) -> Union:
-        types = self._types(term, notes := [])
+        notes: list[Any] = []
+        types = self._types(term, notes)
         found = {name: ways for name, ways in ANY.items() if name not in types}
         if notes or ("integer" in types and "number" not in types):
             found = found | self._undeniable(term, {"number": ANY["number"]})

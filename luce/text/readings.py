@@ -152,7 +152,7 @@ class Reading:
         """Returns the reading that goes on from there, after it has `read` the fields of more nodes."""
         node, first = self.node, self.first
         for fields in read:
-            node = Node(node, *fields, depth=node.depth + 1 if node else 0)
+            node = replace(Node(node, *fields), depth=node.depth + 1 if node else 0)
             first = first or node
         return Reading(state, start, self.cost + cost, node, first)
 

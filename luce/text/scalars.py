@@ -87,7 +87,7 @@ def _number(kind: Number, at: str, exact: bool) -> tuple[Number, dict[str, Any]]
     low, high = (
         found.get(f"{end}imum", found.get(f"exclusive{end.title()}imum")) for end in ("min", "max")
     )  # fmt: skip
-    if None not in (low, high) and (low > high or (low == high and len(found.keys() & _EXCLUSIVE) > 0)):
+    if low is not None and high is not None and (low > high or (low == high and len(found.keys() & _EXCLUSIVE) > 0)):
         key = "exclusiveMinimum" if kind.above else "minimum"
         raise SchemaError(key, step(at, key), "leaves no number below the maximum")
     unusual = multiple is not None or any(MAX_WHOLE < abs(bound or 0) < MAX_LONG for bound in (low, high))

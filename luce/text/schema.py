@@ -290,9 +290,10 @@ class _Translation:
         patterns = {"type": "object", "patternProperties": {f"^(?:{each})$": True for each in kind.patterns}}
         if len(kind.patterns) < 2 or not refusal(json.dumps(patterns)):
             return kind
-        fits, one = set(kind.patterns.values()), "|".join(kind.patterns)
-        if len(fits) == 1:
-            return replace(kind, patterns={one: fits.pop()})
+        meant: set[tuple[Any, ...]] = set(kind.patterns.values())
+        one = "|".join(kind.patterns)
+        if len(meant) == 1:
+            return replace(kind, patterns={one: meant.pop()})
         note = SchemaError("patternProperties", step(found.at, "patternProperties"),
                            "cannot be enforced: two patterns match the same name")  # fmt: skip
         return replace(kind, patterns={one: ()}).noted([note])

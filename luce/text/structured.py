@@ -164,7 +164,8 @@ def _regex(value: Any, field: str) -> Regex:
 
 def _grammar(value: Any, field: str) -> Constraint:
     if isinstance(value, Mapping):  # So text-generation-inference has it.
-        reader = {"json": _schema, "regex": _regex}.get(str(value.get("type")))
+        readers: dict[str, Callable[[Any, str], Constraint]] = {"json": _schema, "regex": _regex}
+        reader = readers.get(str(value.get("type")))
         if reader is None:
             raise FieldError(field, "is neither a string nor of type json or regex")
         return reader(value.get("value"), field)
@@ -227,8 +228,8 @@ def _structured(value: Any, field: str) -> Constraint | None:
         "json": _schema, "regex": _regex, "choice": _choice, "grammar": _grammar, "structural_tag": _tags,
         "json_object": lambda value, field: ANY_OBJECT,
     }  # fmt: skip
-    unknown = value.keys() - readers.keys() - OPTIONS
-    if unknown := sorted(key for key in unknown if value[key] is not None):
+    strange = value.keys() - readers.keys() - OPTIONS
+    if unknown := sorted(key for key in strange if value[key] is not None):
         raise FieldError(field, f"{unknown[0]!r} is not supported")
     given = [key for key in readers if value.get(key) not in (None, False)]
     if len(given) > 1:

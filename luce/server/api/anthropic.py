@@ -65,7 +65,7 @@ def messages_ask(body: MessagesBody) -> Ask:
     budget = budget_of((body.thinking or {}).get("budget_tokens") if enabled else None, "budget_tokens")
     if budget is not None:
         variables["thinking_budget"] = budget
-    held = held_to(**{"output_config.format": config.get("format"), "output_format": body.output_format})
+    held = held_to(None, **{"output_config.format": config.get("format"), "output_format": body.output_format})
     prefilled = body.messages[-1].get("role") == "assistant"
     whole = held["constraint"] is not None or choice not in ("auto", "none")
     messages, continues = continued(messages, prefilled or None, whole=whole)
