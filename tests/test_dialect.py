@@ -81,7 +81,7 @@ GOLDEN = [
     ("not a call", "a <tool_call> is a mark\n", False, [Text("a <tool_call> is a mark\n")]),
     ("a parameter without its end",
      f"<tool_call>\n<function=read>\n<parameter=path>\nx\n</function>\n</tool_call>\nHm. {'x' * 20}", False,
-     [Text(f"<tool_call>\n<function=read>\n<parameter=path>\nx\n</function>\n</tool_call>\nHm. {'x' * 20}")]),
+     [call("read", path="x"), Text(f"Hm. {'x' * 20}")]),
     ("a call that thinking speaks of",
      f"I could say <tool_call>\n<function=now>\n so.\n</think>\n\n{READ}", True,
      [Reasoning("I could say <tool_call>\n<function=now>\n so."), call("read", path="a.py", lines=3)]),
@@ -209,13 +209,21 @@ def test_forced_calls_say_what_is_certain_at_once():
 
 
 @pytest.mark.parametrize("at", range(len("Now:\n\n"), len(f"Now:\n\n{READ}")))
-def test_a_forced_call_that_is_cut_is_text_too(at):
-    text = f"Now:\n\n{READ}"[:at]
-    found = streamed(list(text))
-    begun = [piece for piece in found if isinstance(piece, tuple)]
-    assert "".join(piece.text for piece in found if isinstance(piece, Text)) == text
-    assert len(begun) == ("=read>\n" in text)
-    assert not begun or json.dumps({"path": "a.py", "lines": 3}).startswith(begun[0][1])
+def test_a_forced_call_that_is_cut_is_no_text(at):
+    """What began of it stays begun, and is no whole call. Less than half of its mark may be anything else."""
+    text, half = f"Now:\n\n{READ}"[:at], len("Now:\n\n<tool_")
+    parser, found = Parser(TOOLS, held="strict"), []
+    for letter in text:
+        found += parser.push(letter)
+    found += parser.flush(cut=True)
+    said = "".join(piece.text for piece in found if isinstance(piece, Text))
+    assert said.rstrip() == ("Now:" if at >= half else text.rstrip())
+    arguments = "".join(piece.text for piece in found if isinstance(piece, Arguments))
+    assert json.dumps({"path": "a.py", "lines": 3}).startswith(arguments)
+    begun = any(isinstance(piece, CallBegin) for piece in found)
+    assert begun == ("=read>" in text) and [CallEnd(whole=False)] * begun == [
+        piece for piece in found if isinstance(piece, CallEnd)
+    ]
 
 
 def test_thoughts_may_speak_of_calls_where_one_is_required():

@@ -74,14 +74,18 @@ class CallReader:
         """Yields what is left where the text has ended. It was `cut` where more would have come."""
         half = self._half() if cut and not self._scan else ""
         self._tail = self._tail[: len(self._tail) - len(half)]
+        part = ""  # The beginning of another mark, which belongs to the call that the text ended within.
+        if cut and not self._scan and not half:
+            at = len(self._tail) - self._dialect.undecided(self._tail)
+            self._tail, part = self._tail[:at], self._tail[at:]
         self._look(final=True)
         if not self.done:
             ends = self._ends(cut, bool(half)) or self._ends(True, bool(half))  # No grammar ends within a call.
             self._readings, self._moved = [best(ends)], True
             self.cut = any(node.what == "cut" for node in self._readings[0].nodes(self._root))
-            half = ""
+            half, part = "", "" if self.cut else part
         yield from self._settle()
-        self.done, self.rest = True, self.rest + half
+        self.done, self.rest = True, self.rest + half + part
 
     def _ends(self, cut: bool, half: bool) -> list[Reading]:
         return [end for r in self._readings for end in self._rules.end(r, self._at, cut, half)]

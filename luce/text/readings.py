@@ -456,7 +456,7 @@ class Rules:
         s = r.state
         if s.place is Place.TEXT:
             if cut and half:
-                yield r.to(s, at, 0, ("said", at, r.start), ("cut", at))
+                yield r.to(s, at, Damage.DEBRIS if s.head else 0, ("said", at, r.start), ("cut", at))
             else:
                 yield r.to(s, at, Damage.DEBRIS if cut and s.head else 0, ("said", at, r.start))
         elif s.place is Place.AFTER:
