@@ -16,6 +16,8 @@ def main() -> None:
     try:
         _require_room()
         from luce.cli.commands import main as run
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
     except MemoryError:
         _fail("out of memory", 1)
     except (ImportError, OSError) as error:

@@ -19,7 +19,7 @@ ALWAYS = {
     "chat": "--system --temp",
     "probe-gguf": "--tensors --json --hf",
     "devices": "--json",
-    "convert": "--threads --type --tokenizer --target --name",
+    "convert": "--threads --type --tokenizer --target --name --force",
     "bench humaneval": "--limit --temp --md",
     "bench prompts": "--class --temp --md",
     "bench oracle": "--temp --shape --type --accept --coverage --draft-head --cache --prompts "

@@ -77,13 +77,12 @@ def test_kernels_with_rings_are_compiled_again_for_racecheck_and_no_others(tmp_p
 
     everything = compiled()
     kernels = SCRIPT.parent.parent / "native" / "kernels"
-    forms = re.findall(r"rowmm_kernel_of<(\d.*)>", (kernels / "rowmm_rows.cu").read_text())
+    forms = re.findall(r"rowmm_kernel_of<(\d.*)>", (kernels / "matmul" / "forms.cu").read_text())
     assert len(forms) > 3  # Each is compiled by itself.
-    rings = {f"rowmm_rows_{form.replace(', ', '_')}.cu" for form in forms}
-    rings |= {path.name for path in kernels.glob("rowmm_rows_*.cu")}
-    assert ({path.name for path in kernels.glob("*.cu")} - {"rowmm_rows.cu"} | rings) < everything
+    rings = {f"form_{form.replace(', ', '_')}.cu" for form in forms} | {"norm_first.cu", "whole_k.cu"}
+    assert ({path.name for path in kernels.rglob("*.cu")} - {"forms.cu"} | rings) < everything
     again = compiled("racecheck")
-    assert {"attention.cu", *rings} <= again < everything and "deltanet_conv.cu" not in again
+    assert {"attention.cu", *rings} <= again < everything and "conv.cu" not in again
     assert "kernel_check_racecheck" in calls.read_text() and "bench/racecheck_ring.cu" in calls.read_text()
 
 

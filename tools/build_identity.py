@@ -12,6 +12,7 @@ SETTINGS is a file of compilers, flags and versions. SOURCES is a file of lines 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -37,4 +38,7 @@ def main(settings: Path, sources: Path, header: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("settings", "sources", "header"):
+        parser.add_argument(name, type=Path)
+    sys.exit(main(**vars(parser.parse_args())))

@@ -7,8 +7,6 @@ step. It takes its turns with generations, in the same steps, which change none 
 
 from __future__ import annotations
 
-import numpy as np
-
 from luce.decode.events import Embedded, Prefilled, Scored
 from luce.decode.generation import Generation, Verb
 from luce.decode.wants import Share, Turn
@@ -22,6 +20,8 @@ class Reading(Generation):
     of the mean of all hidden states, after the output norm and scaled to the Euclidean norm 1."""
 
     def _prefill(self) -> Verb:
+        import numpy as np  # Who generates text alone does without.
+
         prompt, at, top = self._request.prompt, 0, self._request.logprobs or 0
         total = np.zeros(1)
         while at < len(prompt):

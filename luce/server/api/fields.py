@@ -100,6 +100,7 @@ def of_options(rows: Rows) -> Rows:
 
 
 TALK = (CHAT, RESPONSES)
+HELD = (CHAT, COMPLETIONS, RESPONSES)  # Their texts may be held to grammars of several forms.
 SAMPLED = (CHAT, RESPONSES, COMPLETIONS, INFILL)  # They sample as vLLM's and llama.cpp's routes do.
 WRITING = (*SAMPLED, MESSAGES)
 RAW = (COMPLETIONS, INFILL)
@@ -348,7 +349,22 @@ CONSTRAINTS = (
     honoured(TALK, "tool_choice", "Whether a call is required, and which.", "none", prompt=True),
     honoured((MESSAGES,), "tool_choice", "Whether a call is required, and which.", {"type": "none"},
              prompt=True),
-    *refused((CHAT, COMPLETIONS, RESPONSES, INFILL), "`response_format` and `text.format` do it", {
+    honoured(HELD, "structured_outputs", "vLLM's: one of json, regex, choice, grammar, json_object and "
+             "structural_tag, which the text is held to.", {"regex": "[0-9]{3}"}),
+    *(honoured(HELD, name, f"{whose}: the text is held to {what}.", example) for whose, what, examples in (
+        ("vLLM's older name and llama.cpp's", "JSON of this schema",
+         {"guided_json": {"enum": [1]}, "json_schema": {"enum": [1]}}),
+        ("vLLM's older name and SGLang's", "this regular expression",
+         {"guided_regex": "[0-9]{3}", "regex": "[0-9]{3}"}),
+        ("vLLM's older name", "one of these texts", {"guided_choice": ["yes", "no"]}),
+        ("The names of vLLM, llama.cpp and SGLang", "this grammar, in llguidance's Lark or in GBNF",
+         {"guided_grammar": 'root ::= "a"', "grammar": 'root ::= "a"', "ebnf": 'root ::= "a"'}),
+        ("vLLM's and SGLang's", "JSON of a schema behind each of these triggers",
+         {"structural_tag": {"structures": [{"begin": "d", "schema": {}, "end": "!"}], "triggers": ["d"]}}),
+        ("vLLM's older name", "this whitespace between the parts of its JSON",
+         {"guided_whitespace_pattern": " "}),
+    ) for name, example in examples.items()),
+    *refused((INFILL,), "what is filled in is code", {
         "structured_outputs": ({"regex": "a"},), "guided_json": ({"enum": [1]},), "guided_regex": ("a",),
         "guided_choice": (["a"],), "guided_grammar": ("root ::= [a]",), "grammar": ("root ::= [a]",),
         "json_schema": ({"enum": [1]},), "regex": ("a",), "ebnf": ("root ::= [a]",),
