@@ -87,6 +87,9 @@ NO_END = {"logit_bias": {"4092": -100, "4094": -100}}  # The model does not end 
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 TOOLS = {CHAT: [{"type": "function", "function": FUNCTION}], RESPONSES: [{"type": "function", **FUNCTION}],
          MESSAGES: [{"name": "f", "input_schema": FUNCTION["parameters"]}]}  # fmt: skip
+FORMS = ("structured_outputs", "guided_json", "json_schema", "guided_regex", "regex", "guided_choice",
+         "guided_grammar", "grammar", "ebnf", "structural_tag")  # They act on the text behind thoughts.
+TWO = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "required": ["a", "b"]}
 BESIDE = {  # A field acts beside these; some of them have other values in Ollama's options or by route.
     "top_p": HOT, "top_k": HOT, "min_p": HOT, "seed": HOT, "n": HOT,
     "presence_penalty": {"max_tokens": 40, **HOT}, "frequency_penalty": {"max_tokens": 40, **HOT},
@@ -95,6 +98,8 @@ BESIDE = {  # A field acts beside these; some of them have other values in Ollam
     "include_stop_str_in_output": {"max_tokens": 40, "stop": ["n", "r"]},
     "response_format": {"enable_thinking": False}, "text.format": {"enable_thinking": False},
     "format": {"think": False},
+    **dict.fromkeys(FORMS, {"enable_thinking": False}),
+    "guided_whitespace_pattern": {"enable_thinking": False, "guided_json": TWO},
     "ignore_eos": {"logit_bias": {"4094": 100}}, "parse_special": {"prompt": "<|im_start|>def f("},
     "top_logprobs": {"logprobs": True}, 
     "parallel_tool_calls": {"tool_choice": "required", "enable_thinking": False, **NO_END},
@@ -102,7 +107,8 @@ BESIDE = {  # A field acts beside these; some of them have other values in Ollam
     "thinking.budget_tokens": {"thinking": {"type": "adaptive"}, "max_tokens": 12},
     "max_tokens": {}, "prompt": {},
 }  # fmt: skip
-LONG = {"parallel_tool_calls": 60, "response_format": 40, "text.format": 40, "format": 40}
+LONG = {
+    "parallel_tool_calls": 60, "guided_whitespace_pattern": 40, "response_format": 40, "text.format": 40, "format": 40}
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +136,8 @@ def beside(api, name):
     """Returns the body that a field is tried in."""
     body, last = BASE[api], name.removeprefix("options.")
     more = dict(BESIDE.get(name, BESIDE.get(last, {})))
-    if api == COMPLETIONS and name == "response_format":
-        more = {}
+    if api == COMPLETIONS and name in ("response_format", "guided_whitespace_pattern", *FORMS):
+        more.pop("enable_thinking", None)
     if name in ("tool_choice", "parallel_tool_calls"):
         more["tools"] = TOOLS[LIKE.get(api, api)]
     tokens = LONG.get(name, more.pop("max_tokens", None))
