@@ -108,7 +108,7 @@ BAD = [
      "messages"),
     ("/v1/chat/completions", {"messages": HELLO, "functions": [{"name": "f"}]}, 400, "functions"),
     ("/v1/chat/completions", {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs"),
-    ("/v1/chat/completions", {"messages": HELLO, "grammar": "root ::= x"}, 400, "grammar"),
+    ("/v1/chat/completions", {"messages": HELLO, "grammar": 3}, 400, "grammar"),
     ("/v1/chat/completions", {"messages": HELLO, "tools": [{"function": {"name": "a>\n<b"}}]}, 400, "tools"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of"),
