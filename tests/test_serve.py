@@ -179,6 +179,7 @@ def test_a_prompt_that_is_too_long_is_each_apis_own_error(server):
 
 def test_a_request_is_one_line(server, monkeypatch, capsys):
     monkeypatch.setattr(server.watch.log, "form", "text")
+    capsys.readouterr()  # Lines of requests before are another test's.
     usage = server.post("/v1/completions", model="mine", prompt="import os", **GREEDY).json()["usage"]
     (line,) = capsys.readouterr().err.splitlines()
     said = dict(word.split("=", 1) for word in line.split())
