@@ -108,6 +108,11 @@ def test_prompts_are_figures_by_class(bench, tmp_path):
     assert by_class["other"] == 2 and sum(by_class.values()) == 3
     only = of(bench("prompts", path, "--class", "other", "-n", 4, "--modes", "plain", "--json"))
     assert only["problems"] == 2
+    first = of(bench("prompts", path, "--limit", 2, "-n", 4, "--modes", "plain", "--json"))
+    assert first["problems"] == 2 and {rows[0]["problems"] for rows in first["classes"].values()} == {1}
+    few = of(bench("prompts", path, "--class", "other", "--limit", 1, "-n", 4, "--modes", "plain", "--json"))
+    assert few["problems"] == 1 and list(few["classes"]) == ["other"]
+    assert bench("prompts", path, "--limit", 0).exit_code == 2
     none = bench("prompts", path, "--class", "verse")
     assert none.exit_code == 1 and "'verse'" in none.stderr and "other" in none.stderr
 

@@ -374,3 +374,16 @@ def test_the_bar_shows_running_figures_on_a_terminal_alone():
     with Display(console=Console(file=piped)) as display:
         display.count("humaneval", 3, 492, "plain 1640 tok/s")
     assert piped.getvalue() == ""
+
+
+def test_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    clock = [1000.0]
+    monkeypatch.setattr("luce.cli.terminal.time.perf_counter", lambda: clock[0])
+    for quiet in (False, True):
+        with Display(quiet) as display:
+            for done in range(492):
+                display.count("humaneval", done + 1, 492, "plain 1640 tok/s" if done > 60 else "")
+                clock[0] += 0.5
+        lines = capsys.readouterr().err.splitlines()
+        assert quiet or lines[:2] == ["humaneval: 61 of 492", "humaneval: 121 of 492, plain 1640 tok/s"]
+        assert len(lines) == (0 if quiet else 492 // 60)

@@ -113,8 +113,9 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
 @click.argument("source", metavar="[FILE|builtin]", default="builtin", type=FilePath())
 @options(MODEL_OPTIONS, DRAFTS_OPTION, MODE_OPTIONS)
 @click.option("--class", "group", metavar="NAME", help="Run only the prompts of this class.")
+@click.option("--limit", type=click.IntRange(1), help="Run only the first so many prompts.")
 @options(TEMPERATURES, rounds_option(3), RUN, OUTPUT_OPTIONS, PLOT)
-def prompts(source: str, group: str | None, **flags: Any) -> None:
+def prompts(source: str, group: str | None, limit: int | None, **flags: Any) -> None:
     """Run the prompts of a file (JSONL: prompt, and if wanted id, class, chat), or else the built-in ones.
 
     The built-in ones are of four classes: code, narrative, chat, and edit, in which a file that was given is
@@ -122,13 +123,13 @@ def prompts(source: str, group: str | None, **flags: Any) -> None:
 
     \b
     Examples:
-      luce bench prompts builtin --class code
+      luce bench prompts builtin --class code --limit 2
       luce bench prompts mine.jsonl --gguf model.gguf --modes plain,mtp:3 --csv
       luce bench prompts --draft f16.gguf --draft q4.gguf --modes plain,dflash:22
       luce bench prompts --draft drafter.gguf --modes plain,dflash,dflash:22,dflash:63 --temp 0,0.7,1,1.5
     """
     listed = problems.builtin() if source == "builtin" else problems.from_jsonl(Path(source))
-    chosen = [p for p in listed if group in (None, p.cls)]
+    chosen = [p for p in listed if group in (None, p.cls)][:limit]
     if not chosen:
         there = ", ".join(sorted({p.cls for p in listed}))
         raise ArgumentError(f"no prompt is of class {group!r}: there are {there}")

@@ -108,8 +108,12 @@ def serve_bench(**flags: Any) -> None:
     rows: list[Row] = []
     with Display(flags["quiet"]) as display:
         display.spin("measuring")
+        each = 2 * len(flags["lengths"]) + len(flags["counts"]) + (flags["turns"] and flags["turns"] + 1)
+        total = len(modes) * each
         measured = Measured(_measure(flags, modes, needed, tokenizer))
-        rows += measured
+        for row in measured:
+            rows.append(row)
+            display.count("serve", len(rows), total)
     listed = [row.as_json() for row in rows]
     report = Report("serve", model, device, chosen.threads, "rows", listed, table(listed), TIMING,
                     {name: flags[name] for name in ("prompt_tokens", "max_tokens", "turns")},

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
 
+LOG_EVERY = 30.0  # Where there is no terminal, a count is told of every so many seconds.
 BAR_AFTER = 2.0  # A prefill that takes, or promises to take, so many seconds gets a bar.
 
 
 class Display:
-    """Shows progress on stderr, and nothing at all unless that is a terminal. `quiet` silences warnings too.
-    `verbose` says more, also where there is no terminal."""
+    """Shows progress on stderr, and unless that is a terminal nothing but lines of what takes long. `quiet`
+    silences these and warnings too. `verbose` says more, also where there is no terminal."""
 
     def __init__(self, quiet: bool = False, verbose: bool = False, console: Console | None = None):
         self._quiet, self._verbose = quiet, verbose
@@ -36,7 +37,7 @@ class Display:
         self._console = console or (_stderr() if self._on else None)
         self._status: Status | None = None  # At most one status or bar is shown at a time.
         self._bar: Progress | None = None
-        self._since = 0.0
+        self._since, self._logged = 0.0, time.perf_counter()
 
     def spin(self, label: str) -> None:
         """Shows a spinner until the next call."""
@@ -60,9 +61,12 @@ class Display:
             self._bar.update(self._bar.task_ids[0], completed=done)
 
     def count(self, label: str, done: int, total: int, figures: str = "") -> None:
-        """Shows a bar of `done` of `total`, with the running figures behind it. It is drawn in these calls
-        alone, so nothing of it falls into what is measured between them."""
+        """Shows a bar of `done` of `total`, with the running figures behind it; in a log now and then a line.
+        It is drawn in these calls alone, so nothing of it falls into what is measured between them."""
         if not self._on:
+            if not self._quiet and time.perf_counter() - self._logged >= LOG_EVERY:
+                self._logged = time.perf_counter()
+                self._print(f"{label}: {done} of {total}{', ' if figures else ''}{figures}")
             return
         bar = self._bar or self._start_bar(label, total, auto_refresh=False)
         bar.update(bar.task_ids[0], description=label, completed=done, total=total, figures=figures)
