@@ -21,7 +21,7 @@ ALWAYS = {
     "devices": "--json",
     "convert": "--threads --type --tokenizer --target --name --force",
     "bench humaneval": "--limit --temp --md",
-    "bench prompts": "--class --temp --md",
+    "bench prompts": "--class --limit --temp --md",
     "bench oracle": "--temp --shape --type --accept --coverage --draft-head --cache --prompts "
                     "--prompt-tokens --md",
     "bench sweep": "--mtp-gguf --rows --gammas --steps --md",

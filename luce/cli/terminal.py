@@ -37,7 +37,8 @@ class Display:
         self._console = console or (_stderr() if self._on else None)
         self._status: Status | None = None  # At most one status or bar is shown at a time.
         self._bar: Progress | None = None
-        self._since, self._logged = 0.0, time.perf_counter()
+        self._since = 0.0
+        self._logged: float | None = None  # When the last line of a count was, or the first count.
 
     def spin(self, label: str) -> None:
         """Shows a spinner until the next call."""
@@ -64,8 +65,11 @@ class Display:
         """Shows a bar of `done` of `total`, with the running figures behind it; in a log now and then a line.
         It is drawn in these calls alone, so nothing of it falls into what is measured between them."""
         if not self._on:
-            if not self._quiet and time.perf_counter() - self._logged >= LOG_EVERY:
-                self._logged = time.perf_counter()
+            now = time.perf_counter()
+            if self._logged is None:
+                self._logged = now
+            elif not self._quiet and now - self._logged >= LOG_EVERY:
+                self._logged = now
                 self._print(f"{label}: {done} of {total}{', ' if figures else ''}{figures}")
             return
         bar = self._bar or self._start_bar(label, total, auto_refresh=False)
