@@ -257,6 +257,11 @@ class Reference:
         good = isinstance(name, str) and isinstance(arguments, dict)
         return (name, arguments, end) if good else None
 
+    def behind_json(self, s, e, found, cost, items):
+        name, arguments, end = found
+        items = [*items, ("begin", name, e.begin), ("json", arguments, end)]
+        return cost, items, State("closed", end, thinking=s.thinking, form="json", wrapped=True), end, "mark"
+
     def head(self, s, e):
         follows = s.head  # What stands behind a call is no text.
         if e.kind == "end":
@@ -267,10 +272,7 @@ class Reference:
         elif e.kind == "x":
             if e.name == "{" and self.may_be_json(s):
                 if found := self.json_at(e.begin):
-                    name, arguments, end = found
-                    items = [("begin", name, e.begin), ("json", arguments, end)]
-                    state = State("closed", end, thinking=s.thinking, form="json", wrapped=True)
-                    yield 0, items, state, end, "mark"
+                    yield self.behind_json(s, e, found, 0, [])
             elif follows and not e.same_line and not s.fragile:
                 yield DOUBLED, [], State("text", e.begin, form=s.form)
         elif e.kind == "C":
@@ -333,6 +335,8 @@ class Reference:
                 yield 0, [("cut", e.end)], None
             else:
                 yield MISSING, [("end", e.end)], None
+        elif e.kind == "x" and s.form == "json" and e.name == "{" and self.json_at(e.begin):
+            yield self.behind_json(s, e, self.json_at(e.begin), SHARED, [("end", s.start)])
         elif e.kind == "x":
             if not s.fragile and not (s.tight and e.same_line):
                 yield MISSING, [("end", s.start)], State("text", s.start, form=s.form)

@@ -179,7 +179,7 @@ class CallReader:
 
     def _heads(self) -> list[Reading]:
         """Returns the readings in which an object would be a call."""
-        return [r for r in self._readings if r.state.place is Place.HEAD and r.state.objects]
+        return [reading for reading in self._readings if reading.state.takes_object]
 
     def _may_be_object(self, at: int) -> bool:
         return self._dialect.objects and at != self._refused and bool(self._heads())

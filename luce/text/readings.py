@@ -132,6 +132,11 @@ class State:
         return self.place is Place.TEXT or (self.place is Place.AFTER and not (self.fragile or self.tight))
 
     @property
+    def takes_object(self) -> bool:
+        """Says whether a JSON object would be a call here."""
+        return self.objects and (self.place is Place.HEAD or (self.place is Place.CLOSED and not self.name))
+
+    @property
     def left_open(self) -> int:
         """Returns what a value costs that ends here."""
         return sum(map(sum, self.opens))
@@ -222,6 +227,13 @@ class Rules:
         bare = name.strip("\"'")
         return bare if self._parameters(bare) is not None else name
 
+    def parameter(self, function: str, name: str) -> tuple[str, bool]:
+        """Returns a parameter's name, without quotes if that is one, and whether its function may have it."""
+        tool, bare = self._parameters(function), name.strip("\"'")
+        if tool is None or name in tool.names:
+            return name, True
+        return (bare, True) if bare in tool.names else (name, tool.open)
+
     def declared(self, name: str) -> bool:
         return self._parameters(self.named(name)) is not None
 
@@ -301,7 +313,10 @@ class Rules:
             yield r.to(after, e.end, 2 * Damage.DOUBLED)
 
     def object(self, r: Reading, begin: int, end: int, name: str, arguments: dict[str, Any]) -> Reading:
-        """Returns how the reading goes on behind a call that is a JSON object."""
+        """Returns how the reading goes on behind a call that is a JSON object: the first in the mark of a call,
+        or a further one."""
+        if r.state.place is Place.CLOSED:
+            r = r.to(r.state, r.start, Damage.SHARED, ("end", r.start))
         closed = State(Place.CLOSED, r.state.thinking, wrapped=True)
         return r.to(closed, end, 0, ("begin", begin, 0, name), ("object", end, 0, "", arguments))
 
@@ -313,11 +328,10 @@ class Rules:
 
     def _opened(self, r: Reading, s: State, e: Event, cost: int = 0) -> Reading:
         """Returns how the reading goes on in the value of a parameter."""
-        tool, key = self._parameters(s.name), e.name
-        odd = tool is not None and not tool.open and key not in tool.names
-        cost += (Damage.UNDECLARED if odd and not s.odd else 0) + (Damage.AGAIN if key in s.given else 0)
+        key, known = self.parameter(s.name, e.name)
+        cost += (0 if known or s.odd else Damage.UNDECLARED) + (Damage.AGAIN if key in s.given else 0)
         value = State(Place.VALUE, s.thinking, objects=False, fragile=s.fragile, name=s.name, wrapped=s.wrapped,
-                      given=s.given | {key}, odd=s.odd or odd, key=key)  # fmt: skip
+                      given=s.given | {key}, odd=s.odd or not known, key=key)  # fmt: skip
         return r.to(value, e.end, cost, ("key", e.end, 0, key))
 
     def _ended(self, r: Reading, s: State, e: Event, cost: int, tight: bool = False) -> Reading:
@@ -418,9 +432,8 @@ class Rules:
         return self._ended(r, s, e, missing, tight=True)
 
     def _parameter_in_value(self, r: Reading, s: State, plain: State, e: Event) -> Readings:
-        tool = self._parameters(s.name)
-        known = tool is None or tool.open or e.name in tool.names
-        to_come = e.placed and known and e.name not in s.given
+        key, known = self.parameter(s.name, e.name)
+        to_come = e.placed and known and key not in s.given
         if to_come and not s.run:
             ended = r.to(s, r.start, s.left_open + Damage.MISSING, ("value", e.begin, r.start, s.key))
             yield self._opened(ended, s, e)
