@@ -19,7 +19,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from luce.text.dialects import Kind, Mark
-from luce.text.pieces import Parameters
+from luce.text.parameters import TEXT, Parameters, trimmed, value_of
 
 
 class Damage(IntEnum):
@@ -198,16 +198,16 @@ Readings = Iterator[Reading]
 
 
 class Rules:
-    """Says how readings go on. `parameters` returns those of a declared tool by its name, else None. `is_whole`
-    says of a function's parameter, and where its value may begin and end, whether its type takes no more."""
+    """Says how readings go on. `parameters` returns those of a declared tool by its name, else None, and `text`
+    what is from one place of the text to another."""
 
     def __init__(
         self,
         parameters: Callable[[str], Parameters | None],
-        is_whole: Callable[[str, str, int, int], bool],
+        text: Callable[[int, int], str],
         held: bool = False,
     ):
-        self._parameters, self._is_whole, self._held = parameters, is_whole, held
+        self._parameters, self._slice, self._held = parameters, text, held
         self._by_place = {
             Place.TEXT: self._text,
             Place.BEFORE: self._before,
@@ -397,6 +397,10 @@ class Rules:
             yield from self._call_in_value(r, s, plain, e)
         elif e.kind is Kind.END_THOUGHT and s.thinking:
             return  # Where thoughts go on, the call was only spoken of.
+        elif e.kind is Kind.WORD and e.fresh and e.name == s.key and not s.run:
+            if f"<{s.key}" not in self._slice(r.start, e.begin):  # It is closed by its own name.
+                yield self._value_ended(r, s, e)
+            yield r.to(plain, r.start)
         elif not (e.letter == "{" and s.over and s.head):
             yield r.to(plain, r.start)
 
@@ -414,17 +418,25 @@ class Rules:
             own = e.kind is Kind.END_PARAMETER
             over = not own and s.run == "p"
             run = "p" if own or over else "f" if e.fresh else ""
-            whole = s.whole or (own and self._is_whole(s.name, s.key, r.start, e.begin))
+            whole = s.whole or (own and self._is_whole(r, s, e.begin))
             if not (over and (self._held or s.whole)):
                 after = replace(s, run=run, head=False, over=s.over or over, whole=whole)
                 yield r.to(after, r.start, Damage.STRAY)
 
+    def _is_whole(self, r: Reading, s: State, end: int) -> bool:
+        """Says whether a value that ends there is all that its parameter's type takes."""
+        tool = self._parameters(s.name)
+        types = tool.types(s.key) if tool else TEXT
+        if not TEXT.isdisjoint(types):
+            return False
+        return not isinstance(value_of(trimmed(self._slice(r.start, end)), types), str)
+
     def _value_ended(self, r: Reading, s: State, e: Event) -> Reading:
         """Returns how the reading goes on behind a closer that ends the value, and what else lacks its own."""
-        cost = s.left_open + e.misspelt
+        cost = s.left_open + (Damage.MISSPELT if e.kind is Kind.WORD else e.misspelt)
         r = r.to(s, r.start, cost, ("value", e.begin, r.start, s.key))
         s = replace(s, place=Place.BODY, key="", opens=_NOTHING, head=False, over=False, whole=False)
-        if e.kind is Kind.END_PARAMETER:
+        if e.kind in (Kind.END_PARAMETER, Kind.WORD):
             return r.to(s, e.end)
         if e.kind is Kind.END_FUNCTION and s.wrapped:
             return r.to(replace(s, place=Place.CLOSED, tight=True), e.end, Damage.MISSING)
