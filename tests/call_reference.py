@@ -21,7 +21,7 @@ CLOSERS = {"p": "</parameter>", "f": "</function>", "c": "</tool_call>"}
 MARK = re.compile(
     r"(?P<C><tool_call>)|(?P<F><function=(?P<function>[^<>\n]{1,256})>)"
     r"|(?P<P><parameter=(?P<key>[^<>\n]{1,256})>)|(?P<t></think>)"
-    r"|(?P<tag><[/\\]{0,2} ?[A-Za-z][\w.:=-]{0,60} ?[/\\]?>?)"
+    r"|(?P<tag>< ?[/\\]{0,2} ?[A-Za-z][\w.:=-]{0,60} ?[/\\]?>?)"
 )
 MISSING, DOUBLED, MISSPELT, SHARED, REOPENED = 2, 1, 1, 1, 2
 UNDECLARED, AGAIN = 3, 3
@@ -91,7 +91,7 @@ def next_mark(text, at, closer):
         return Event("w", at, at + 1, near=True)
     for found in MARK.finditer(text, at):
         kind = next(k for k in ("C", "F", "P", "t", "tag") if found[k] is not None)
-        near, name = False, (found["function"] or found["key"] or "").strip()
+        near, name = False, (found["function"] or found["key"] or found[0].strip("</> ")).strip()
         if kind == "tag":
             if (known := tag_of(found[0])) is None:
                 continue
@@ -257,6 +257,11 @@ class Reference:
         good = isinstance(name, str) and isinstance(arguments, dict)
         return (name, arguments, end) if good else None
 
+    def behind_json(self, s, e, found, cost, items):
+        name, arguments, end = found
+        items = [*items, ("begin", name, e.begin), ("json", arguments, end)]
+        return cost, items, State("closed", end, thinking=s.thinking, form="json", wrapped=True), end, "mark"
+
     def head(self, s, e):
         follows = s.head  # What stands behind a call is no text.
         if e.kind == "end":
@@ -267,10 +272,7 @@ class Reference:
         elif e.kind == "x":
             if e.name == "{" and self.may_be_json(s):
                 if found := self.json_at(e.begin):
-                    name, arguments, end = found
-                    items = [("begin", name, e.begin), ("json", arguments, end)]
-                    state = State("closed", end, thinking=s.thinking, form="json", wrapped=True)
-                    yield 0, items, state, end, "mark"
+                    yield self.behind_json(s, e, found, 0, [])
             elif follows and not e.same_line and not s.fragile:
                 yield DOUBLED, [], State("text", e.begin, form=s.form)
         elif e.kind == "C":
@@ -280,10 +282,16 @@ class Reference:
         elif e.kind == "c" and follows:
             yield DOUBLED * 2, [], State("after", e.end, form=s.form, fragile=s.fragile)
 
+    def parameter(self, s, name):
+        """Returns a parameter's name, and whether the tool has it."""
+        tool, bare = self.tools.get(s.name), name.strip("\"'")
+        if tool is None or name in tool.names:
+            return name, True
+        return (bare, True) if bare in tool.names else (name, tool.open)
+
     def opened(self, s, e, cost):
         """Yields the reading in which a parameter begins."""
-        tool, name = self.tools.get(s.name), e.name
-        declared = tool is None or tool.open or name in tool.names
+        name, declared = self.parameter(s, e.name)
         cost += AGAIN * (name in s.given) + UNDECLARED * (not declared and not s.odd)
         given = tuple(sorted({*s.given, name}))
         yield cost, [("key", name, e.end)], replace(
@@ -333,6 +341,8 @@ class Reference:
                 yield 0, [("cut", e.end)], None
             else:
                 yield MISSING, [("end", e.end)], None
+        elif e.kind == "x" and s.form == "json" and e.name == "{" and self.json_at(e.begin):
+            yield self.behind_json(s, e, self.json_at(e.begin), SHARED, [("end", s.start)])
         elif e.kind == "x":
             if not s.fragile and not (s.tight and e.same_line):
                 yield MISSING, [("end", s.start)], State("text", s.start, form=s.form)
@@ -366,14 +376,19 @@ class Reference:
                 yield 0, [], plain
         elif e.kind == "w":
             yield 0, [], plain
+            if e.fresh and e.name == s.key and not s.run and f"<{s.key}" not in self.all[s.start : e.begin]:
+                left, items = sum(map(sum, s.opens)), [("value", s.key, s.start, e.begin)]
+                yield left + MISSPELT, items, replace(
+                    s, place="body", start=e.end, opens=((), (), ()), run="", over=False, whole=False, key="",
+                    head=False)  # fmt: skip
         elif e.kind in "CFP":
             yield from self.opener_in_value(s, e)
         else:
             yield from self.closer_in_value(s, e)
 
     def declares(self, s, name):
-        tool = self.tools.get(s.name)
-        return (tool is None or tool.open or name in tool.names) and name not in s.given
+        name, declared = self.parameter(s, name)
+        return declared and name not in s.given
 
     def opener_in_value(self, s, e):
         calls, functions, parameters = s.opens

@@ -233,7 +233,10 @@ def test_tools_may_be_called_before_an_answer_of_a_schema(both, claude, tokens):
     tools = [{"name": "now", "input_schema": {"type": "object", "properties": {}}}]
     found = claude.messages.create(model="m", messages=SAID, max_tokens=200, tools=tools, output_config={
         "format": {"type": "json_schema", "schema": anthropic.transform_schema(Flat)}})  # fmt: skip
-    assert found.stop_reason == "tool_use" or Flat.model_validate_json(found.content[0].text)
+    if found.content[0].type == "tool_use":  # It may go on to call until its length is reached.
+        assert found.stop_reason in ("tool_use", "max_tokens")
+    else:
+        assert Flat.model_validate_json(found.content[0].text)
 
 
 def test_a_schema_that_cannot_be(both):

@@ -34,15 +34,15 @@ from luce.text.structured import (
 
 _PROSE = r" \t\"'`(\[{=+,:|*"  # As in readings.py: a mark behind one of these is spoken of.
 _ENDS = rf"""
-WS: /[ \t\r\n]{{0,8}}/
+WS: /[ \t\r\n]{{0,4}}/
 ANY: /(?s:.*)/
 PLACED: /((?s:.*)([^{_PROSE}]|\n[ \t]*))?/
-END: WS "</parameter>"
-BARE_END: /(\r?\n)?<\/parameter>/
+JSON_END: WS "</parameter>"
+TEXT_END: /(\r?\n)?<\/parameter>/
 close[lazy]: WS ("</function>" WS)? "</tool_call>"
 """
 _TEXTS = r"""
-ENDED: /[ \t\r\n]{0,8}(<parameter=[^<>\n]+>|<\/function>|<\/tool_call>)(?s:.*)/
+ENDED: /[ \t\r\n]{0,4}(<parameter=[^<>\n]+>|<\/function>|<\/tool_call>)(?s:.*)/
 D: ANY "</parameter>"
 C: ANY "<tool_call>"
 N: ANY "</tool_call>"
@@ -176,12 +176,13 @@ def _value(rule: str, value: Value) -> tuple[str, list[str]]:
     if value.text:
         return "text", []
     ways, rules = list[str](), list[str]()
-    found = [text_rule(text) for text in value.texts] + ([json_rule(value.json)] if value.json else [])
-    if found:
-        ways.append(f"({' | '.join(found)}) END")
+    if value.texts:
+        ways.append(f"({' | '.join(map(text_rule, value.texts))}) TEXT_END")
+    if value.json:
+        ways.append(f"{json_rule(value.json)} JSON_END")
     if value.regexes:
         terminal = f"{rule}_text".upper()
         ways.append(f"{rule}_text")
-        rules.append(f"{rule}_text[suffix=BARE_END]: {terminal}")
+        rules.append(f"{rule}_text[suffix=TEXT_END]: {terminal}")
         rules.append(rf"{terminal}: ({regex_rule(value.regexes)}) & ~/(?s:.*)<\/parameter>(?s:.*)/")
     return f"({' | '.join(ways)})", rules

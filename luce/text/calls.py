@@ -11,7 +11,8 @@ from typing import Any
 
 from luce.text.dialects import BLANK, Dialect, Kind, Mark
 from luce.text.objects import Scan, call_of
-from luce.text.pieces import TEXT, Arguments, Call, CallBegin, CallEnd, Parameters, Piece, as_json, value_of
+from luce.text.parameters import TEXT, Parameters, behind_opening, trimmed, value_of, without_break
+from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, as_json
 from luce.text.readings import CLOSERS, PROSE, Event, Node, Place, Reading, Rules, State, best, go_on, in_common
 
 
@@ -36,7 +37,7 @@ class CallReader:
     ):
         self.done, self.rest, self.cut, self.line = False, "", False, line
         self._dialect, self._parameters = dialect, parameters
-        self._rules, self._held = Rules(parameters, self._is_whole, held), held
+        self._rules, self._held = Rules(parameters, self._slice, held), held
         self._readings = [Reading(State(Place.TEXT, thinking, objects=objects), 0)]
         self._root: Node | None = None  # It, and all before, was said.
         self._moved = False  # The readings went on since.
@@ -179,7 +180,7 @@ class CallReader:
 
     def _heads(self) -> list[Reading]:
         """Returns the readings in which an object would be a call."""
-        return [r for r in self._readings if r.state.place is Place.HEAD and r.state.objects]
+        return [reading for reading in self._readings if reading.state.takes_object]
 
     def _may_be_object(self, at: int) -> bool:
         return self._dialect.objects and at != self._refused and bool(self._heads())
@@ -259,13 +260,6 @@ class CallReader:
         elif node.what == "end":
             yield Call(self._name, as_json(self._arguments))
 
-    def _is_whole(self, name: str, key: str, begin: int, end: int) -> bool:
-        """Says whether a value is all that its parameter's type takes."""
-        tool = self._parameters(name)
-        if tool is None or "string" in tool.types(key):
-            return False
-        return not isinstance(value_of(trimmed(self._slice(begin, end)), tool.types(key)), str)
-
     def _types(self, key: str) -> frozenset[str]:
         tool = self._parameters(self._name)
         return TEXT if tool is None else tool.types(key)
@@ -305,31 +299,12 @@ class HeldValue:
             text = self._behind_opening(text)
         if not self._begun:
             return
-        kept = _without_break(text, self._windows) if ended else text.removesuffix("\n").removesuffix("\r")
+        kept = without_break(text, self._windows) if ended else text.removesuffix("\n").removesuffix("\r")
         self.at += len(kept)
         said = as_json(kept)[1:-1] + (self.quote if ended else "")
         yield from [Arguments(said)] if said else []
 
     def _behind_opening(self, text: str) -> str:
-        behind, self._windows = _behind_opening(text)
+        behind, self._windows = behind_opening(text)
         self.at += len(text) - len(behind)
         return behind
-
-
-def trimmed(text: str) -> str:
-    """Returns a value without the line breaks of its marks: one behind the opening, and one before the closer, as
-    the opening's line ends. Its own line ends stay."""
-    return _without_break(*_behind_opening(text))
-
-
-def _behind_opening(text: str) -> tuple[str, bool]:
-    """Returns the text behind an opening's line break, and whether lines end as those of Windows."""
-    if text.startswith("\n"):
-        return text[1:], False
-    return text.removeprefix("\r\n"), True
-
-
-def _without_break(text: str, windows: bool) -> str:
-    if windows and text.endswith("\r\n"):
-        return text[:-2]
-    return text.removesuffix("\n")

@@ -38,8 +38,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Mark:
-    """A mark at `begin`:`end` of a text. `name` is the function's or the parameter's; `near` says that a closer
-    is misspelt."""
+    """A mark at `begin`:`end` of a text. `name` is the function's or the parameter's, or a closer's word; `near`
+    says that a closer is misspelt."""
 
     kind: Kind
     begin: int
@@ -49,8 +49,8 @@ class Mark:
 
 
 # What looks like a tag, be it misspelt: `</parameter>`, `</parameter`, `<parameter>`, `</ parameter/>`.
-_TAG = r"<[/\\]{0,2} ?[A-Za-z][\w.:=-]{0,60} ?[/\\]?>?"
-_BEGUN_TAG = re.compile(r"<(?:[/\\]{0,2} ?(?:[A-Za-z][\w.:=-]{0,60} ?[/\\]?)?)?")
+_TAG = r"< ?[/\\]{0,2} ?[A-Za-z][\w.:=-]{0,60} ?[/\\]?>?"
+_BEGUN_TAG = re.compile(r"< ?(?:[/\\]{0,2} ?(?:[A-Za-z][\w.:=-]{0,60} ?[/\\]?)?)?")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Dialect:
             if found["tag"]:
                 known = self._known_tag(found["tag"])
                 if known is not None:
-                    yield Mark(known[0], *where, near=known[1])
+                    yield Mark(known[0], *where, name=found["tag"].strip("</> "), near=known[1])
             elif found["call"]:
                 yield Mark(Kind.CALL, *where)
             elif found["think"]:

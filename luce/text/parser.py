@@ -15,7 +15,8 @@ from typing import Any
 
 from luce.text.calls import CallReader
 from luce.text.dialects import BLANK, QWEN, SIGN, Dialect
-from luce.text.pieces import Call, CallEnd, Parameters, Piece, Reasoning, Text, undecided
+from luce.text.parameters import Parameters
+from luce.text.pieces import Call, CallEnd, Piece, Reasoning, Text, undecided
 
 THINK, END_THINK = QWEN.think
 

@@ -19,7 +19,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from luce.text.dialects import Kind, Mark
-from luce.text.pieces import Parameters
+from luce.text.parameters import TEXT, Parameters, trimmed, value_of
 
 
 class Damage(IntEnum):
@@ -132,6 +132,11 @@ class State:
         return self.place is Place.TEXT or (self.place is Place.AFTER and not (self.fragile or self.tight))
 
     @property
+    def takes_object(self) -> bool:
+        """Says whether a JSON object would be a call here."""
+        return self.objects and (self.place is Place.HEAD or (self.place is Place.CLOSED and not self.name))
+
+    @property
     def left_open(self) -> int:
         """Returns what a value costs that ends here."""
         return sum(map(sum, self.opens))
@@ -193,16 +198,16 @@ Readings = Iterator[Reading]
 
 
 class Rules:
-    """Says how readings go on. `parameters` returns those of a declared tool by its name, else None. `is_whole`
-    says of a function's parameter, and where its value may begin and end, whether its type takes no more."""
+    """Says how readings go on. `parameters` returns those of a declared tool by its name, else None, and `text`
+    what is from one place of the text to another."""
 
     def __init__(
         self,
         parameters: Callable[[str], Parameters | None],
-        is_whole: Callable[[str, str, int, int], bool],
+        text: Callable[[int, int], str],
         held: bool = False,
     ):
-        self._parameters, self._is_whole, self._held = parameters, is_whole, held
+        self._parameters, self._slice, self._held = parameters, text, held
         self._by_place = {
             Place.TEXT: self._text,
             Place.BEFORE: self._before,
@@ -221,6 +226,13 @@ class Rules:
         """Returns a tool's name without quotes, if that is one."""
         bare = name.strip("\"'")
         return bare if self._parameters(bare) is not None else name
+
+    def parameter(self, function: str, name: str) -> tuple[str, bool]:
+        """Returns a parameter's name, without quotes if that is one, and whether its function may have it."""
+        tool, bare = self._parameters(function), name.strip("\"'")
+        if tool is None or name in tool.names:
+            return name, True
+        return (bare, True) if bare in tool.names else (name, tool.open)
 
     def declared(self, name: str) -> bool:
         return self._parameters(self.named(name)) is not None
@@ -301,7 +313,10 @@ class Rules:
             yield r.to(after, e.end, 2 * Damage.DOUBLED)
 
     def object(self, r: Reading, begin: int, end: int, name: str, arguments: dict[str, Any]) -> Reading:
-        """Returns how the reading goes on behind a call that is a JSON object."""
+        """Returns how the reading goes on behind a call that is a JSON object: the first in the mark of a call,
+        or a further one."""
+        if r.state.place is Place.CLOSED:
+            r = r.to(r.state, r.start, Damage.SHARED, ("end", r.start))
         closed = State(Place.CLOSED, r.state.thinking, wrapped=True)
         return r.to(closed, end, 0, ("begin", begin, 0, name), ("object", end, 0, "", arguments))
 
@@ -313,11 +328,10 @@ class Rules:
 
     def _opened(self, r: Reading, s: State, e: Event, cost: int = 0) -> Reading:
         """Returns how the reading goes on in the value of a parameter."""
-        tool, key = self._parameters(s.name), e.name
-        odd = tool is not None and not tool.open and key not in tool.names
-        cost += (Damage.UNDECLARED if odd and not s.odd else 0) + (Damage.AGAIN if key in s.given else 0)
+        key, known = self.parameter(s.name, e.name)
+        cost += (0 if known or s.odd else Damage.UNDECLARED) + (Damage.AGAIN if key in s.given else 0)
         value = State(Place.VALUE, s.thinking, objects=False, fragile=s.fragile, name=s.name, wrapped=s.wrapped,
-                      given=s.given | {key}, odd=s.odd or odd, key=key)  # fmt: skip
+                      given=s.given | {key}, odd=s.odd or not known, key=key)  # fmt: skip
         return r.to(value, e.end, cost, ("key", e.end, 0, key))
 
     def _ended(self, r: Reading, s: State, e: Event, cost: int, tight: bool = False) -> Reading:
@@ -383,6 +397,10 @@ class Rules:
             yield from self._call_in_value(r, s, plain, e)
         elif e.kind is Kind.END_THOUGHT and s.thinking:
             return  # Where thoughts go on, the call was only spoken of.
+        elif e.kind is Kind.WORD and e.fresh and e.name == s.key and not s.run:
+            if f"<{s.key}" not in self._slice(r.start, e.begin):  # It is closed by its own name.
+                yield self._value_ended(r, s, e)
+            yield r.to(plain, r.start)
         elif not (e.letter == "{" and s.over and s.head):
             yield r.to(plain, r.start)
 
@@ -400,17 +418,25 @@ class Rules:
             own = e.kind is Kind.END_PARAMETER
             over = not own and s.run == "p"
             run = "p" if own or over else "f" if e.fresh else ""
-            whole = s.whole or (own and self._is_whole(s.name, s.key, r.start, e.begin))
+            whole = s.whole or (own and self._is_whole(r, s, e.begin))
             if not (over and (self._held or s.whole)):
                 after = replace(s, run=run, head=False, over=s.over or over, whole=whole)
                 yield r.to(after, r.start, Damage.STRAY)
 
+    def _is_whole(self, r: Reading, s: State, end: int) -> bool:
+        """Says whether a value that ends there is all that its parameter's type takes."""
+        tool = self._parameters(s.name)
+        types = tool.types(s.key) if tool else TEXT
+        if not TEXT.isdisjoint(types):
+            return False
+        return not isinstance(value_of(trimmed(self._slice(r.start, end)), types), str)
+
     def _value_ended(self, r: Reading, s: State, e: Event) -> Reading:
         """Returns how the reading goes on behind a closer that ends the value, and what else lacks its own."""
-        cost = s.left_open + e.misspelt
+        cost = s.left_open + (Damage.MISSPELT if e.kind is Kind.WORD else e.misspelt)
         r = r.to(s, r.start, cost, ("value", e.begin, r.start, s.key))
         s = replace(s, place=Place.BODY, key="", opens=_NOTHING, head=False, over=False, whole=False)
-        if e.kind is Kind.END_PARAMETER:
+        if e.kind in (Kind.END_PARAMETER, Kind.WORD):
             return r.to(s, e.end)
         if e.kind is Kind.END_FUNCTION and s.wrapped:
             return r.to(replace(s, place=Place.CLOSED, tight=True), e.end, Damage.MISSING)
@@ -418,9 +444,8 @@ class Rules:
         return self._ended(r, s, e, missing, tight=True)
 
     def _parameter_in_value(self, r: Reading, s: State, plain: State, e: Event) -> Readings:
-        tool = self._parameters(s.name)
-        known = tool is None or tool.open or e.name in tool.names
-        to_come = e.placed and known and e.name not in s.given
+        key, known = self.parameter(s.name, e.name)
+        to_come = e.placed and known and key not in s.given
         if to_come and not s.run:
             ended = r.to(s, r.start, s.left_open + Damage.MISSING, ("value", e.begin, r.start, s.key))
             yield self._opened(ended, s, e)
