@@ -7,7 +7,7 @@ import re
 import fim_model
 import make_field_page
 import pytest
-from serving import serving, settings
+from serving import serving, settings, until
 
 from luce.cli.command import BOX
 from luce.server import models
@@ -101,7 +101,7 @@ BESIDE = {  # A field acts beside these; some of them have other values in Ollam
     **dict.fromkeys(FORMS, {"enable_thinking": False}),
     "guided_whitespace_pattern": {"enable_thinking": False, "guided_json": TWO},
     "ignore_eos": {"logit_bias": {"4094": 100}}, "parse_special": {"prompt": "<|im_start|>def f("},
-    "top_logprobs": {"logprobs": True}, 
+    "continue_final_message": {"messages": TALK[:2]}, "top_logprobs": {"logprobs": True},
     "parallel_tool_calls": {"tool_choice": "required", "enable_thinking": False, **NO_END},
     "output_config.effort": {"thinking": {"type": "adaptive"}},
     "thinking.budget_tokens": {"thinking": {"type": "adaptive"}, "max_tokens": 12},
@@ -224,8 +224,7 @@ def test_harmless_fields_leave_the_answer_as_it_is(server, api):
 
 # These are tried by tests of their own.
 APART = {"model", "best_of", "stream_options.include_usage", "stream_options.continuous_usage_stats",
-         "include", "previous_response_id", "store", "continue_final_message",
-         "add_generation_prompt"}  # fmt: skip
+         "include", "previous_response_id", "store", "keep_alive"}  # fmt: skip
 UNSEEDED = {(MESSAGES, "top_p"), (MESSAGES, "top_k")}  # Without a seed an answer is another one each time.
 
 
@@ -311,14 +310,14 @@ def test_several_names_of_one_field_do_not_fight():
 
 
 def test_unknown_names_are_in_a_header_and_in_the_log_once(server, capsys, monkeypatch):
-    monkeypatch.setattr(server.watch, "_log", "text")
+    monkeypatch.setattr(server.watch.log, "form", "text")
     for api, name in ((CHAT, "tempratur"), (OLLAMA_CHAT, "options.tempratur"), (MESSAGES, "thinking.budget")):
         for _ in range(2):
             found = server.http.post(api, json=put(BASE[api] | {"max_tokens": 1}, name, 1))
             assert found.status_code == 200
             assert name in found.headers[HEADER].split(", ")
-    logged = [line for line in capsys.readouterr().err.splitlines() if "ignored_field" in line]
-    assert len(logged) == len(set(logged)) == 4 and sum("tempratur" in line for line in logged) == 2
+    logged = [line for line in capsys.readouterr().err.splitlines() if "has no field" in line]
+    assert len(logged) == 5 and sum("tempratur'" in line for line in logged) == 2
     streamed = server.http.post(CHAT, json=BASE[CHAT] | {"stream": True, "tempratur": 1})
     assert streamed.headers[HEADER] == "tempratur"
     refused = server.http.post(CHAT, json=BASE[CHAT] | {"tempratur": 1, "tool_choice": "required"})
@@ -365,6 +364,33 @@ def test_usage_in_streams(server, api):
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 12
     assert {event["usage"]["prompt_tokens"] for event in [*events, last]} == {last["usage"]["prompt_tokens"]}
+
+
+def test_a_response_that_is_kept_can_be_gone_on_from(server):
+    for store, status in ((True, 200), (None, 200), (False, 400)):
+        first = server.post(RESPONSES, input="def add(a, b):", max_output_tokens=4, store=store).json()
+        asked = {"input": "and sub", "max_output_tokens": 4}
+        found = server.post(RESPONSES, **asked, previous_response_id=first["id"])
+        assert found.status_code == status, found.text
+        if status == 200:
+            alone = server.post(RESPONSES, **asked).json()["usage"]["input_tokens"]
+            assert found.json()["usage"]["input_tokens"] > alone
+    refused = server.post(RESPONSES, **BASE[RESPONSES], include=["message.output_text.logprobs"])
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "include"
+    more = {"include": ["reasoning.encrypted_content", "web_search_call.results"]}
+    bodies = BASE[RESPONSES], BASE[RESPONSES] | more
+    without, having = (said(server.http.post(RESPONSES, json=body)) for body in bodies)
+    assert having == without
+
+
+@pytest.mark.parametrize("api", [OLLAMA_CHAT, OLLAMA_GENERATE])
+def test_keep_alive_unloads(server, api):
+    loaded = lambda: server.http.get("/api/ps").json()["models"]  # noqa: E731
+    for kept in ("5m", 30, None, 0):
+        assert server.http.post(api, json=BASE[api] | {"keep_alive": kept}).status_code == 200
+        if kept != 0:
+            assert loaded()
+    until(lambda: not loaded(), "the model is unloaded")
 
 
 def test_best_of_is_n_or_refused(server):

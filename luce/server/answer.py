@@ -233,6 +233,12 @@ class Answer:
         return lambda: Budget(tokenizer, budget, thinks, calls, grammar() if grammar else None)
 
     @property
+    def values(self) -> int:
+        """Returns about how many tokens and numbers its body has."""
+        written = self.usage.completion * (1 + (self.ask.logprobs or 0))
+        return written + len(self.prompt_logprobs) * (1 + (self.ask.scored or 0)) + len(self.vector)
+
+    @property
     def echoed(self) -> str:
         """Returns the text of the prompt where it comes before the answer."""
         prompt = self.ask.prompt if self.ask.echo else ""

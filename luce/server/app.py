@@ -67,8 +67,7 @@ class Server:
             return Stream(answer, shape)
         try:
             whole = await _or_gone(request, answer.collect())
-            cost = TOKEN * answer.usage.completion * (1 + (ask.logprobs or 0))
-            return await beside(cost, lambda: reply(shape.whole(whole)))
+            return await beside(TOKEN * answer.values, lambda: reply(shape.whole(whole)))
         except Refused as refused:
             answer.end(refused.kind)
             raise

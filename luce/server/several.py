@@ -68,6 +68,11 @@ class Several:
             sum(usage.reasoning for usage in all),
         )
 
+    @property
+    def values(self) -> int:
+        """Returns about how many tokens and numbers their body has."""
+        return sum(answer.values for answer in self.answers)
+
     async def begin(self) -> None:
         """Makes all prompts and hands the first one to the engine. Where it raises Refused, nothing runs."""
         for answer in self.answers:

@@ -20,7 +20,7 @@ from luce.server.api import ollama, openai
 from luce.server.api.fields import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from luce.server.api.openai import Form, prompts_of
 from luce.server.ask import Ask, Refused
-from luce.server.body import Body, read, reply
+from luce.server.body import Body, asked, reply
 from luce.server.several import Several
 
 if TYPE_CHECKING:
@@ -73,9 +73,13 @@ class VectorsForm(Form):
         return iter(())
 
 
-def vectors_ask(model: str, texts: Sequence[str | list[int]]) -> Ask:
+def vectors_ask(body: EmbeddingsBody | EmbedBody | EmbeddingBody) -> Ask:
     """Returns the request for the vectors of texts, which spell no control tokens, or of lists of tokens."""
-    return Ask(model=model, prompt=texts[0], prompts=texts, max_tokens=0, embeds=True)
+    texts = body.prompt if isinstance(body, EmbeddingBody) else body.input
+    if not texts and not isinstance(body, EmbeddingsBody):
+        texts = ""  # Ollama's clients load a model so.
+    prompts = prompts_of(texts, "input")
+    return Ask(model=body.model, prompt=prompts[0], prompts=prompts, max_tokens=0, embeds=True)
 
 
 def listed(encoded: bool) -> Spelled:
@@ -100,34 +104,31 @@ def packed(vector: Sequence[float]) -> str:
 
 
 async def embeddings(server: Server, request: Request) -> Response:
-    body = await read(request, EmbeddingsBody)
-    ask, spelled = (
-        vectors_ask(body.model, prompts_of(body.input, "input")),
-        listed(body.encoding_format == "base64"),
-    )
+    body, ask = await asked(request, EmbeddingsBody, vectors_ask)
+    spelled = listed(body.encoding_format == "base64")
     return await server.answer(request, ask, lambda a: VectorsForm(a, spelled), openai.error_body)
 
 
 async def embed(server: Server, request: Request) -> Response:
-    body = await read(request, EmbedBody)
-    texts = [body.input] if isinstance(body.input, str) else body.input
-    if not any(texts):  # Clients load a model so.
-        await server.models.get(body.model)
-        return reply({"model": body.model, "embeddings": []})
+    _, ask = await asked(request, EmbedBody, vectors_ask)
+    if not any(ask.prompts):
+        await server.models.get(ask.model)
+        return reply({"model": ask.model, "embeddings": []})
 
     def spelled(model: str, vectors: Vectors, tokens: int) -> dict[str, Any]:
         return {"model": model, "embeddings": vectors, "total_duration": 0, "load_duration": 0,
                 "prompt_eval_count": tokens}  # fmt: skip
 
-    ask = vectors_ask(body.model, prompts_of([*texts], "input"))
     return await server.answer(request, ask, lambda a: VectorsForm(a, spelled), ollama.error_body)
 
 
 async def embedding(server: Server, request: Request) -> Response:
-    body = await read(request, EmbeddingBody)
-    if not body.prompt:
-        await server.models.get(body.model)
+    _, ask = await asked(request, EmbeddingBody, vectors_ask)
+    if not any(ask.prompts):
+        await server.models.get(ask.model)
         return reply({"embedding": []})
-    ask = vectors_ask(body.model, [body.prompt])
-    only: Spelled = lambda model, vectors, tokens: {"embedding": vectors[0]}  # noqa: E731
-    return await server.answer(request, ask, lambda a: VectorsForm(a, only), ollama.error_body)
+
+    def spelled(model: str, vectors: Vectors, tokens: int) -> dict[str, Any]:
+        return {"embedding": vectors[0]}
+
+    return await server.answer(request, ask, lambda a: VectorsForm(a, spelled), ollama.error_body)

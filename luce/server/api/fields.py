@@ -365,6 +365,7 @@ CONSTRAINTS = (
         ("vLLM's older name", "this whitespace between the parts of its JSON",
          {"guided_whitespace_pattern": " "}),
     ) for name, example in examples.items()),
+    *harmless(SAMPLED, "there is one engine for grammars", {"guided_decoding_backend": "auto"}),
     *refused((INFILL,), "what is filled in is code", {
         "structured_outputs": ({"regex": "a"},), "guided_json": ({"enum": [1]},), "guided_regex": ("a",),
         "guided_choice": (["a"],), "guided_grammar": ("root ::= [a]",), "grammar": ("root ::= [a]",),
@@ -539,8 +540,10 @@ REST = (
         "data_parallel_rank": 0,
     }),
     *harmless(WRITING, "a model stays loaded until another one needs the memory", {"ttl": 60}),
-    *harmless((*OLLAMA, OLLAMA_EMBED, OLLAMA_EMBEDDINGS),
-              "a model stays loaded until another one needs the memory", {"keep_alive": "5m"}),
+    honoured(OLLAMA, "keep_alive", "0 unloads the model after the answer. With others it stays loaded until "
+             "another model needs the memory.", 0),
+    *harmless((OLLAMA_EMBED, OLLAMA_EMBEDDINGS), "a model stays loaded until another one needs the memory",
+              {"keep_alive": "5m"}),
     *of_options(harmless(OLLAMA, _LOADED, {
         "num_ctx": 4096, "num_batch": 512, "num_gpu": 1, "main_gpu": 0, "low_vram": False, "f16_kv": True,
         "logits_all": False, "vocab_only": False, "use_mmap": True, "use_mlock": False, "num_thread": 1,

@@ -13,7 +13,7 @@ from luce.server.answer import Whole
 from luce.server.api.fields import INFILL
 from luce.server.api.openai import Form, Sampled, error_body, length_of, sampled
 from luce.server.ask import Ask, Refused
-from luce.server.body import read
+from luce.server.body import asked
 from luce.text.infill import Gap
 from luce.text.pieces import Piece, Text
 
@@ -80,5 +80,5 @@ class InfillForm(Form):
 
 
 async def infill(server: Server, request: Request) -> Response:
-    ask = infill_ask(await read(request, InfillBody))
+    _, ask = await asked(request, InfillBody, infill_ask)
     return await server.answer(request, ask, InfillForm, error_body)
