@@ -97,7 +97,7 @@ class Listener(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Says, ten times a second, whether it is time to end."""
-        if self._models.draining and not self._told and not self.should_exit:
+        if self._ends < float("inf") and not self._told:
             self._told = True
             left = f"{len(self.server_state.tasks)} under way have {self._drain_s:g} seconds to end"
             self._log.message(1, f"no more requests are taken; {left}")
