@@ -10,6 +10,7 @@ import drive
 import numpy as np
 import pytest
 from nan_model import SMALL, open_engine, started, state_of, tokens_of
+from saved_bytes import HEADER
 
 from luce.errors import (
     ArgumentError,
@@ -174,7 +175,7 @@ def test_fewer_rows_than_were_drafted(engine: Engine) -> None:
     engine.verify([Rows(sequences[1], [3, 4, 5])])  # These rows replace other tokens.
     engine.verify([Rows(sequences[1], n=3)])
     sequences[1].commit([0, 1])
-    committed = np.frombuffer(sequences[1].dump(), "<i4", 23, offset=320)  # behind the header
+    committed = np.frombuffer(sequences[1].dump(), "<i4", 23, offset=HEADER)
     assert committed.tolist() == [*tokens_of(21, 1), *rows[1][:2]]
     with pytest.raises(StateError):  # It is of the position before.
         drive.verify_draft(sequences[1], 1)
