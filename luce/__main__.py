@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-ROOM = 104 << 20  # Importing the command line and numpy takes a little less address space than so many bytes.
+ROOM = 112 << 20  # Importing the command line and numpy takes a little less address space than so many bytes.
 
 
 def main() -> None:

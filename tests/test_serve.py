@@ -179,9 +179,15 @@ def test_a_prompt_that_is_too_long_is_each_apis_own_error(server):
 
 def test_a_request_is_one_line(server, monkeypatch, capsys):
     monkeypatch.setattr(server.watch.log, "form", "text")
-    capsys.readouterr()  # Lines of requests before are another test's.
     usage = server.post("/v1/completions", model="mine", prompt="import os", **GREEDY).json()["usage"]
-    (line,) = capsys.readouterr().err.splitlines()
+    lines = []  # The line comes behind the answer, and those of other tests' requests may come too.
+
+    def come():
+        lines.extend(line for line in capsys.readouterr().err.splitlines() if "generated=" in line)
+        return lines
+
+    until(come, "its line is written")
+    line = lines[-1]
     said = dict(word.split("=", 1) for word in line.split())
     assert said["model"] == '"mine"' and said["generated"] == "24" and said["reason"] == '"length"'
     assert int(said["prompt"]) == usage["prompt_tokens"] and int(said["cached"]) == 0

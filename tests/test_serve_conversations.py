@@ -361,7 +361,8 @@ def allowed(mode, *names, chat=True):
 
 
 def test_only_allowed_tools_are_called(server):
-    asked = {"messages": [say("a")], "tools": TOOLS, "max_tokens": 40, "enable_thinking": False, "seed": 1}
+    asked = {"messages": [say("a")], "tools": TOOLS, "max_tokens": 40, "enable_thinking": False, "seed": 1,
+             "parallel_tool_calls": False}  # fmt: skip
     for names in (["swim"], ["swim", "dive"]):
         choice = server.post(CHAT, **asked, tool_choice=allowed("required", *names)).json()["choices"][0]
         assert choice["finish_reason"] == "tool_calls"

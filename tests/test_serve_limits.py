@@ -2,10 +2,10 @@
 
 import math
 import re
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import httpx
 import pytest
@@ -161,14 +161,12 @@ def test_a_file_of_odd_sampling_is_one_line(command, tmp_path, monkeypatch):
     assert running.returncode == 1 and said.startswith(f"Error: {path}: key general.sampling.temp: "), said
 
 
-def test_without_its_extra_the_command_says_what_to_install(luce_):
-    """Its help needs no extra."""
-    for missing in ("uvicorn", "starlette", "prometheus_client"):
-        held = {name: module for name, module in sys.modules.items() if name.startswith("luce.server")}
-        with mock.patch.dict(sys.modules, {missing: None}):
-            for name in held:
-                del sys.modules[name]
-            assert luce_("serve", "--help").exit_code == 0
-            result = luce_("serve")
-        said = f"Error: luce serve needs the package {missing}: {installing('serve')}\n"
-        assert (result.exit_code, result.stderr) == (1, said)
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette", "prometheus_client"])
+def test_without_its_extra_the_command_says_what_to_install(missing):
+    """Its help needs no extra. A process of its own has imported none of them yet."""
+    program = f"import sys; sys.modules[{missing!r}] = None; from luce.cli.commands import main; main()"
+    said = f"Error: luce serve needs the package {missing}: {installing('serve')}\n"
+    for words, expected in (["--help"], (0, "")), ([], (1, said)):
+        command = [sys.executable, "-c", program, "serve", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == expected

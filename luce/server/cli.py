@@ -216,7 +216,8 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
         from luce.server.listener import Listener
         from luce.server.watch import Watch
     except ModuleNotFoundError as error:
-        raise UnsupportedError(f"luce serve needs the package {error.name}", concerns="serve") from error
+        package = (error.name or "").partition(".")[0]
+        raise UnsupportedError(f"luce serve needs the package {package}", concerns="serve") from error
     watch = Watch("" if flags["quiet"] else "json" if flags["log_json"] else "text")
     # The box's drafter fits no other model.
     drafter = drafter_of(next(iter(models.values())), flags) if len(models) == 1 else flags["draft"]

@@ -419,8 +419,8 @@ THOUGHTS = (
     honoured(OLLAMA, "think", "Whether to think, or how much: low, medium, high.", False),
     honoured((CHAT,), "add_generation_prompt", "Whether the prompt ends with the beginning of an answer.",
              False, values=ON_OFF, prompt=True),
-    honoured((CHAT,), "continue_final_message", "The answer goes on with the last message, which is the "
-             "assistant's.", True, values=ON_OFF, prompt=True),
+    honoured((CHAT,), "continue_final_message", "Whether the answer goes on with the last message. By default "
+             "it does where that is the assistant's.", False, values=ON_OFF, prompt=True),
     *refused(TALK, "thoughts that had their tokens end with the template's own mark",
              {"reasoning_budget_message": ("Enough.",)}),
     *refused(TALK, "nothing steers an answer under way", {"reasoning_control": (True,)}),
