@@ -24,7 +24,7 @@ from luce.text.dialects import QWEN
 from luce.text.grammar import Matcher
 from luce.text.parser import END_THINK, THINK, Parser
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, in_parts, joined
-from luce.text.structured import grammar_of
+from luce.text.structured import Tags, grammar_of
 from luce.text.thinking import said_of
 from luce.text.thoughts import Budget
 
@@ -175,6 +175,8 @@ class Answer:
         if held == "required":
             tools = [tool for tool in ask.tools if ask.choice in ("required", tool.name)]
             lark = call_grammar(tools, thinks, required=True, **how)
+        elif held == "instead" and isinstance(ask.constraint, Tags):
+            raise ArgumentError("tags and tools exclude each other: give tool_choice none, or the tags as tools")
         elif held == "instead":
             lark = call_grammar(ask.tools, thinks, required=True, constraint=ask.constraint, **how)
         elif ask.constraint is not None:
