@@ -37,7 +37,7 @@ from luce.text.pieces import (
     in_parts,
     joined,
 )
-from luce.text.structured import grammar_of
+from luce.text.structured import Tags, grammar_of
 from luce.text.thinking import said_of
 from luce.text.thoughts import Budget
 
@@ -215,6 +215,8 @@ class Answer:
         if held == "required":
             tools = [tool for tool in ask.tools if ask.choice in ("required", tool.name)]
             lark = call_grammar(tools, thinks, required=True, **how)
+        elif held == "instead" and isinstance(ask.constraint, Tags):
+            raise ArgumentError("tags and tools exclude each other: give tool_choice none, or the tags as tools")
         elif held == "instead":
             lark = call_grammar(ask.tools, thinks, required=True, constraint=ask.constraint, **how)
         elif ask.constraint is not None:

@@ -3,8 +3,9 @@
     root ::= "yes" | "no" ws        literals, alternatives, other rules
     ws   ::= [ \\t\\n]* .{2,3}        characters, any character, repetitions
 
-llguidance cuts a text into terminals, each as long as possible. So what is regular is made one terminal, as
-large as it can be, and only what leads back to itself is made of rules.
+llguidance cuts a text into terminals, each as long as possible, which GBNF knows nothing of. So what is
+regular is one terminal, as large as it can be, and only what leads back to itself is made of rules. Where a
+terminal could take characters of what follows it, it is cut into smaller ones, down to single characters.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache, reduce
+from itertools import permutations
+from operator import or_
+from typing import Any
 
 from luce.errors import ArgumentError
-from luce.text.pattern import Alt, AnyCase, Chars, Node, PatternError, Repeat, Seq, characters, literal_node
+from luce.text.pattern import Alt, AnyCase, Chars, PatternError, Repeat, Seq, characters, literal_node
 
 MAX_DEPTH = 60  # Groups are nested at most so deep,
-MAX_RULES = 1000  # and a grammar has at most so many rules.
+MAX_RULES = 1000  # a grammar has at most so many rules,
+MAX_PAIRS = 100_000  # and so many pairs of terminals that stand in the same place.
 _TOKEN = re.compile(
     r"(?P<blank>(?:\s|\#[^\n]*)+)"
     r"|(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)"
@@ -28,6 +34,7 @@ _TOKEN = re.compile(
     r"|(?P<mark>[().|])",
     re.S,
 )
+_MEMBER = re.compile(r"\[\^?(?:\\x\{[0-9a-f]+\}|[^\]\\])*\]|\\x\{[0-9a-f]+\}|.", re.S)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 _NUMBERS = {"x": 2, "u": 4, "U": 8}
 
@@ -39,7 +46,7 @@ class Ref:
     name: str
 
 
-Part = Node | Ref  # Nodes hold references too.
+Part = Any  # A node of pattern.py, of which parts are Refs and Terminals too.
 
 
 def is_gbnf(grammar: str) -> bool:
@@ -83,15 +90,15 @@ class _Reader:
         ways = [self._sequence()]
         while self._skip("|"):
             ways.append(self._sequence())
-        return ways[0] if len(ways) == 1 else Alt(tuple(ways))  # type: ignore[arg-type]
+        return ways[0] if len(ways) == 1 else Alt(tuple(ways))
 
     def _sequence(self) -> Part:
         parts: list[Part] = []
         while (part := self._part()) is not None:
             while self._kind() == "times":
-                part = Repeat(part, *self._times())  # type: ignore[arg-type]
+                part = Repeat(part, *self._times())
             parts.append(part)
-        return parts[0] if len(parts) == 1 else Seq(tuple(parts))  # type: ignore[arg-type]
+        return parts[0] if len(parts) == 1 else Seq(tuple(parts))
 
     def _part(self) -> Part | None:
         """Returns what comes next of a sequence, if it goes on."""
@@ -215,13 +222,88 @@ def _is_finite(part: Part, finite: set[str]) -> bool:
     return True
 
 
+# ---- sets of characters, as the bits of a number
+
+ALL = (1 << 0x110000) - 1
+
+
+@lru_cache(4096)
+def _bits(inner: str) -> int:
+    """Returns the characters that stand between brackets, as characters() writes them."""
+    found, at, negated = 0, 0, inner.startswith("^")
+    spelled = _MEMBER.findall(inner, 1 if negated else 0)
+    while at < len(spelled):
+        one, at = spelled[at], at + 1
+        if one.startswith("["):
+            found |= _bits(one[1:-1])
+            continue
+        low = high = _code(one)
+        if spelled[at : at + 1] == ["-"]:
+            high, at = _code(spelled[at + 1]), at + 2
+        found |= ((1 << (high - low + 1)) - 1) << low
+    return ALL & ~found if negated else found
+
+
+def _code(member: str) -> int:
+    return int(member[3:-1], 16) if member.startswith("\\") else ord(member)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is known of a part's texts: the characters that they begin with, those that they have behind the
+    first, those that make another text of one that has ended, and whether one of them is empty."""
+
+    first: int = 0
+    inner: int = 0
+    more: int = 0
+    empty: bool = False
+
+    @property
+    def all(self) -> int:
+        return self.first | self.inner
+
+    def then(self, other: _Shape) -> _Shape:
+        more = other.more | (other.first | self.more if other.empty else 0)
+        if self.more & other.first:  # A text can be cut into the two in several ways.
+            more |= self.all | other.all
+        first = self.first | (other.first if self.empty else 0)
+        inner = self.inner | other.inner | (other.first if self.all else 0)
+        return _Shape(first, inner, more, self.empty and other.empty)
+
+    def or_(self, other: _Shape) -> _Shape:
+        more = self.more | other.more | (other.first if self.empty else 0) | (self.first if other.empty else 0)
+        if self.first & other.first:  # One may begin with the other.
+            more |= self.inner | other.inner
+        return _Shape(self.first | other.first, self.inner | other.inner, more, self.empty or other.empty)
+
+    def times(self, least: int, most: int | None) -> _Shape:
+        if most == 0:
+            return _Shape(empty=True)
+        again = most is None or most > 1
+        more = self.more | (self.first if most != least else 0)
+        if again and (self.empty or self.more & self.first):
+            more |= self.all
+        inner = self.inner | (self.first if again else 0)
+        return _Shape(self.first, inner, more, self.empty or least == 0)
+
+
 # ---- writing
+
+
+_Firsts = dict[str, tuple[frozenset[Part], bool]]
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """A regular part that is one terminal."""
+
+    part: Part
 
 
 class _Writer:
     def __init__(self, rules: dict[str, Part], start: str):
-        self._rules, self._start = rules, start
-        self._terminals: list[str] = []
+        self._given, self._start = rules, start
+        self._terminals = dict[Part, str]()
         below = {name: set(_refs(part)) for name, part in rules.items()}
         changed = True
         while changed:  # Each rule gets the rules below those below it.
@@ -229,24 +311,172 @@ class _Writer:
             below, changed = grown, grown != below
         endless = {name for name, refs in below.items() if name in refs}
         self._regular = {name: name not in endless and not refs & endless for name, refs in below.items()}
-        self._needed = [name for name in rules if name == "root" or name in below["root"]]
-        self._number = {name: n for n, name in enumerate(rules)}
+        needed = [name for name in rules if name == "root" or name in below["root"]]
+        self._number = {name: n for n, name in enumerate(needed)}
+        # A rule that leads back to itself, or to such a one, is a rule here too; what is regular is terminals.
+        self._rules = {name: self._cut(rules[name]) for name in needed if not self._regular[name] or name == "root"}
+        self._shapes = dict[Part, _Shape]()
+        while loose := self._loose():
+            self._rules = {name: self._without(part, loose) for name, part in self._rules.items()}
 
     def lines(self) -> Iterator[str]:
+        written = {name: self._rule(part) for name, part in self._rules.items()}
         yield f"{self._start}: {self._named('root')}\n"
-        for name in self._needed:
+        for name, text in written.items():
+            yield f"{self._named(name)}: {text}\n"
+        for part, name in self._terminals.items():
+            yield f"{name}: {self._terminal(part)}\n"
+        for name in self._number:
             if self._regular[name]:
-                yield f"{self._named(name)}: {self._terminal(self._rules[name])}\n"
-            else:
-                yield f"{self._named(name)}: {self._rule(self._rules[name])}\n"
-        yield from self._terminals
+                yield f"{self._start.upper()}_{self._number[name]}: {self._terminal(self._given[name])}\n"
 
     def _named(self, name: str) -> str:
-        prefix = self._start.upper() if self._regular[name] else self._start.lower()
-        return f"{prefix}_{self._number[name]}"
+        return f"{self._start}_{self._number[name]}"
 
-    def _is_regular(self, part: Part) -> bool:
-        return all(self._regular[ref] for ref in _refs(part))
+    def _cut(self, part: Part) -> Part:
+        """Returns a part with all that is regular in it as terminals, which are as large as can be."""
+        if all(self._regular[ref] for ref in _refs(part)):
+            return Terminal(part)
+        match part:
+            case Seq(parts):
+                found: list[Part] = []
+                for each in map(self._cut, parts):
+                    if found and isinstance(each, Terminal) and isinstance(found[-1], Terminal):
+                        found[-1] = Terminal(Seq((found[-1].part, each.part)))
+                    else:
+                        found.append(each)
+                return Seq(tuple(found))
+            case Alt(ways):
+                return Alt(tuple(map(self._cut, ways)))
+            case Repeat(inner, least, most):
+                return Repeat(self._cut(inner), least, most)
+        return part
+
+    # ---- terminals end where they should
+
+    def _loose(self) -> set[Part]:
+        """Returns terminals that would take characters which are of what follows them, or of what follows
+        another terminal in their place: llguidance never takes less of a text than it can."""
+        followers, starts = self._followers()
+        bits = {part: reduce(or_, (self._shape(each).first for each in after), 0) for part, after in followers.items()}
+        loose = {part for part in followers if self._shape(part).more & bits[part] and not isinstance(part, Chars)}
+        if sum(len(each) ** 2 for each in followers.values()) > MAX_PAIRS:
+            raise ArgumentError("the grammar is too large")
+        for together in (starts, *followers.values()):
+            for part, longer in permutations(together, 2):
+                shape, other = self._shape(part), self._shape(longer)
+                if other.first & shape.first and other.inner & bits[part]:
+                    loose.add(longer)
+        return loose
+
+    def _shape(self, part: Part) -> _Shape:
+        """Returns the shape of what is regular."""
+        if part not in self._shapes:
+            match part:
+                case Chars(inner):
+                    found = _Shape(first=_bits(inner))
+                case Seq(parts):
+                    found = reduce(_Shape.then, map(self._shape, parts), _Shape(empty=True))
+                case Alt(ways):
+                    found = reduce(_Shape.or_, map(self._shape, ways))
+                case Repeat(inner, least, most):
+                    found = self._shape(inner).times(least, most)
+                case Ref(name):
+                    found = self._shape(self._given[name])
+                case _:
+                    raise AssertionError(part)
+            self._shapes[part] = found
+        return self._shapes[part]
+
+    def _followers(self) -> tuple[dict[Part, set[Part]], set[Part]]:
+        """Returns the terminals that may follow each one, and those that may be first of all."""
+        firsts: _Firsts = {name: (frozenset(), False) for name in self._rules}
+        changed = True
+        while changed:
+            grown = {name: self._first(part, firsts) for name, part in self._rules.items()}
+            firsts, changed = grown, grown != firsts
+        ends = {name: set[Part]() for name in self._rules}
+        found, size = dict[Part, set[Part]](), -1
+        while size != (size := sum(map(len, (*ends.values(), *found.values())))):
+            for name, part in self._rules.items():
+                self._follow(part, frozenset(ends[name]), firsts, ends, found)
+        return found, set(firsts["root"][0])
+
+    def _first(self, part: Part, firsts: _Firsts) -> tuple[frozenset[Part], bool]:
+        """Returns the terminals that texts of a part begin with, and whether one of them may be empty."""
+        match part:
+            case Terminal(inner):
+                return frozenset((inner,)), self._shape(inner).empty
+            case Ref(name):
+                return firsts[name]
+            case Seq(parts):
+                found = frozenset[Part]()
+                for each in parts:
+                    first, empty = self._first(each, firsts)
+                    found |= first
+                    if not empty:
+                        return found, False
+                return found, True
+            case Alt(ways):
+                every = [self._first(each, firsts) for each in ways]
+                return frozenset().union(*(first for first, _ in every)), any(empty for _, empty in every)
+            case Repeat(inner, least):
+                first, empty = self._first(inner, firsts)
+                return first, empty or least == 0
+        raise AssertionError(part)
+
+    def _follow(
+        self,
+        part: Part,
+        after: frozenset[Part],
+        firsts: _Firsts,
+        ends: dict[str, set[Part]],
+        found: dict[Part, set[Part]],
+    ) -> None:
+        """Notes what may follow the rules and the terminals of a part that `after` may follow."""
+        match part:
+            case Terminal(inner):
+                found.setdefault(inner, set()).update(after)
+            case Ref(name):
+                ends[name] |= after
+            case Seq(parts):
+                for each in reversed(parts):
+                    self._follow(each, after, firsts, ends, found)
+                    first, empty = self._first(each, firsts)
+                    after = first | (after if empty else frozenset())
+            case Alt(ways):
+                for each in ways:
+                    self._follow(each, after, firsts, ends, found)
+            case Repeat(inner, _, most):
+                again = self._first(inner, firsts)[0] if most is None or most > 1 else frozenset()
+                self._follow(inner, after | again, firsts, ends, found)
+
+    def _without(self, part: Part, loose: set[Part]) -> Part:
+        """Returns a part with its loose terminals cut into smaller ones."""
+        match part:
+            case Terminal(inner):
+                return self._smaller(inner) if inner in loose else part
+            case Seq(parts):
+                return Seq(tuple(self._without(each, loose) for each in parts))
+            case Alt(ways):
+                return Alt(tuple(self._without(each, loose) for each in ways))
+            case Repeat(inner, least, most):
+                return Repeat(self._without(inner, loose), least, most)
+        return part
+
+    def _smaller(self, part: Part) -> Part:
+        match part:
+            case Seq(parts):
+                return Seq(tuple(map(Terminal, parts)))
+            case Alt(ways):
+                return Alt(tuple(map(Terminal, ways)))
+            case Repeat(inner, least, most):
+                return Repeat(Terminal(inner), least, most)
+            case Ref(name):
+                return self._smaller(self._given[name])
+        return Terminal(part)
+
+    # ---- Lark
 
     def _terminal(self, part: Part) -> str:
         """Returns a regular part as what stands in a terminal."""
@@ -254,7 +484,7 @@ class _Writer:
             return f"/{part}/" if str(part) else '""'
         match part:
             case Ref(name):
-                return self._named(name)
+                return f"{self._start.upper()}_{self._number[name]}"
             case Seq(parts):
                 return "(" + " ".join(map(self._terminal, parts)) + ")"
             case Alt(ways):
@@ -265,34 +495,19 @@ class _Writer:
 
     def _rule(self, part: Part) -> str:
         """Returns a part as what stands in a rule."""
-        if self._is_regular(part):
-            name = f"{self._start.upper()}_T{len(self._terminals)}"
-            self._terminals.append(f"{name}: {self._terminal(part)}\n")
-            return name
         match part:
+            case Terminal(inner):
+                name = f"{self._start.upper()}_T{len(self._terminals)}"
+                return self._terminals.setdefault(inner, name)
             case Ref(name):
                 return self._named(name)
             case Seq(parts):
-                return "(" + " ".join(map(self._rule, self._runs(parts))) + ")"
+                return "(" + " ".join(map(self._rule, parts)) + ")" if parts else '""'
             case Alt(ways):
                 return "(" + " | ".join(map(self._rule, ways)) + ")"
             case Repeat(inner, least, most):
                 return f"({self._rule(inner)}){_often(least, most)}"
         raise AssertionError(part)
-
-    def _runs(self, parts: tuple[Part, ...]) -> Iterator[Part]:
-        """Yields parts, with neighbours that are regular as one."""
-        run: list[Part] = []
-        for part in parts:
-            if self._is_regular(part):
-                run.append(part)
-                continue
-            if run:
-                yield Seq(tuple(run))  # type: ignore[arg-type]
-            run = []
-            yield part
-        if run:
-            yield Seq(tuple(run))  # type: ignore[arg-type]
 
 
 def _often(least: int, most: int | None) -> str:

@@ -25,12 +25,13 @@ Fits = tuple[Any, ...]  # Places of a schema (places.py) that a value has to fit
 
 
 class SchemaError(ArgumentError):
-    """A schema that no text can be held to: `keyword` is what of it is to blame, and `place` where that is,
-    as a JSON pointer."""
+    """A schema that no text can be held to: `keyword` is what of it is to blame ("" where no single one is), and
+    `place` where that is, as a JSON pointer ("" is the schema itself)."""
 
     def __init__(self, keyword: str, place: str, why: str = "cannot be enforced"):
         self.keyword, self.place, self.why = keyword, place, why
-        super().__init__(f"the schema's `{keyword}` at {place or '#'} {why}")
+        what = f"the schema's `{keyword}`" if keyword else "the schema"
+        super().__init__(f"{what} at {place or '#'} {why}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SchemaError) and str(self) == str(other)

@@ -145,38 +145,33 @@ class _Translation:
         root = self._sets[self._root]
         objects = [kind for kind, _ in root.ways if isinstance(kind, Object) and self._is_good(kind)]
         objects = [Object()] if root.union is ANY else objects
-        if not self._exact:
-            return [self._signature(objects)]
-        if not objects:
+        if self._exact and not objects:
             raise SchemaError("type", "/type", "takes no object") if root.good else self._empty(self._root)
         self._require_held()
-        every = [each for found in objects for each in self._counted(found, self._root)]
+        if self._exact:
+            objects = [each for found in objects for each in self._counted(found, self._root)]
         found = list[Signature]()
-        for form in (self._signature([each]) for each in every):
+        for form in (self._signature(each, [each] if self._exact else objects) for each in objects):
             found += [form] if form not in found else []
-        return found
+        return found or [Signature(())]
 
-    def _signature(self, kinds: Sequence[Object]) -> Signature:
-        """Returns the form of calls that takes the parameters of any of these objects."""
-        required = set(kinds[0].required if kinds else ()).intersection(*(kind.required for kind in kinds))
+    def _signature(self, kind: Object, kinds: Sequence[Object]) -> Signature:
+        """Returns the form of calls with one object's parameters. Their values are those of all `kinds`: a
+        grammar cannot tell text and JSON apart before what follows them."""
         parameters, others = list[Parameter](), list[tuple[str, Value]]()
-        for key in dict.fromkeys(key for kind in kinds for key in kind.properties):
-            fits = [each for each in dict.fromkeys(kind.at(key) for kind in kinds) if self._sets[each].good]
-            if key in required or fits:
-                parameters.append(Parameter(key, key in required, self._value(fits)))
-        for kind in kinds:
-            patterns = [each for each in kind.patterns.items() if self._sets[each[1]].good]
-            others += [(regex, self._value([fits])) for regex, fits in patterns]
-            rest = kind.additional
-            said = rest is not None or not self._closed or kind.least > len(kind.properties)
-            if said and self._sets[rest or ()].good:
-                others.append((r"[^<>\n]+", self._value([rest or ()])))
-        if len(kinds) != 1:
-            return Signature(tuple(parameters), tuple(others))
-        counted = len(required) if self._exact else len(parameters)
-        most = None if kinds[0].most is None else max(kinds[0].most - len(required), 0)
-        others = [] if most == 0 else others
-        return Signature(tuple(parameters), tuple(others), max(kinds[0].least - counted, 0), most)
+        for key in kind.properties:
+            fits = [each for each in dict.fromkeys(one.at(key) for one in kinds) if self._sets[each].good]
+            if key in kind.required or self._sets[kind.properties[key]].good:
+                parameters.append(Parameter(key, key in kind.required, self._value(fits)))
+        patterns = list(kind.patterns.items())
+        if kind.additional is not None or not self._closed or kind.least > len(kind.properties):
+            patterns.append((r"[^<>\n]+", kind.additional or ()))
+        for regex, fits in patterns if kind.most is None or kind.most > len(kind.required) else ():
+            if self._sets[fits].good:
+                others.append((regex, self._value([fits if len(kinds) == 1 else ()])))
+        least = max(kind.least - (len(kind.required) if self._exact else len(parameters)), 0)
+        most = None if kind.most is None else max(kind.most - len(kind.required), 0)
+        return Signature(tuple(parameters), tuple(others), least, most)
 
     def _value(self, every: Iterable[Fits]) -> Value:
         """Returns the values that fit one of some sets."""
@@ -386,7 +381,7 @@ class _Translation:
                 return SchemaError(key, step(found.at, key) if named else found.at, "takes no value")
             fits = below
         why = "takes no finite value: each would have another one in it"
-        return SchemaError("$ref", self._sets[fits].at, why)
+        return SchemaError("$ref", step(self._sets[fits].at, "$ref"), why)
 
     # ---- writing
 
