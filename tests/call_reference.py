@@ -25,7 +25,7 @@ MARK = re.compile(
 )
 MISSING, DOUBLED, MISSPELT, SHARED, REOPENED = 2, 1, 1, 1, 2
 UNDECLARED, AGAIN = 3, 3
-STRAY_IN_VALUE, STRAY_IN_TEXT, UNREAD = 2, 5, 1000
+STRAY_IN_VALUE, STRAY_IN_TEXT, STRAY_BEFORE, UNREAD = 2, 5, 4, 1000
 OPEN_IN_PROSE, OPEN_PLACED, OPEN_FUNCTION, NEVER = 1, 2, 8, 10**6
 NESTED_DECLARED = 1
 BLANK = " \t\r\n"
@@ -121,6 +121,7 @@ class State:
     start: int = 0  # The text, or the value, begins here.
     thinking: bool = False  # It is among thoughts.
     head: bool = False  # Text, value: <tool_call> was just before. Head: it follows a call.
+    spoken: bool = False  # Text: it speaks of calls, so closers in it are no debris.
     form: str = ""  # The calls so far were "tagged" or "json": a model keeps to one form.
     fragile: bool = False  # A call had none of its closers: no text may follow.
     tight: bool = False  # Closers are missing: no text may follow in the same line.
@@ -132,7 +133,8 @@ class State:
     opens: tuple = ((), (), ())  # Calls, functions and parameters that are open in the value: what each costs.
     run: str = ""  # Value: the closers just before, which are text.
     over: bool = False  # Value: an end of the call was passed over.
-    whole: bool = False  # Value: an integer was whole at a closer that was passed over.
+    passed: bool = False  # Value: a closer of its own was passed over, so none is missing,
+    whole: bool = False  # and an integer was whole there.
 
 
 class Reference:
@@ -187,7 +189,7 @@ class Reference:
     def text(self, s, e):
         here = replace(s, head=False)
         if e.kind == "end":
-            yield STRAY_IN_TEXT * (self.cut and s.head), [("said", s.start, e.end)], None
+            yield STRAY_IN_TEXT * s.head, [("said", s.start, e.end)], None
         elif e.kind == "x":
             if s.head and e.name == "{" and self.may_be_json(s) and self.json_at(e.begin):
                 return
@@ -195,26 +197,29 @@ class Reference:
         elif e.kind == "t" and s.thinking:
             yield 0, [("said", s.start, e.end)], replace(here, start=e.end, thinking=False)
         elif e.kind == "C":
-            yield STRAY_IN_TEXT * s.head, [], replace(s, head=True)
+            yield STRAY_IN_TEXT * s.head, [], replace(s, head=True, spoken=True)
             head = State("head", e.begin, s.thinking, form=s.form)
             yield STRAY_IN_TEXT * s.head, [("said", s.start, e.begin)], head
         elif e.kind == "F":
             bare = e.line and not s.thinking and self.named(e.name) in self.tools
             passed = (s.head and self.is_name(e.name, True)) or bare
-            yield UNREAD * passed, [], replace(here, form="tagged" if passed else s.form)
+            form = "tagged" if passed else s.form
+            yield UNREAD * passed, [], replace(here, form=form, spoken=s.spoken or e.line)
             if bare and not s.head:
                 yield from self.begun(s, e, [("said", s.start, e.begin)], 0, wrapped=False)
-        elif e.kind in "pfcP" and not e.near:
+        elif e.kind == "P":
             yield STRAY_IN_TEXT, [], here
-            if e.line and e.kind != "P" and not s.thinking:
+        elif e.kind in "pfc" and not e.near and not s.spoken:
+            yield STRAY_IN_TEXT, [], here
+            if e.line and not s.thinking:
                 before = State("before", e.begin, s.thinking, form=s.form)
-                yield DOUBLED, [("said", s.start, e.begin)], before
+                yield STRAY_BEFORE, [("said", s.start, e.begin)], before
         else:
             yield 0, [], here
 
     def before(self, s, e):
         if e.kind in ("p", "f", "c") and not e.near:
-            yield DOUBLED, [], s
+            yield STRAY_BEFORE, [], s
         elif e.kind == "C":
             yield 0, [], State("head", e.begin, s.thinking, form=s.form)
         elif e.kind == "F" and e.line and self.named(e.name) in self.tools:
@@ -233,7 +238,7 @@ class Reference:
         elif e.kind == "C":
             yield 0, [], State("head", e.begin, head=True, form=s.form, fragile=s.fragile)
             if not s.fragile:
-                yield 0, [], State("text", s.start, head=True, form=s.form)
+                yield 0, [], State("text", s.start, head=True, spoken=True, form=s.form)
         else:
             bare = e.kind == "F" and self.named(e.name) in self.tools and e.placed
             if bare:
@@ -296,7 +301,7 @@ class Reference:
         given = tuple(sorted({*s.given, name}))
         yield cost, [("key", name, e.end)], replace(
             s, place="value", start=e.end, key=name, given=given, odd=s.odd or not declared, tight=False,
-            opens=((), (), ()), run="", over=False, whole=False, head=False)  # fmt: skip
+            opens=((), (), ()), run="", over=False, passed=False, whole=False, head=False)  # fmt: skip
 
     def ended(self, s, e, cost, items=(), tight=False):
         """Yields the reading in which the call has ended and its wrapper is closed."""
@@ -358,7 +363,7 @@ class Reference:
             yield from self.next_call(s, e, [], 0)
             if not s.fragile:
                 cost = UNREAD if e.kind == "F" and self.is_name(e.name, True) else STRAY_IN_TEXT * (e.kind == "P")
-                text = State("text", s.start, head=e.kind == "C", form=s.form)
+                text = State("text", s.start, head=e.kind == "C", spoken=e.kind == "C", form=s.form)
                 yield MISSING + cost, [("end", s.start)], text
 
     # ---- values
@@ -379,7 +384,8 @@ class Reference:
             if e.fresh and e.name == s.key and not s.run and f"<{s.key}" not in self.all[s.start : e.begin]:
                 left, items = sum(map(sum, s.opens)), [("value", s.key, s.start, e.begin)]
                 yield left + MISSPELT, items, replace(
-                    s, place="body", start=e.end, opens=((), (), ()), run="", over=False, whole=False, key="",
+                    s, place="body", start=e.end, opens=((), (), ()), run="", over=False,
+                    passed=False, whole=False, key="",
                     head=False)  # fmt: skip
         elif e.kind in "CFP":
             yield from self.opener_in_value(s, e)
@@ -396,7 +402,7 @@ class Reference:
         plain = replace(s, run="", head=False)
         if e.kind == "P":
             new = e.placed and self.declares(s, e.name)
-            if new and not s.run:
+            if new and not s.run and not s.passed:
                 yield from self.opened_within(s, e, items, MISSING + left)
             if not (new and s.run):
                 price = NEVER if new else OPEN_PLACED if e.placed else OPEN_IN_PROSE
@@ -413,7 +419,7 @@ class Reference:
                 calls = (*calls[:-1], price)
             if not (real and s.over):
                 yield 0, [], replace(plain, opens=(calls, (*functions, price), parameters))
-        if e.placed and not s.run and not s.head and (e.kind == "C" or e.line):
+        if e.placed and not s.run and not s.passed and not s.head and (e.kind == "C" or e.line):
             yield from self.next_call(s, e, items, 2 * MISSING + left, fragile=True)
 
     def opened_within(self, s, e, items, cost):
@@ -424,14 +430,16 @@ class Reference:
         at = "cfp".index(e.kind)
         left = sum(sum(opens) for opens in s.opens)
         items = [("value", s.key, s.start, e.begin)]
-        if not s.run and (e.kind == "p" or e.placed):
+        if not s.run and (e.kind == "p" or (e.placed and not s.passed)):
             cost = left + MISSPELT * e.near
             if e.kind == "p":
-                yield cost, items, replace(s, place="body", start=e.end, opens=((), (), ()), run="", over=False,
+                yield cost, items, replace(s, place="body", start=e.end, opens=((), (), ()),
+                    run="", over=False, passed=False,
                                            whole=False, key="", head=False)  # fmt: skip
             elif e.kind == "f" and s.wrapped:
                 yield cost + MISSING, items, replace(
-                    s, place="closed", start=e.end, opens=((), (), ()), run="", over=False, whole=False, key="",
+                    s, place="closed", start=e.end, opens=((), (), ()), run="", over=False,
+                    passed=False, whole=False, key="",
                     head=False, tight=True)  # fmt: skip
             elif e.kind == "f":
                 yield from self.ended(s, e, cost + MISSING, items, tight=True)
@@ -440,14 +448,18 @@ class Reference:
         if e.near:
             yield 0, [], replace(s, run="", head=False)
         elif s.opens[at]:
-            opens = (*s.opens[:at], s.opens[at][:-1], *s.opens[at + 1 :])
+            dear = [n for n, price in enumerate(s.opens[at]) if price == max(s.opens[at])][-1]
+            left = s.opens[at][:dear] + s.opens[at][dear + 1 :]
+            opens = (*s.opens[:at], left, *s.opens[at + 1 :])
             yield 0, [], replace(s, run="", head=False, opens=opens)
         else:
             over = e.kind != "p" and s.run == "p"
             run = "p" if e.kind == "p" or over else "f" if e.fresh else ""
             whole = s.whole or (e.kind == "p" and self.is_integer(s, e.begin))
             if not (over and s.whole):
-                yield STRAY_IN_VALUE, [], replace(s, run=run, over=s.over or over, whole=whole, head=False)
+                yield STRAY_IN_VALUE, [], replace(
+                    s, run=run, over=s.over or over, passed=s.passed or e.kind == "p", whole=whole,
+                    head=False)  # fmt: skip
 
     def is_integer(self, s, end):
         tool = self.tools.get(s.name)

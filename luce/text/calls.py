@@ -20,7 +20,8 @@ class CallReader:
     """Takes a text from the first mark on that may be of a call, and says what is certain: calls, and strings of
     text. `parameters` returns those of a declared tool by its name, else None. `thinking` says that the text
     begins among thoughts, `line` that only blanks are before it in its line, `objects` that a call may be a JSON
-    object. Calls that a grammar forces (`held`) come while they are written.
+    object, `spoken` that the text before spoke of calls. Calls that a grammar forces (`held`) come while they
+    are written.
 
     Once it is `done`, `rest` is what it has not looked at, and `line` is as at first. `cut` says that the text
     ended within a call."""
@@ -33,12 +34,13 @@ class CallReader:
         thinking: bool = False,
         line: bool = True,
         objects: bool = True,
+        spoken: bool = False,
         held: bool = False,
     ):
         self.done, self.rest, self.cut, self.line = False, "", False, line
         self._dialect, self._parameters = dialect, parameters
         self._rules, self._held = Rules(parameters, self._slice, held), held
-        self._readings = [Reading(State(Place.TEXT, thinking, objects=objects), 0)]
+        self._readings = [Reading(State(Place.TEXT, thinking, objects=objects, spoken=spoken), 0)]
         self._root: Node | None = None  # It, and all before, was said.
         self._moved = False  # The readings went on since.
         # ---- the text
@@ -64,6 +66,11 @@ class CallReader:
     def objects(self) -> bool:
         """Says whether a later call may be a JSON object."""
         return all(reading.state.objects for reading in self._readings)
+
+    @property
+    def spoken(self) -> bool:
+        """Says whether text was left that speaks of calls."""
+        return any(reading.state.spoken for reading in self._readings)
 
     def push(self, text: str) -> Iterator[Piece | str]:
         """Yields what is certain now."""
@@ -95,7 +102,8 @@ class CallReader:
         """Returns the end of the text that opens a call, as far as it goes."""
         half = self._tail[len(self._tail) - self._dialect.undecided(self._tail) :]
         line = self.line and not self._tail[: len(self._tail) - len(half)].strip(BLANK)
-        return half if self._dialect.opens(half, line) else ""
+        called = any(reading.state.place is Place.AFTER for reading in self._readings)
+        return half if self._dialect.opens(half, line, called) else ""
 
     # ---- from the text to events
 

@@ -110,11 +110,11 @@ class Dialect:
             return 0
         return len(end) if self._begun.fullmatch(end) or _BEGUN_TAG.fullmatch(end) else 0
 
-    def opens(self, begun: str, line: bool) -> bool:
-        """Says whether a text's end is of an opening: at least half of a call's mark, or, at the beginning of a
-        `line`, a function's."""
-        call = len(begun) > len(self.call[0]) // 2 and self.call[0].startswith(begun)
-        return call or (line and begun.startswith(self.function[0]))
+    def opens(self, begun: str, line: bool, called: bool = False) -> bool:
+        """Says whether a text's end is of an opening: at least half of a call's mark, or any part of it where the
+        text before it was a call, or, at the beginning of a `line`, a function's."""
+        long = len(begun) > (0 if called else len(self.call[0]) // 2)
+        return (long and self.call[0].startswith(begun)) or (line and begun.startswith(self.function[0]))
 
     def _known_tag(self, written: str) -> tuple[Kind, bool] | None:
         """Returns what _tag() does. What is read once is often read again."""

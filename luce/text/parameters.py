@@ -142,7 +142,7 @@ def value_of(text: str, types: Collection[str] = TEXT) -> Any:
     one of them; else the raw text."""
     raw, word = "string" in types, text.strip().lower()
     try:
-        value = WORDS[word] if word in WORDS else (from_json if raw else decoded)(text)
+        value: Any = WORDS[word] if word in WORDS else (from_json if raw else decoded)(text)
         if isinstance(value, str) and not raw:
             value = decoded(value)
     except ValueError:

@@ -46,6 +46,7 @@ class Parser:
         self._text = ""  # It is not decided yet.
         self._line = True  # Only blanks are before it in its line.
         self._objects = True  # Calls may be JSON objects.
+        self._spoken = False  # The text speaks of calls.
         self._reader: CallReader | None = None  # It reads calls now.
         self.cut = False
 
@@ -95,8 +96,9 @@ class Parser:
                 self._begin(reasoning=mark == self._dialect.think[0])
             else:
                 held = bool(self._held) and mark == self._dialect.call[0]
-                self._reader = CallReader(self._dialect, self._parameters, thinking=self._reasoning,
-                                          line=self._line, objects=self._objects, held=held)  # fmt: skip
+                self._reader = CallReader(
+                    self._dialect, self._parameters, thinking=self._reasoning, line=self._line,
+                    objects=self._objects, spoken=self._spoken, held=held)  # fmt: skip
 
     def _take(self, n: int) -> str:
         taken, self._text = self._text[:n], self._text[n:]
@@ -119,7 +121,7 @@ class Parser:
                 yield from self._call_or_text(piece)
         if reader.done:
             self._reader, self._text, self._line = None, reader.rest, reader.line
-            self._objects, self.cut = reader.objects, self.cut or reader.cut
+            self._objects, self._spoken, self.cut = reader.objects, reader.spoken, self.cut or reader.cut
 
     def _call_or_text(self, piece: Piece | str) -> Iterator[Piece]:
         if isinstance(piece, str):

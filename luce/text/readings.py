@@ -34,6 +34,7 @@ class Damage(IntEnum):
     UNDECLARED = 3  # A parameter that the schema does not have; it is paid once a call.
     AGAIN = 3  # A parameter that was given before.
     STRAY = 2  # A closer in a value that closes nothing there.
+    BEFORE = 4  # A closer between text and a call.
     DEBRIS = 5  # A mark in text.
     SPOKEN = 1  # An opening in a value that nothing closes there, within a sentence,
     OPEN = 2  # or where marks stand,
@@ -113,6 +114,7 @@ class State:
     place: Place
     thinking: bool = False  # It is among thoughts.
     head: bool = False  # TEXT, VALUE: the mark of a call was just before. HEAD: it follows a call.
+    spoken: bool = False  # TEXT: it speaks of calls, so closers in it are no debris.
     objects: bool = True  # A call may be a JSON object. A model keeps to one form, so it may not behind the other.
     fragile: bool = False  # A call had none of its closers: no text may follow.
     tight: bool = False  # A call lacks closers: no text may follow in the same line.
@@ -124,7 +126,8 @@ class State:
     opens: tuple[tuple[int, ...], ...] = _NOTHING  # What calls, functions and parameters that it opens cost.
     run: str = ""  # VALUE: the closers just before are text: "p" if a parameter's is among them, else "f".
     over: bool = False  # VALUE: an end of the call was passed over.
-    whole: bool = False  # VALUE: it was all that its type takes at a closer that was passed over.
+    passed: bool = False  # VALUE: a closer of its own was passed over: none is missing,
+    whole: bool = False  # and there it was all that its type takes.
 
     @property
     def is_safe(self) -> bool:
@@ -248,30 +251,34 @@ class Rules:
         if e.kind is Kind.CALL:
             cost = Damage.DEBRIS if s.head else 0
             if not self._held:
-                yield r.to(replace(s, head=True), r.start, cost)
+                yield r.to(replace(s, head=True, spoken=True), r.start, cost)
             head = State(Place.HEAD, s.thinking, objects=s.objects)
             yield r.to(head, e.begin, cost, ("said", e.begin, r.start))
         elif e.kind is Kind.FUNCTION:
-            bare = e.line and not s.thinking and self.declared(e.name)
-            if bare or (s.head and self.may_be_called(e.name)):
-                yield r.to(replace(here, objects=False), r.start, Damage.UNREAD)
-            else:
-                yield r.to(here, r.start)
-            if bare and not s.head:
-                yield self._begun(r.to(s, r.start, 0, ("said", e.begin, r.start)), s, e, wrapped=False)
-        elif e.kind in CLOSERS and not e.misspelt:
+            yield from self._function_in_text(r, s, here, e)
+        elif e.kind in CLOSERS and not (e.misspelt or s.spoken):
             yield r.to(here, r.start, Damage.DEBRIS)
             if e.line and not s.thinking:
                 before = State(Place.BEFORE, objects=s.objects)
-                yield r.to(before, e.begin, Damage.DOUBLED, ("said", e.begin, r.start))
+                yield r.to(before, e.begin, Damage.BEFORE, ("said", e.begin, r.start))
         elif e.kind is Kind.END_THOUGHT and s.thinking:
             yield r.to(replace(here, thinking=False), e.end, 0, ("said", e.begin, r.start))
         else:
             yield r.to(here, r.start, Damage.DEBRIS if e.kind is Kind.PARAMETER else 0)
 
+    def _function_in_text(self, r: Reading, s: State, here: State, e: Event) -> Readings:
+        bare = e.line and not s.thinking and self.declared(e.name)
+        here = replace(here, spoken=True) if e.line else here
+        if bare or (s.head and self.may_be_called(e.name)):
+            yield r.to(replace(here, objects=False), r.start, Damage.UNREAD)
+        else:
+            yield r.to(here, r.start)
+        if bare and not s.head:
+            yield self._begun(r.to(s, r.start, 0, ("said", e.begin, r.start)), s, e, wrapped=False)
+
     def _before(self, r: Reading, s: State, e: Event) -> Readings:
         if e.kind in CLOSERS and not e.misspelt:
-            yield r.to(s, r.start, Damage.DOUBLED)
+            yield r.to(s, r.start, Damage.BEFORE)
         elif e.kind is Kind.CALL:
             yield r.to(State(Place.HEAD, objects=s.objects), e.begin)
         elif e.kind is Kind.FUNCTION and e.line and self.declared(e.name):
@@ -289,7 +296,7 @@ class Rules:
         elif e.kind is Kind.CALL:
             yield r.to(State(Place.HEAD, head=True, objects=s.objects, fragile=s.fragile), e.begin)
             if not (s.fragile or self._held):
-                yield r.to(replace(text, head=True), r.start)
+                yield r.to(replace(text, head=True, spoken=True), r.start)
         else:
             bare = e.kind is Kind.FUNCTION and e.placed and self.declared(e.name)
             if bare:
@@ -382,7 +389,8 @@ class Rules:
             if not (s.fragile or self._held):
                 debris = Damage.DEBRIS if e.kind is Kind.PARAMETER else 0
                 passed = Damage.UNREAD if e.kind is Kind.FUNCTION and self.may_be_called(e.name) else debris
-                text = State(Place.TEXT, head=e.kind is Kind.CALL, objects=s.objects)
+                called = e.kind is Kind.CALL
+                text = State(Place.TEXT, head=called, spoken=called, objects=s.objects)
                 yield r.to(text, r.start, Damage.MISSING + passed, ("end", r.start))
 
     # ---- values
@@ -406,13 +414,13 @@ class Rules:
 
     def _closer_in_value(self, r: Reading, s: State, e: Event) -> Readings:
         assert e.kind is not None
-        if not s.run and (e.placed or e.kind is Kind.END_PARAMETER):
+        if not s.run and (e.kind is Kind.END_PARAMETER or (e.placed and not s.passed)):
             yield self._value_ended(r, s, e)
         at = CLOSERS[e.kind]
         if e.misspelt:
             yield r.to(replace(s, run="", head=False), r.start)
         elif s.opens[at]:
-            opens = (*s.opens[:at], s.opens[at][:-1], *s.opens[at + 1 :])
+            opens = (*s.opens[:at], _without_dearest(s.opens[at]), *s.opens[at + 1 :])
             yield r.to(replace(s, run="", head=False, opens=opens), r.start)
         else:
             own = e.kind is Kind.END_PARAMETER
@@ -420,7 +428,7 @@ class Rules:
             run = "p" if own or over else "f" if e.fresh else ""
             whole = s.whole or (own and self._is_whole(r, s, e.begin))
             if not (over and (self._held or s.whole)):
-                after = replace(s, run=run, head=False, over=s.over or over, whole=whole)
+                after = replace(s, run=run, head=False, over=s.over or over, whole=whole, passed=s.passed or own)
                 yield r.to(after, r.start, Damage.STRAY)
 
     def _is_whole(self, r: Reading, s: State, end: int) -> bool:
@@ -435,7 +443,7 @@ class Rules:
         """Returns how the reading goes on behind a closer that ends the value, and what else lacks its own."""
         cost = s.left_open + (Damage.MISSPELT if e.kind is Kind.WORD else e.misspelt)
         r = r.to(s, r.start, cost, ("value", e.begin, r.start, s.key))
-        s = replace(s, place=Place.BODY, key="", opens=_NOTHING, head=False, over=False, whole=False)
+        s = replace(s, place=Place.BODY, key="", opens=_NOTHING, head=False, over=False, passed=False, whole=False)
         if e.kind in (Kind.END_PARAMETER, Kind.WORD):
             return r.to(s, e.end)
         if e.kind is Kind.END_FUNCTION and s.wrapped:
@@ -446,7 +454,7 @@ class Rules:
     def _parameter_in_value(self, r: Reading, s: State, plain: State, e: Event) -> Readings:
         key, known = self.parameter(s.name, e.name)
         to_come = e.placed and known and key not in s.given
-        if to_come and not s.run:
+        if to_come and not (s.run or s.passed):
             ended = r.to(s, r.start, s.left_open + Damage.MISSING, ("value", e.begin, r.start, s.key))
             yield self._opened(ended, s, e)
         if not (to_come and s.run):  # Else the closer before it is the value's.
@@ -469,7 +477,7 @@ class Rules:
             if not (real and s.over):  # Else the end that was passed over is the call's.
                 opens = (calls, (*functions, int(price))[-DEEPEST:], parameters)
                 yield r.to(replace(plain, opens=opens), r.start)
-        if not self._held and e.placed and not s.run and not s.head and (e.kind is Kind.CALL or e.line):
+        if not (self._held or s.run or s.passed or s.head) and e.placed and (e.kind is Kind.CALL or e.line):
             ended = r.to(s, r.start, s.left_open, ("value", e.begin, r.start, s.key))
             yield from self._next_call(ended, replace(s, fragile=True), e, 2 * Damage.MISSING)
 
@@ -483,7 +491,7 @@ class Rules:
             if cut and half:
                 yield r.to(s, at, Damage.DEBRIS if s.head else 0, ("said", at, r.start), ("cut", at))
             else:
-                yield r.to(s, at, Damage.DEBRIS if cut and s.head else 0, ("said", at, r.start))
+                yield r.to(s, at, Damage.DEBRIS if s.head else 0, ("said", at, r.start))
         elif s.place is Place.AFTER:
             yield r.to(s, at, 0, *([("cut", at)] if cut and half else []))
         elif cut and not (s.place is Place.BEFORE or (s.place is Place.CLOSED and not s.name)):
@@ -496,6 +504,12 @@ class Rules:
             tool = self._parameters(s.name)
             if s.given or (tool is not None and not tool.names):
                 yield r.to(s, at, Damage.MISSING * (2 if s.wrapped else 1), ("end", at))
+
+
+def _without_dearest(prices: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the prices of openings where a closer closes the last of those that need it most."""
+    at = len(prices) - 1 - prices[::-1].index(max(prices))
+    return prices[:at] + prices[at + 1 :]
 
 
 def go_on(rules: Rules, readings: Sequence[Reading], event: Event) -> list[Reading]:
