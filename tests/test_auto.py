@@ -19,6 +19,7 @@ def test_auto_has_97_percent_of_the_best_fixed_way_on_every_class_of_prompts(nam
     assert min(found.values())[0] > 0.97, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MACHINES)
 def test_auto_has_it_on_texts_too_that_nothing_was_chosen_on(name):
     """They are other prompts, those of HumanEval, and sampled texts. Of the sampled ones, of which fewer
@@ -29,6 +30,7 @@ def test_auto_has_it_on_texts_too_that_nothing_was_chosen_on(name):
     assert min(found.values())[0] > 0.94, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("between", [0.01, 0.03, 0.08, 0.2])
 def test_auto_has_it_where_the_host_takes_a_while_between_rounds(between):
     """Plain rounds alone are begun ahead. On an H200 it is 0.01 of a step of the 27b, 0.08 of the 0.8b."""

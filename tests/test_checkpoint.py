@@ -82,6 +82,7 @@ def checkpoints_of(sequence: Timeline, prompt: list[int]) -> list[Checkpoint]:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "kv_type", "n_chunk"),
     [("F32", "f32", 256), ("Q4_K", "q8_0", 512), ("Q4_K", "f16", 256), ("Q4_K experts", "f16", 512)],

@@ -415,6 +415,7 @@ OPERATIONS = ["start"] * 4 + ["prefill"] * 4 + ["round"] * 7 + ["keep"] * 2 + ["
 OPERATIONS += ["stop", "restart", "cancel", "nan"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "kv_type"),
     [("F32", "f32"), ("Q4_K", "q8_0"), ("Q4_K", "f16"), ("F32 experts", "f32"), ("Q4_K experts", "f16")],

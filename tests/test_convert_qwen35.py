@@ -122,6 +122,7 @@ def test_converted_file_gives_the_logits_of_transformers(tmp_path, name, native,
 # ---- types
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MIXES)
 def test_round_trip_error_of_each_type(tmp_path, kind):
     path = convert(checkpoint(tmp_path / "hf", WIDE), "--type", kind)

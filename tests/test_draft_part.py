@@ -221,6 +221,7 @@ def rate(fixed: tuple[int, int] | None, right: np.ndarray, inside: np.ndarray) -
     return n / took
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.6, 0.8, 0.9])
 @pytest.mark.parametrize("coverage", [0.26, 0.9, 0.95, 0.975])
 def test_auto_drafts_among_the_part_where_the_text_is_of_it(share: float, coverage: float) -> None:

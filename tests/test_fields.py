@@ -232,6 +232,7 @@ APART = {"model", "best_of", "stream_options.include_usage", "stream_options.con
 UNSEEDED = {(MESSAGES, "top_p"), (MESSAGES, "top_k")}  # Without a seed an answer is another one each time.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("api", ROWS)
 def test_honoured_fields_act(server, api):
     wrong = []

@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parent.parent / "tools" / "gpu_check.sh"
 
 
@@ -62,6 +64,7 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.long
 def test_kernels_with_rings_are_compiled_again_for_racecheck_and_no_others(tmp_path: Path) -> None:
     program(tmp_path / "bin" / "nvcc", NVCC)
     env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "ARCH": "90"}

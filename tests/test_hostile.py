@@ -133,6 +133,7 @@ def test_text_that_is_no_file_is_one_line_that_names_it(luce_, no_file, flag):
     assert result.exit_code == 1 and result.stdout == "" and str(no_file)[-8:] in one_line(result)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [
@@ -231,6 +232,7 @@ def run(program, *words, **variables):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PACKAGE)
 
 
+@pytest.mark.long
 def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
     """From what Python alone takes to more than a short run does, there is an error line, or success."""
     path = tiny.write(tmp_path / "tiny.gguf", CONFIG, tiny.layout(CONFIG, 1))

@@ -274,6 +274,7 @@ def of_type(path, **keys):
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make, held",
     [(head_of, "a NextN head"), (partial(of_type, type="adapter"), "data of type adapter"),

@@ -113,6 +113,7 @@ def test_width_changes_no_bit(kind: str, model_of: Callable[[str], Model], devic
     check_widths(model_of(kind), tokens_of(1, 9))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["Q4_K fused", "Q8_0 fused", "Q6_K experts"])
 def test_no_width_at_all_changes_a_bit(kind: str, model_of: Callable[[str], Model]) -> None:
     check_widths(model_of(kind), tokens_of(1, 9), range(1, 65))

@@ -157,6 +157,7 @@ def test_every_token_is_the_choice_of_its_logits(
         ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(
     ("name", "kv_type"),
@@ -211,6 +212,7 @@ def test_the_box_prints_the_same_code_at_every_gamma(
         assert accepted > 12 * len(TRIED[sampling]), "a trained head"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Q4_K", "oracle"])
 @pytest.mark.parametrize(
     ("kv_type", "lengths"), [("f16", (511, 513, 2048, 4095, 4096, 4097, 6000)), ("q8_0", (513, 4097))]

@@ -68,6 +68,7 @@ WIDE = tiny.Config(n_embd=256, n_ff=256, n_head=4, n_head_kv=4, n_v_head=8, n_ne
 EXPERTS = replace(WIDE, n_expert=4, n_expert_used=2, n_ff_expert=256, n_ff_shared=256)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("c, part, kind", [
     (WIDE, (), "BF16"), (WIDE, (), "Q4_K_M"), (WIDE, ("--mtp-only",), "Q5_K_M"),
     (replace(WIDE, tied=True), (), "Q4_K_M"), (EXPERTS, (), "Q4_K_M"),

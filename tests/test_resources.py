@@ -304,6 +304,7 @@ def test_one_engine_in_several_threads(model: Model) -> None:
     assert found == [[each] * 4 for each in expected]
 
 
+@pytest.mark.long
 def test_a_hundred_engines_leak_nothing(
     native: Library, model: Model, device: str, record_property: Callable[[str, object], None]
 ) -> None:

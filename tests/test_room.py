@@ -79,6 +79,7 @@ def words(count, length, merged):
     return tokens, merges
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("length", "merged"), [(8, True), (32, False)])
 def test_what_is_asked_for_a_vocabulary_suffices(tmp_path, length, merged):
     (tmp_path / "words.json").write_text(json.dumps(words(30_000, length, merged)))
@@ -239,6 +240,7 @@ __main__.main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", range(3))
 def test_a_server_that_lacks_room_for_a_thread_ends_with_a_line(threads, tmp_path):
     """They load the model, run the engine and read prompts: without any of them nothing would be answered."""

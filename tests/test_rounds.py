@@ -132,6 +132,7 @@ def test_auto_is_at_most_3_percent_slower_than_plain_where_no_draft_is_right(nam
         assert 0.85 * auto._lost < lost < 1.05 * auto._lost
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("share", "most"), [(0.3, 2), (0.5, 2), (0.65, 4), (0.8, 6)])
 @pytest.mark.parametrize("name", ["27b", "0.8b"])
 def test_auto_has_97_percent_of_the_best_number_of_drafts_at_first_and_98_later(name, share, most):
@@ -293,6 +294,7 @@ def right_with(share):
     return guess
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequences", [2, 8])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("name", ["27b", "27b, a busy host", "0.8b"])

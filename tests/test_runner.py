@@ -142,6 +142,7 @@ def best_rate(costs, *shares):
     return len(shares) / min(map(seconds, range(MAX_GAMMA + 1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("accepted", [0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95])
 def test_auto_has_97_percent_of_the_best_gamma_over_256_tokens(name, accepted):

@@ -532,6 +532,7 @@ def ordered(value):
         yield json.dumps(value)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(schema=SCHEMAS, seed=st.integers(0, 9), closed=st.booleans())
 def test_random_walks_never_stand_still_and_end_in_what_fits(schema, seed, closed):
@@ -544,6 +545,7 @@ def test_random_walks_never_stand_still_and_end_in_what_fits(schema, seed, close
     assert text is None or fits(schema, json.loads(text)) is not False, (schema, text)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(schema=SCHEMAS, values=st.lists(VALUES, min_size=5, max_size=8))
 def test_a_grammar_takes_what_fits_and_nothing_else(schema, values):
@@ -558,6 +560,7 @@ def test_a_grammar_takes_what_fits_and_nothing_else(schema, values):
             assert any(accepts(made, text) for text in ordered(value)) == good, (schema, value)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(schema=SCHEMAS, value=st.dictionaries(KEY, VALUES, max_size=3), seed=st.integers(0, 9))
 def test_a_tool_that_is_not_strict_is_never_refused_and_takes_all_that_fits(schema, value, seed):

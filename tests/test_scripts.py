@@ -47,6 +47,7 @@ def run(words: list[object], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", PYTHON, ids=name_of)
 def test_a_script_says_what_it_does(script, tmp_path):
     told = run([sys.executable, "-c", PROGRAM, script, "--help"], tmp_path)

@@ -62,6 +62,7 @@ class LargeGate(Gate):
         return self.inner(*args, **how)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "asked", "owner", "name"),
     [

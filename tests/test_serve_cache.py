@@ -308,6 +308,7 @@ def killed(folder, command):
         process.communicate()
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_leaves_files_that_are_right_or_refused(command, tmp_path):
     """It is killed after a checkpoint was written, and in the middle of it."""
     with killed(tmp_path, command) as ask:

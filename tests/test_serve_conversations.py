@@ -458,6 +458,7 @@ def test_ollamas_names_and_digests(native):
         assert all(len(digest) == 64 and int(digest, 16) for digest in digests)
 
 
+@pytest.mark.long
 def test_ollamas_models_leave_where_keep_alive_says_so(native):
     with serving({"box": BOX}, settings(ctx=512)) as running:
         slot = running.models.slots["box"]

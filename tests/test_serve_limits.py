@@ -33,6 +33,7 @@ def prompt(n):
     return f"# {n}\n" + f"def total_{n}(values):\n    return sum(values)\n" * 42
 
 
+@pytest.mark.long
 def test_requests_wait_for_pages_and_each_gets_its_answer(native):
     """Where pages lack for all at once: checkpoints go first, then the newest request waits."""
     asked = [{"prompt": prompt(n), "max_tokens": 100, "ignore_eos": True, "temperature": 0} for n in range(4)]

@@ -1,11 +1,13 @@
 """Lets clients come and go: tests/serve_load.py's short form."""
 
+import pytest
 from serve_load import Load, cases
 from serving import CHUNK, serving, settings, until
 
 from luce.cli.command import BOX
 
 
+@pytest.mark.long
 def test_every_answer_is_the_one_alone_and_nothing_is_left(native):
     known = cases(6, CHUNK, longest=1200)
     with serving(

@@ -214,6 +214,7 @@ def test_each_beginning_knows_the_one_before(marked, parts, checkpoints, host_by
     assert not engine.lines
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(
     st.lists(SMALL, min_size=1, max_size=4), st.integers(1, 3), st.sampled_from([0, 1, 300, None]),

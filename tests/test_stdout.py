@@ -66,6 +66,7 @@ def ended(command, tiny_gguf, words, out):
     return running.returncode, stderr.decode().splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", COMMANDS)
 def test_a_stdout_that_fails_is_one_line_and_exit_1(command, tiny_gguf, words):
     found = ended(command, tiny_gguf, words, os.open("/dev/full", os.O_WRONLY))

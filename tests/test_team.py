@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.long
 def test_helpers_stay_through_long_parts(tmp_path: Path) -> None:
     program, source = tmp_path / "check", ROOT / "native/src"
     sources = [ROOT / "tests/team_check.cpp", source / "step/threads.cpp"]

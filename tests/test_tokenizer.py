@@ -208,6 +208,7 @@ def test_of_a_long_text_only_the_beginning_is_encoded():
     assert BYTES.encode(text[:500], most=1000) == BYTES.encode(text[:500])
 
 
+@pytest.mark.long
 def test_others_go_on_while_a_text_is_encoded():
     """A call that kept the interpreter to itself would leave this thread a few turns before it begins."""
     turns = 0

@@ -86,7 +86,7 @@ FIRST="tests/test_goldens.py tests/test_model.py tests/test_mtp.py tests/test_in
 tests() {
     local name=$1 limit=$2 show=1
     shift 2
-    run "$name" "$limit" python3 -m pytest -v -p no:cacheprovider -p no:benchmark --maxprocesses 64 --luce-device "$device" \
+    run "$name" "$limit" python3 -m pytest -v -m "" -p no:cacheprovider -p no:benchmark --maxprocesses 64 --luce-device "$device" \
         --luce-device-only --tb=short -o junit_family=xunit1 --junitxml "$out/$name.xml" "$@"
     local status=$?
     sed -nE 's/^(\[gw[0-9]+\] \[ *[0-9]+%\] )?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (tests\/.*[^ ]) *$/\2 \3/p;
@@ -99,7 +99,7 @@ stage_suite() {
     for file in $FIRST tests/test_*.py; do
         [[ " $ALONE ${files[*]} " == *" $file "* ]] || files+=("$file")
     done
-    [[ -s $work/tests.txt ]] || python3 -m pytest --collect-only -q -n 0 -p no:cacheprovider --luce-device "$device" \
+    [[ -s $work/tests.txt ]] || python3 -m pytest --collect-only -q -m "" -n 0 -p no:cacheprovider --luce-device "$device" \
         --luce-device-only ${TESTS:-"${files[@]}"} 2>"$out/collect.txt" | grep '::' >"$work/tests.txt"
     touch "$work/tested.txt"
     while :; do # Tests that a cut slice had not ended are in the next.

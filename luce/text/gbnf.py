@@ -11,7 +11,7 @@ terminal could take characters of what follows it, it is cut into smaller ones, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import permutations
@@ -465,13 +465,14 @@ class _Writer:
         return part
 
     def _smaller(self, part: Part) -> Part:
+        terminal: Callable[[Part], Part] = Terminal
         match part:
             case Seq(parts):
-                return Seq(tuple(map(Terminal, parts)))
+                return Seq(tuple(map(terminal, parts)))
             case Alt(ways):
-                return Alt(tuple(map(Terminal, ways)))
+                return Alt(tuple(map(terminal, ways)))
             case Repeat(inner, least, most):
-                return Repeat(Terminal(inner), least, most)
+                return Repeat(terminal(inner), least, most)
             case Ref(name):
                 return self._smaller(self._given[name])
         return Terminal(part)

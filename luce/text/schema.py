@@ -166,9 +166,9 @@ class _Translation:
         patterns = list(kind.patterns.items())
         if kind.additional is not None or not self._closed or kind.least > len(kind.properties):
             patterns.append((r"[^<>\n]+", kind.additional or ()))
-        for regex, fits in patterns if kind.most is None or kind.most > len(kind.required) else ():
-            if self._sets[fits].good:
-                others.append((regex, self._value([fits if len(kinds) == 1 else ()])))
+        for regex, those in patterns if kind.most is None or kind.most > len(kind.required) else ():
+            if self._sets[those].good:
+                others.append((regex, self._value([those if len(kinds) == 1 else ()])))
         least = max(kind.least - (len(kind.required) if self._exact else len(parameters)), 0)
         most = None if kind.most is None else max(kind.most - len(kind.required), 0)
         return Signature(tuple(parameters), tuple(others), least, most)
