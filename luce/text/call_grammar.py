@@ -162,8 +162,8 @@ def _others(rule: str, form: Signature) -> tuple[list[str], list[str]]:
     least, most = form.least, form.most
     lines.append(f"{rule}_other: {' | '.join(ways)}")
     lines.append(f"{rule}_others: {rule}_other{_often(least, most)}")
-    before = f"{rule}_other{_often(max(least - 1, 0), None if most is None else most - 1)}"
-    return lines, [f"{before} {end}" for end in ends if most != 0]
+    before = "" if most == 1 else f"{rule}_other{_often(max(least - 1, 0), None if most is None else most - 1)} "
+    return lines, [f"{before}{end}" for end in ends if most != 0]
 
 
 def _often(least: int, most: int | None) -> str:
@@ -181,8 +181,11 @@ def _value(rule: str, value: Value) -> tuple[str, list[str]]:
     if value.json:
         ways.append(f"{json_rule(value.json)} JSON_END")
     if value.regexes:
+        # A line break ahead of the closer is the closer's, so a text that ends in one has another behind it.
         terminal = f"{rule}_text".upper()
         ways.append(f"{rule}_text")
-        rules.append(f"{rule}_text[suffix=TEXT_END]: {terminal}")
+        rules.append(f"{rule}_text[lazy]: ({terminal}_R /\\r?\\n/ | {terminal}_N) \"</parameter>\"")
         rules.append(rf"{terminal}: ({regex_rule(value.regexes)}) & ~/(?s:.*)<\/parameter>(?s:.*)/")
+        rules.append(rf"{terminal}_R: {terminal} & ~/(?s:.*)\r/")
+        rules.append(rf"{terminal}_N: {terminal} & ~/(?s:.*)\n/")
     return f"({' | '.join(ways)})", rules
