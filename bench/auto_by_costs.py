@@ -36,9 +36,10 @@ import replay
 from luce.bench import problems
 from luce.bench.origin import command_text, origin, write_row
 from luce.cli.stdout import as_json
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.native import Drafts, Rows, Source
 from luce.native.structs import Sampling
+from luce.planning.opened import Files
 from luce.planning.plan import AUTO_BUDGET, Options
 from luce.speculate import acceptance
 from luce.speculate.costs import Costs

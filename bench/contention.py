@@ -27,8 +27,9 @@ from pathlib import Path
 from luce.bench.origin import origin, write_row
 from luce.decode.engine import Engine
 from luce.decode.events import Tokens
+from luce.decode.request import Request
 from luce.planning import cpus
-from luce.planning.plan import Options, Request
+from luce.planning.plan import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 BOX = ROOT / "luce/data/box.gguf"

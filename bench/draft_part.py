@@ -19,7 +19,8 @@ from typing import Any
 
 from luce.bench.origin import command_text, origin, print_row
 from luce.bench.summary import five_digits
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
+from luce.planning.opened import Files
 from luce.planning.plan import MAX_GAMMA, PART, Options, part_of
 from luce.speculate.costs import Costs
 

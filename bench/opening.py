@@ -19,7 +19,8 @@ from pathlib import Path
 
 from luce.bench.origin import command_text, origin, print_row
 from luce.bench.summary import five_digits
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
+from luce.planning.opened import Files
 from luce.planning.plan import Options
 
 WAYS = {"auto": Options(), "plain": Options(spec="off"), "auto, 16 sequences": Options(sequences=16)}

@@ -31,7 +31,7 @@ from luce.bench.origin import command_text, origin
 from luce.bench.output import as_markdown
 from luce.bench.run import PLAIN, WARM_UP_TOKENS, Case, Mode, Settings, parse_modes
 from luce.bench.summary import five_digits
-from luce.decode.engine import Files
+from luce.planning.opened import Files
 
 # Speeds are keyed by name and number of sequences, with the tokens a second in all of each round.
 Speeds = dict[tuple[str, int], list[float]]

@@ -57,11 +57,12 @@ from luce.bench.run import (
     with_temperatures,
 )
 from luce.bench.summary import five_digits, quartiles, summarise
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.files.probe import probe
 from luce.native import File
 from luce.native import Sequence as Timeline
 from luce.native.structs import Sampling
+from luce.planning.opened import Files
 from luce.planning.plan import Options
 
 TIMING = " ".join(__doc__.split("\n\n")[1].split())

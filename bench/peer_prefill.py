@@ -24,8 +24,9 @@ from peer_llamacpp import prefill_speed
 from luce.bench.origin import command_text, origin, print_row
 from luce.bench.output import as_markdown
 from luce.bench.summary import five_digits
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.errors import LuceError
+from luce.planning.opened import Files
 from luce.planning.plan import Options
 
 Speeds = dict[int, list[float]]  # Speeds are keyed by length, with the tokens a second of each round.

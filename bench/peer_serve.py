@@ -37,8 +37,8 @@ from luce import native as _native
 from luce.bench.origin import command_text, origin, print_row
 from luce.bench.output import as_markdown
 from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
-from luce.decode.engine import Files
 from luce.errors import LuceError
+from luce.planning.opened import Files
 
 WARM_UP = 16
 Rows = Sequence[dict[str, Any]]

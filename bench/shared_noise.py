@@ -31,11 +31,13 @@ import ref
 
 from luce.bench import problems
 from luce.bench.origin import command_text, origin, print_row
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Finished
+from luce.decode.request import Request
 from luce.native import Drafts, Rows, Source
 from luce.native.structs import Sampling
-from luce.planning.plan import Options, Request
+from luce.planning.opened import Files
+from luce.planning.plan import Options
 from luce.speculate.drafting import Round
 
 GREEDY, SHARED, REJECTION = range(3)

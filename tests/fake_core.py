@@ -17,12 +17,12 @@ from luce.bench.oracle_tokenizer import MERGES, vocabulary
 from luce.decode.events import Failed, Finished, Tokens
 from luce.decode.generation import Generation
 from luce.decode.loop import MAX_ROWS, Loop
+from luce.decode.request import Request
 from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
 from luce.files.tokenizer import Tokenizer
 from luce.native import Drafts, Lists, Rows, Verified, default
 from luce.native import Source as By
 from luce.native.structs import EngineInfo, SequenceInfo
-from luce.planning.plan import Request
 from luce.speculate.drafting import Drafter, Fixed
 
 N_VOCAB = 384

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import gguf
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.text.infill import FILE, MIDDLE, PREFIX, REPOSITORY, SUFFIX
 
 MARKS = [names[0] for names in (PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
 from luce.text.grammar import Grammars, Matcher

@@ -22,8 +22,8 @@ import numpy as np
 import tiny
 
 from luce.bench.oracle_tokenizer import CONTROL
-from luce.cli.command import BOX
 from luce.convert.qwen35_layout import Config, add_keys
+from luce.data import BOX
 from luce.files.bpe import BYTE_SYMBOLS
 from luce.native import File
 

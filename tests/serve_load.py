@@ -27,10 +27,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from luce.bench.origin import command_text, origin, write_row
 from luce.bench.serve import luce_server
-from luce.cli.command import BOX
-from luce.decode.engine import Engine, Files
+from luce.data import BOX
+from luce.decode.engine import Engine
+from luce.decode.request import Request
 from luce.native.structs import Sampling
-from luce.planning.plan import Options, Request
+from luce.planning.opened import Files
+from luce.planning.plan import Options
 
 CODE = Path(__file__).read_text()
 

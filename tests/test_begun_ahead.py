@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from luce.decode.events import Failed, Finished, Tokens, Warned
 from luce.decode.loop import Loop
+from luce.decode.request import Request
 from luce.errors import Cancelled, ContextFull, DeviceError, LuceError, NumericError
 from luce.native.structs import Penalties
-from luce.planning.plan import Request
 from luce.speculate.drafting import NOTHING, Draft, Round
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.decode.events import Failed, Finished, Tokens, Warned
+from luce.decode.request import Request
 from luce.errors import ArgumentError, Cancelled, DeviceError, OutOfMemory, StateError
 from luce.native import Source
-from luce.planning.plan import Request
 from luce.speculate.drafting import NOTHING, Drafter, Fixed, Round
 
 

@@ -183,7 +183,7 @@ def test_sweep_is_relative_to_one_row(bench):
 
 def test_a_sweep_of_more_rows_than_the_model_holds_is_one_line(bench, monkeypatch):
     small = lambda *args, **kwargs: replace(probe(*args, **kwargs), context_length=32)  # noqa: E731
-    monkeypatch.setattr("luce.decode.engine.probe", small)
+    monkeypatch.setattr("luce.planning.opened.probe", small)
     result = bench("sweep", "--rows", "64")
     assert result.exit_code == 1
     assert "0 with 64 rows and 20 steps of each kind: the model was trained for 32" in result.stderr
@@ -191,7 +191,7 @@ def test_a_sweep_of_more_rows_than_the_model_holds_is_one_line(bench, monkeypatc
 
 def test_a_sweep_without_a_head_may_end_where_the_model_was_trained_to(bench, tiny_gguf, monkeypatch):
     small = lambda *args, **kwargs: replace(probe(*args, **kwargs), context_length=32)  # noqa: E731
-    monkeypatch.setattr("luce.decode.engine.probe", small)
+    monkeypatch.setattr("luce.planning.opened.probe", small)
     args = ("sweep", "--gguf", tiny_gguf, "--rows", "1", "--json", "--ctx")
     (cost,) = of(bench(*args, "17", "--steps", 5))["costs"]
     assert cost["ctx"] == 17  # Seven turns of two rows follow, and room for a row more.
@@ -450,8 +450,8 @@ def test_a_chat_prompt_needs_a_template(bench, tmp_path):
 
 def test_modes_take_turns_and_each_is_first_at_times(device):
     from luce.bench.run import Case, Settings, parse_modes
-    from luce.cli.command import BOX
-    from luce.decode.engine import Files
+    from luce.data import BOX
+    from luce.planning.opened import Files
 
     with Files(BOX, device=device) as files:
         cases = [Case(str(i), (5, 6, 7)) for i in range(2)]

@@ -7,7 +7,7 @@ import peer_serve
 import pytest
 
 from luce.bench.serve import Answered, Row, together
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.native import File
 
 

@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from op_run import penalise
 
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Finished, Tokens
+from luce.decode.request import Request
 from luce.errors import ArgumentError, NumericError, StateError
 from luce.native.structs import Logprobs, Penalties, Sampling
-from luce.planning.plan import Options, Request
+from luce.planning.opened import Files
+from luce.planning.plan import Options
 
 N_VOCAB = 40
 FLOATS = st.floats(-2, 2, width=32)

@@ -15,14 +15,14 @@ from conftest import HEADER
 
 from luce import native as _native
 from luce.decode.generation import Generation
-from luce.speculate.costs import NO_TIME
+from luce.speculate.costs import NO_TIME, Costs
 
 
 @pytest.fixture
 def untimed(monkeypatch):
     """Opens engines without a text of their own, by which auto learns what rounds take: the user's text is
     what is interrupted."""
-    monkeypatch.setattr("luce.decode.engine.timed", lambda native, *_: (native.costs(), NO_TIME))
+    monkeypatch.setattr("luce.decode.engine.timed", lambda native, *_: (Costs(native.costs()), NO_TIME))
 
 
 def test_ctrl_c_while_text_streams_exits_130(process, endless):
@@ -68,13 +68,22 @@ def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch
 
 
 @pytest.mark.usefixtures("foreground")
-@pytest.mark.parametrize("place", ["probe", "Tokenizer", "plan", "Engine.__init__", "timed"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "planning.opened.probe",
+        "planning.opened.Tokenizer",
+        "planning.opened.plan",
+        "decode.engine.Engine.__init__",
+        "decode.engine.timed",
+    ],
+)
 def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
     def interrupted(*args, **options):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("it was ignored")
 
-    monkeypatch.setattr(f"luce.decode.engine.{place}", interrupted)
+    monkeypatch.setattr(f"luce.{place}", interrupted)
     result = luce_("generate", "--gguf", "{}", "ab")
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
 
@@ -102,8 +111,7 @@ def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, call, budg
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("call", ["draft", "verify"])
 def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, call):
-    """It does so between the draft and the verify of a round too, where the generation itself is not asked.
-    """
+    """It does so between the draft and the verify of a round too, where the generation itself is not asked."""
     steps = []
 
     def step(name, original):
@@ -151,7 +159,7 @@ def test_a_cancel_waits_for_no_lock(native, tiny_gguf, device, tmp_path):
 
 
 @pytest.mark.parametrize("module", ["click", "tokenizers", "luce.cli.options", "luce.decode.engine"])
-def test_ctrl_c_during_an_import_is_told_once(module):
+def test_ctrl_c_during_an_import_is_told_once(tmp_path, module):
     program = (
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -166,7 +174,7 @@ def test_ctrl_c_during_an_import_is_told_once(module):
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: interrupted\n")
 
 
@@ -178,12 +186,12 @@ def test_ctrl_c_at_the_very_end_is_told_once(tmp_path):
         "atexit.register(signal.raise_signal, signal.SIGINT)\n"
         "from luce.cli import commands\n"
         "commands.probe = lambda *a: signal.raise_signal(signal.SIGINT)\n"
-        "from luce.cli.command import BOX\n"
+        "from luce.data import BOX\n"
         "sys.argv = ['luce', 'probe-gguf', str(BOX)]\n"
         "from luce.__main__ import main\n"
         "main()\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: interrupted\n")

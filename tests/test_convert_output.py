@@ -13,9 +13,9 @@ import tiny
 from click.testing import CliRunner
 from serving import serving, settings
 
-from luce.cli.command import BOX
 from luce.cli.commands import cli
 from luce.convert.gguf_output import _hidden
+from luce.data import BOX
 from luce.errors import FileError
 
 CONFIG = tiny.Config(n_layer=4, n_nextn=1, n_vocab=hf.N_TOKENS)

@@ -14,14 +14,16 @@ import tiny
 import tiny_dflash
 from tiny_dflash import CASES
 
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Finished, Warned
+from luce.decode.request import Request
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
 from luce.files.tokenizer import Tokenizer
 from luce.native import Drafts, File, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import Sampling
-from luce.planning.plan import Options, Request
+from luce.planning.opened import Files
+from luce.planning.plan import Options
 
 SAMPLINGS = {
     "greedy": Sampling(),

@@ -16,15 +16,17 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.cli.command import BOX
 from luce.cli.commands import cli
+from luce.data import BOX
 from luce.decode import engine
 from luce.decode.events import Finished
+from luce.decode.request import Request
 from luce.errors import ArgumentError, StateError
 from luce.native import File, Library, Model, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import Cost, EngineParams, Memory, Sampling
-from luce.planning.plan import Options, Request
+from luce.planning import opened as opened_files
+from luce.planning.plan import Options
 from luce.speculate.acceptance import Coverage, Known
 from luce.speculate.costs import Costs
 from luce.speculate.drafting import Drafter, Limits, Round
@@ -98,9 +100,9 @@ def test_an_engine_without_a_part_has_no_such_source(model: Model) -> None:
 
 
 def test_a_draft_among_a_part_has_a_cost_of_its_own(sequence: Timeline, model: Model) -> None:
-    costs = sequence.engine.costs()
+    costs = Costs(sequence.engine.costs())
     assert costs.draft(1) > 0 and costs.draft(1, part=True) > 0
-    assert drive.open_engine(model, n_ctx=64, n_rows=4, n_draft=2).costs().draft(1, part=True) == 0
+    assert Costs(drive.open_engine(model, n_ctx=64, n_rows=4, n_draft=2).costs()).draft(1, part=True) == 0
 
 
 @pytest.mark.parametrize("large", [True, False])
@@ -108,7 +110,7 @@ def test_auto_drafts_among_a_part_of_a_large_vocabulary(
     device: str, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     """It does so on every device, and the tokens are those of plain decoding."""
-    monkeypatch.setattr(engine, "PART", 1024 if large else 4096)  # The box has 4096 tokens.
+    monkeypatch.setattr(opened_files, "PART", 1024 if large else 4096)  # The box has 4096 tokens.
     tokens = {}
     for spec in ("off", "auto"):
         options = Options(ctx=256, threads=1, spec=spec, device=device)
@@ -128,7 +130,7 @@ def test_the_memory_of_a_plan_is_that_of_the_engine_which_auto_opens(
     device: str, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     """It counts what the part takes, and where auto keeps no next best candidates, it counts none."""
-    monkeypatch.setattr(engine, "PART", 1024)
+    monkeypatch.setattr(opened_files, "PART", 1024)
     asked: list[EngineParams] = []
     real = File.plan_memory
 

@@ -9,12 +9,14 @@ import tiny
 from box_model import GGUF, PROMPTS
 
 from luce import native as _native
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Failed, Finished, Started, Tokens
+from luce.decode.request import Request
 from luce.errors import Cancelled, ContextFull, NumericError, OutOfMemory, StateError, UnsupportedError
 from luce.native import File
 from luce.native.structs import Cost, Sampling
-from luce.planning.plan import MAX_GAMMA, Options, Request
+from luce.planning.opened import Files
+from luce.planning.plan import MAX_GAMMA, Options
 from luce.speculate.costs import NO_TIME, Costs, Host, Hosts
 
 ROOT = Path(__file__).parent.parent
@@ -62,8 +64,8 @@ def test_costs_are_of_all_widths_that_a_round_may_have(files):
 @pytest.mark.parametrize(("dear", "mode"), [(3.0, "plain"), (1.05, "auto")])
 def test_auto_is_plain_where_no_draft_can_pay(files, monkeypatch, dear, mode):
     """A plain engine keeps no head's caches, so it is opened without where steps of two rows are too dear."""
-    costs = Costs([Cost(1, 0, 1.0), Cost(2, 0, dear), Cost(1, 1, 0.1)])
-    monkeypatch.setattr(_native.Engine, "costs", lambda self: costs)
+    steps = [Cost(1, 0, 1.0), Cost(2, 0, dear), Cost(1, 1, 0.1)]
+    monkeypatch.setattr(_native.Engine, "costs", lambda self: steps)
     with Engine.open(files, Options(spec="auto", ctx=512)) as engine:
         assert engine.plan.draft.mode == mode
         assert engine.info.n_draft == (0 if mode == "plain" else MAX_GAMMA)
@@ -220,7 +222,7 @@ def test_engines_of_one_loaded_model_are_opened_alike(files):
 
 
 def test_every_engine_is_opened_through_engine_open():
-    """Only luce/decode/engine.py loads weights and makes engines for the package."""
+    """One place of the package loads weights, and one makes engines."""
     calls = set()
     for path in (path for folder in ("luce", "bench") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -228,4 +230,4 @@ def test_every_engine_is_opened_through_engine_open():
             name = getattr(called, "id", getattr(called, "attr", ""))
             if name == "Engine" or (name == "Model" and path.is_relative_to(ROOT / "luce")):
                 calls.add((name, path.relative_to(ROOT).as_posix()))
-    assert calls == {("Engine", "luce/decode/engine.py"), ("Model", "luce/decode/engine.py")}
+    assert calls == {("Engine", "luce/decode/engine.py"), ("Model", "luce/planning/opened.py")}

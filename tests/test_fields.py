@@ -9,7 +9,7 @@ import make_field_page
 import pytest
 from serving import serving, settings, until
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.server import models
 from luce.server.api import fields, openai
 from luce.server.api.fields import (

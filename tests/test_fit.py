@@ -6,10 +6,11 @@ import json
 import pytest
 import tiny
 
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.errors import ArgumentError
 from luce.native.structs import Memory
 from luce.planning.memory import _largest, fits
+from luce.planning.opened import Files
 from luce.planning.plan import AUTO_BUDGET, Options
 
 CONFIG = tiny.Config(n_nextn=1, n_ctx=8192)

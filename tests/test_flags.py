@@ -4,9 +4,9 @@ usage error that names it where it would be of none."""
 import click
 import pytest
 
-from luce.cli.command import BOX
 from luce.cli.commands import cli
 from luce.cli.options import idle_threads
+from luce.data import BOX
 from luce.native.structs import Device
 
 DRAFTER = BOX.with_name("box-dflash.gguf")  # It is a file that luce cannot run alone.

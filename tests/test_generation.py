@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from luce.decode.events import Failed, Finished, Prefilled, Started, State, Tokens, Warned
 from luce.decode.loop import Loop
+from luce.decode.request import Request
 from luce.errors import ArgumentError, ContextFull, InternalError, NumericError
 from luce.native.structs import Sampling
-from luce.planning.plan import Request
 from luce.speculate.drafting import Draft, Round
 
 

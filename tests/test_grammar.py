@@ -8,11 +8,13 @@ import jsonschema
 import pytest
 from box_model import GGUF, PROMPTS
 
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Finished
+from luce.decode.request import Request
 from luce.errors import ArgumentError, UnsupportedError
 from luce.native.structs import Penalties, Sampling
-from luce.planning.plan import Options, Request
+from luce.planning.opened import Files
+from luce.planning.plan import Options
 from luce.text.grammar import Grammars
 
 RECORD = {

@@ -11,9 +11,9 @@ from command_line import one_line
 
 import luce
 from luce.__main__ import ROOM
-from luce.cli.command import BOX
-from luce.files.metadata import Metadata
+from luce.data import BOX
 from luce.files.tokenizer import Tokenizer
+from luce.native.metadata import Metadata
 
 CONFIG = tiny.Config()
 PACKAGE = os.path.dirname(os.path.dirname(luce.__file__))
@@ -215,7 +215,7 @@ def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
     def lacks(*args, **options):
         raise MemoryError
 
-    for place in ("luce.decode.engine.Tokenizer", "luce.decode.engine.Loop", "luce.cli.commands.probe"):
+    for place in ("luce.planning.opened.Tokenizer", "luce.decode.engine.Loop", "luce.cli.commands.probe"):
         with monkeypatch.context() as patched:
             patched.setattr(place, lacks)
             result = luce_(*(("probe-gguf", "{}") if "cli" in place else ("generate", "--gguf", "{}", "x")))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from luce.decode.events import Failed, Finished, Prefilled, State, Tokens, Warned
 from luce.decode.loop import MAX_ROWS, Loop
+from luce.decode.request import Request
 from luce.errors import ArgumentError, ContextFull, DeviceError, InternalError, NumericError
-from luce.planning.plan import Request
 from luce.speculate.drafting import Draft, Round
 
 PROMPTS = tuple(bytes([65 + at]) * (3 * at + 1) for at in range(8))

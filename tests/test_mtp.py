@@ -26,12 +26,13 @@ from luce.bench.oracle_tokenizer import MERGES, vocabulary
 from luce.decode.events import Finished, Warned
 from luce.decode.generation import Generation
 from luce.decode.loop import Loop
+from luce.decode.request import Request
 from luce.errors import NumericError
 from luce.files.tokenizer import Tokenizer
 from luce.native import Checkpoint, File, Library, Model, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import Cost, Sampling
-from luce.planning.plan import MAX_GAMMA, Request
+from luce.planning.plan import MAX_GAMMA
 from luce.speculate.costs import Costs
 from luce.speculate.drafting import Drafter, DraftSource, Fixed
 from luce.speculate.runner import Runner

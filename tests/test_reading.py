@@ -14,15 +14,17 @@ import ref
 import tiny
 from serving import serving, settings
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.decode import reading
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Embedded, Failed, Finished, Prefilled, Scored, Started, Tokens
 from luce.decode.loop import Loop
+from luce.decode.request import Request
 from luce.errors import ArgumentError, StateError
 from luce.native import Rows
 from luce.native.structs import Sampling
-from luce.planning.plan import Options, Request
+from luce.planning.opened import Files
+from luce.planning.plan import Options
 
 CASES = ("base", "tied-s16", "experts", "pattern")
 GOLDENS = Path(__file__).parent / "goldens"

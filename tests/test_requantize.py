@@ -12,7 +12,7 @@ import pytest
 import test_convert_dflash as dflash
 import tiny
 
-from luce.cli.command import BOX
+from luce.data import BOX
 
 target = dflash.target
 save, convert = dflash.save, dflash.convert

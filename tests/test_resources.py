@@ -27,6 +27,7 @@ import luce
 from luce.errors import DeviceError, NumericError
 from luce.native import File, Library, Model, Rows
 from luce.native.structs import EngineParams
+from luce.speculate.costs import Costs
 
 # ---- seconds
 
@@ -50,10 +51,10 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     n[0] = 1
     native.check(lib.luce_engine_costs(engine.handle, listed, n))
     assert n[0] == 1
-    assert engine.costs().verify(20) > 0 and engine.costs().draft(2) > 0
-    assert engine.costs().feed(5) > 0 and engine.costs().feed(0) == 0
+    assert Costs(engine.costs()).verify(20) > 0 and Costs(engine.costs()).draft(2) > 0
+    assert Costs(engine.costs()).feed(5) > 0 and Costs(engine.costs()).feed(0) == 0
     plain = drive.open_engine(model, n_ctx=64, n_rows=1)
-    assert plain.costs().draft(1) == plain.costs().feed(1) == 0 and plain.costs().verify(1) > 0
+    assert Costs(plain.costs()).draft(1) == Costs(plain.costs()).feed(1) == 0 and Costs(plain.costs()).verify(1) > 0
 
 
 # ---- the process: its environment, and its end

@@ -16,7 +16,8 @@ import pytest
 import tiny
 
 from luce.bench import oracle_tokenizer
-from luce.cli.command import BOX, IMPORTS, ROOM
+from luce.cli.command import IMPORTS, ROOM
+from luce.data import BOX
 from luce.errors import UnsupportedError
 from luce.files.bpe import BYTE_SYMBOLS
 from luce.files.tokenizer import Tokenizer

@@ -4,13 +4,14 @@ rounds really take there is what auto counts, and it keeps its promise where no 
 import pytest
 from fake_core import PROMPT, TOKENIZER, FakeEngine, drive, generation, hashed
 
+from luce.decode.request import Request
+from luce.decode.rounds import timed
 from luce.native import Source
 from luce.native.structs import Cost
-from luce.planning.plan import AUTO_BUDGET, Request
+from luce.planning.plan import AUTO_BUDGET
 from luce.speculate.acceptance import Known
 from luce.speculate.costs import NO_TIME, Costs, Host, Hosts
 from luce.speculate.drafting import Drafter, Fixed, Round
-from luce.speculate.rounds import timed
 from luce.speculate.runner import Runner, plain_round
 
 TOKENS = 256
@@ -27,7 +28,7 @@ class Device(FakeEngine):
         self.steps, self.chain, self.feeds = steps, draft, feeds
         self.launch, self.notice, self.host = launch, notice, host
         self.apart = launch + notice  # A step that follows no other takes so much more.
-        self.right = self.costs()
+        self.right = Costs(self.costs())
         self.free = 0.0  # The device has done all at this time.
         self.ends, self.owed = [], 0
 
@@ -37,11 +38,11 @@ class Device(FakeEngine):
 
     def costs(self):
         """Returns what a step takes alone, as a core measures it at the opening."""
-        return Costs([
+        return [
             *(Cost(rows, 0, self.apart + seconds) for rows, seconds in self.steps.items()),
             Cost(1, 1, self.chain),
             *(Cost(rows, 4, seconds) for rows, seconds in self.feeds.items()),
-        ])  # fmt: skip
+        ]  # fmt: skip
 
     def called(self, verb, detail=None):
         super().called(verb, detail)
@@ -106,7 +107,7 @@ def auto_of(device, costs, known, hosts=NO_TIME):
 
 def timed_of(device):
     """Returns what steps of the device cost and what rounds take beside them, as an engine has it."""
-    return timed(device, TOKENIZER, auto_of(device, device.costs(), Known()), device.clock)
+    return timed(device, TOKENIZER, auto_of(device, Costs(device.costs()), Known()), device.clock)
 
 
 def decode(device, source=None, prompt=PROMPT):
@@ -175,7 +176,7 @@ def test_the_part_of_the_host_is_what_rounds_take(name):
     device, sizes = Device(**DEVICES[name]), DEVICES[name]
     costs, hosts = timed_of(device)
     assert hosts.of(1) == pytest.approx((sizes["host"], -sizes["launch"] - sizes["notice"]))
-    assert costs.verify(1) == device.costs().verify(1) and not device.open
+    assert costs.verify(1) == Costs(device.costs()).verify(1) and not device.open
 
 
 def test_a_text_whose_rounds_cannot_be_begun_ahead_loses_nothing_by_that():
@@ -224,11 +225,11 @@ def test_a_step_that_was_timed_too_dear_costs_as_much_as_a_round(dearer, monkeyp
     """Else plain rounds that are not begun ahead would be held for as dear, and so would lost ones."""
     device, sizes = Device(**DEVICES["27b"]), DEVICES["27b"]
     steps = [Cost(rows, 0, device.right.verify(rows) + dearer) for rows in sizes["steps"]]
-    monkeypatch.setattr(device, "costs", lambda: Costs(steps))
+    monkeypatch.setattr(device, "costs", lambda: steps)
     costs, hosts = timed_of(device)
     apart = sizes["launch"] + sizes["notice"] + sizes["host"]
     assert costs.verify(1) == pytest.approx(sizes["steps"][1] + apart)
-    assert costs.verify(2) == device.costs().verify(2) > costs.verify(1)
+    assert costs.verify(2) == Costs(device.costs()).verify(2) > costs.verify(1)
     assert hosts.of(1) == pytest.approx((0.0, -apart)) and isinstance(hosts.of(1), Host)
 
 
@@ -236,7 +237,7 @@ def test_a_step_of_several_that_was_timed_too_dear_costs_as_much_as_their_round(
     """Then narrower steps cost no more than it, and wider ones no more than several of it."""
     device, sizes = Device(**DEVICES["27b"], n_sequences=4), DEVICES["27b"]
     steps = [Cost(rows, 0, 3 * device.right.verify(rows)) for rows in sizes["steps"]]
-    monkeypatch.setattr(device, "costs", lambda: Costs(steps))
+    monkeypatch.setattr(device, "costs", lambda: steps)
     costs, hosts = timed_of(device)
     undisturbed, beside = timed_of(Device(**sizes, n_sequences=4))
     assert costs.verify(4) == pytest.approx(undisturbed.verify(4) + beside.of(4).between)

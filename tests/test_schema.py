@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.errors import ArgumentError
-from luce.server.ask import Tool
 from luce.text.call_grammar import call_grammar
 from luce.text.schema import SchemaError, translated
 from luce.text.structured import JsonSchema, grammar_of
+from luce.text.tool import Tool
 
 CLIENTS = json.loads((Path(__file__).parent / "goldens" / "client_schemas.json").read_text())
 OBJECT = {"type": "object"}

@@ -12,12 +12,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import HANG_S, Gate, serving, settings, until
 
-from luce.cli.command import BOX
-from luce.decode.engine import Engine, Files
+from luce.data import BOX
+from luce.decode.engine import Engine
 from luce.decode.loop import Loop
+from luce.decode.request import Request
 from luce.native import Sequence
 from luce.native.structs import Sampling
-from luce.planning.plan import Options, Request
+from luce.planning.opened import Files
+from luce.planning.plan import Options
 from luce.prompts.cache import PrefixCache
 from luce.server import answer
 

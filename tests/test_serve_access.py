@@ -5,7 +5,7 @@ import json
 import pytest
 from serving import serving
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.server.access import LOOPBACK, Access
 
 KEYS = ("secret", "other")

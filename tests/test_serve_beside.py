@@ -9,7 +9,7 @@ import httpx
 import pytest
 from serving import HANG_S, Gate, serving, settings, until
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.files.template_process import Renderer
 from luce.files.tokenizer import Tokenizer
 from luce.server import body, lanes, models

@@ -12,13 +12,13 @@ import random
 import pytest
 from test_serve_sdk import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCHEMA, SYSTEM, TOOL
 
-from luce.cli.command import BOX
+from luce.data import BOX
+from luce.decode.request import Request
 from luce.errors import LuceError
 from luce.files.template import ChatTemplate
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
 from luce.native.structs import Penalties, Sampling
-from luce.planning.plan import Request
 from luce.server.api import anthropic, ollama, openai, responses
 from luce.server.ask import Refused, ordered
 from luce.server.body import read

@@ -22,7 +22,7 @@ from saved_bytes import ARITHMETIC, BUILD, changed
 from serving import HANG_S, Gate, serving, until
 from serving import settings as serve_settings
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.errors import FileError, OutOfMemory
 from luce.files.tokenizer import Tokenizer
 from luce.native import Checkpoint, Engine, File

@@ -8,7 +8,7 @@ import openai
 import pytest
 from serving import serving
 
-from luce.cli.command import BOX
+from luce.data import BOX
 
 PATH = 'notes/ä "b".txt, or whichever name the other one has by now'
 SCHEMA = {

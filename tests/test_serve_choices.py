@@ -7,7 +7,7 @@ import pytest
 from serving import serving, settings, until
 from test_fields import streamed
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.decode.events import Failed, State
 from luce.errors import DeviceError
 from luce.server.answer import Answer

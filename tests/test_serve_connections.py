@@ -12,7 +12,7 @@ import uvicorn
 from serving import HANG_S, serving, settings, until
 from uvicorn.server import ServerState
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.errors import OutOfMemory
 from luce.server import app, connection
 from luce.server.connection import BODY_S, HEAD_S, KEEP_ALIVE_S, LINGER_S, STALL_S, connections_of

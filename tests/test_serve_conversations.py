@@ -7,7 +7,7 @@ import pytest
 from serving import serving, settings, until
 from test_conversations import CALL, GEMMA, QWEN
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.files.template import ChatTemplate
 from luce.server import models
 from luce.server.models import Served

@@ -15,7 +15,7 @@ import pydantic
 import pytest
 from serving import HANG_S, serving, settings
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
 

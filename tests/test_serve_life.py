@@ -15,7 +15,7 @@ import pytest
 from serving import HANG_S, Gate, serving, settings, until
 
 import luce
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.decode.engine import Engine
 from luce.decode.loop import Loop
 from luce.errors import DeviceError
@@ -155,7 +155,7 @@ def test_a_device_that_failed_is_told_until_it_works_again(native, monkeypatch):
 
 PROGRAM = """
 import sys, time
-from luce.decode.engine import Files
+from luce.planning.opened import Files
 from luce.errors import Cancelled
 from luce.server.models import Served
 from luce.cli.commands import main

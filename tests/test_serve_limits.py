@@ -12,7 +12,8 @@ import pytest
 import tiny
 from serving import HANG_S, serving, settings, until
 
-from luce.cli.command import BOX, installing
+from luce.cli.command import installing
+from luce.data import BOX
 from luce.decode.loop import MAX_ROWS
 from luce.errors import FileError
 from luce.files.tokenizer import Tokenizer
@@ -163,11 +164,11 @@ def test_a_file_of_odd_sampling_is_one_line(command, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["uvicorn", "starlette", "prometheus_client"])
-def test_without_its_extra_the_command_says_what_to_install(missing):
+def test_without_its_extra_the_command_says_what_to_install(missing, tmp_path):
     """Its help needs no extra. A process of its own has imported none of them yet."""
     program = f"import sys; sys.modules[{missing!r}] = None; from luce.cli.commands import main; main()"
     said = f"Error: luce serve needs the package {missing}: {installing('serve')}\n"
     for words, expected in (["--help"], (0, "")), ([], (1, said)):
         command = [sys.executable, "-c", program, "serve", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
         assert (done.returncode, done.stderr) == expected

@@ -4,7 +4,7 @@ import pytest
 from serve_load import Load, cases
 from serving import CHUNK, serving, settings, until
 
-from luce.cli.command import BOX
+from luce.data import BOX
 
 
 @pytest.mark.long

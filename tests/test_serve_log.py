@@ -9,7 +9,7 @@ from http.client import HTTPConnection
 import pytest
 from serving import HANG_S, serving, settings, until
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.decode.engine import Engine
 from luce.server import app, body
 from luce.server.cli import logging_to

@@ -7,7 +7,7 @@ import re
 import pytest
 from serving import serving
 
-from luce.cli.command import BOX
+from luce.data import BOX
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
 

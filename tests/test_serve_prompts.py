@@ -8,7 +8,7 @@ import pytest
 import scripted_model
 from serving import serving, settings
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.errors import UnsupportedError
 from luce.files.tokenizer import Tokenizer
 from luce.native import File

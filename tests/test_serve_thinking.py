@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 from serving import serving, settings
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.files.template import ChatTemplate
 from luce.files.tokenizer import Tokenizer
 from luce.native import File

@@ -16,10 +16,11 @@ from luce.bench.serve import Answered
 from luce.bench.serve import conversation as conversation_of_bench
 from luce.decode.engine import Engine
 from luce.decode.events import Failed, Finished
+from luce.decode.request import Request
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
 from luce.native.structs import PAGE
-from luce.planning.plan import Options, Request
+from luce.planning.plan import Options
 from luce.prompts.cache import PrefixCache
 from luce.prompts.turns import LOST, Turns
 from luce.server.scheduler import Job, Scheduler

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import shared_noise
 
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
+from luce.decode.request import Request
 from luce.native.structs import Sampling
-from luce.planning.plan import Options, Request
+from luce.planning.opened import Files
+from luce.planning.plan import Options
 
 
 def test_drafts_on_a_given_text_are_right_where_they_were_when_it_was_written(device: str) -> None:

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from luce.decode.events import Finished, Warned
 from luce.decode.generation import Generation
 from luce.decode.loop import Loop
+from luce.decode.request import Request
 from luce.native import Source
 from luce.native.structs import Cost, Sampling
-from luce.planning.plan import Request
 from luce.speculate.costs import Costs
 from luce.speculate.drafting import NOTHING, Draft, Drafter, Fixed, TextLookup
 from luce.speculate.runner import Runner

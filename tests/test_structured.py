@@ -8,7 +8,6 @@ import pytest
 from grammar_walks import accepts, walk
 
 from luce.errors import ArgumentError
-from luce.server.ask import Tool
 from luce.text.call_grammar import call_grammar
 from luce.text.structured import (
     ANY_OBJECT,
@@ -22,6 +21,7 @@ from luce.text.structured import (
     grammar_of,
     opens_objects,
 )
+from luce.text.tool import Tool
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}
 HELD = JsonSchema(SCHEMA)

@@ -15,7 +15,7 @@ from fake_core import EOS, N_VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.files.bpe import SPLITS
 from luce.files.tokenizer import _PIECE, Detokenizer, StopStrings, Tokenizer

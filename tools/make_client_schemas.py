@@ -7,6 +7,7 @@ send as response formats and as parameters of tools.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import decimal
 import enum
@@ -15,7 +16,6 @@ import json
 import pathlib
 import re
 import subprocess
-import sys
 import typing
 import uuid
 
@@ -142,7 +142,9 @@ MODELS = (Node, Tree, Discriminated, Formats, Numbers, Strings, Collections, For
 
 
 def main() -> None:
-    folder = pathlib.Path(sys.argv[1]).resolve()
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("folder", metavar="FOLDER", type=pathlib.Path, help="npm's packages are kept here")
+    folder = arguments.parse_args().folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "node_modules" / "zod").is_dir():
         subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", folder, "zod"], check=True)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from luce.bench.run import WARM_UP_TOKENS, Case, Mode, Settings, mode_plan
 from luce.bench.summary import five_digits
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Event, Failed, Tokens
 from luce.decode.loop import Loop
+from luce.decode.request import Request
 from luce.errors import ArgumentError
-from luce.planning.plan import Request
+from luce.planning.opened import Files
 from luce.speculate.drafting import Round
 
 TIMING = (

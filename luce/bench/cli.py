@@ -30,12 +30,14 @@ from luce.bench.report import Measured, Report
 from luce.bench.run import Case, Record
 from luce.bench.serve_cli import serve_bench
 from luce.bench.summary import summarise
-from luce.cli.command import BOX, MAX_U32, CtrlC, FilePath, Finite, Listed
+from luce.cli.command import MAX_U32, CtrlC, FilePath, Finite, Listed
 from luce.cli.options import EXPERTS, HEAD, MODEL, RUN, given, options, sampling
 from luce.cli.terminal import Display
-from luce.decode.engine import Engine, Files
+from luce.data import BOX
+from luce.decode.engine import Engine
 from luce.decode.loop import MAX_ROWS
 from luce.errors import ArgumentError, LuceError
+from luce.planning.opened import Files
 from luce.planning.plan import MAX_GAMMA
 
 SWEEP_CONTEXTS = (0, 4096, 32768)  # Of these, the contexts are taken that the model was trained for.

@@ -12,11 +12,12 @@ from luce.bench.flags import require
 from luce.bench.report import Measured, Report
 from luce.bench.run import Bench, Case, Record, Settings, with_drafters, with_temperatures
 from luce.bench.summary import TIMING, summarise
-from luce.cli.command import BOX, BOX_DRAFTER, CtrlC
+from luce.cli.command import CtrlC
 from luce.cli.options import sampling_of
 from luce.cli.terminal import Display
-from luce.decode.engine import Files
+from luce.data import BOX, BOX_DRAFTER
 from luce.errors import LuceError
+from luce.planning.opened import Files
 
 Stopped = Callable[[], bool]
 # This returns more arguments of summarise().

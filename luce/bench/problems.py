@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from luce.decode.engine import Files
 from luce.errors import ArgumentError, FileError, UnsupportedError, about
+from luce.planning.opened import Files
 from luce.text.prompt import chat_template, prompt_ids
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")

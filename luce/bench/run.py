@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Failed, Finished
+from luce.decode.request import Request
 from luce.decode.stats import Stats
 from luce.errors import ArgumentError, ContextFull
 from luce.native.structs import Sampling
-from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, Options, Plain, Plan, Request
+from luce.planning.opened import Files
+from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, Options, Plain, Plan
 
 PLAIN = "plain"
 WARM_UP_TOKENS = 32

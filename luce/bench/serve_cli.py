@@ -10,12 +10,13 @@ from luce import native as _native
 from luce.bench.flags import DRAFT_OPTION, MODEL_OPTIONS, OUTPUT_OPTIONS, numbers, require
 from luce.bench.report import Measured, Report
 from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
-from luce.cli.command import BOX, MAX_U32
+from luce.cli.command import MAX_U32
 from luce.cli.options import RUN, given, options
 from luce.cli.terminal import Display
-from luce.decode.engine import Files
+from luce.data import BOX
 from luce.errors import ArgumentError, about
 from luce.files.tokenizer import Tokenizer
+from luce.planning.opened import Files
 from luce.planning.plan import SPECS, Options, require_supported
 
 # These modes read the files that the flags name.

@@ -19,22 +19,25 @@ from luce.cli.options import (
     MODEL,
     RUN,
     drafter_of,
+    hf_option,
     idle_sampling,
     idle_thinking,
     idle_threads,
     misplaced,
+    model_path,
     options,
     options_of,
     sampling,
     sampling_of,
 )
 from luce.cli.terminal import Display
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Failed, Finished, Tokens
+from luce.decode.request import Request
 from luce.errors import ContextFull, LuceError, OutputError, about
-from luce.files.hub import hf_option, model_path
 from luce.files.tokenizer import NFC_SHRINKS
-from luce.planning.plan import Request, require_supported
+from luce.planning.opened import Files
+from luce.planning.plan import require_supported
 from luce.prompts.cache import PrefixCache
 from luce.text.parser import END_THINK, THINK, Parser
 from luce.text.pieces import Reasoning, Text

@@ -53,9 +53,6 @@ REMEDIES = {  # They say in words of the command line what helps, by LuceError.c
 EXTRAS = ("grammar", "hub", "plot", "serve")  # What an error concerns may be one of pyproject.toml's extras.
 # Writing to a stream fails with these.
 WRITING = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-# The box is a small model that writes Python.
-BOX = Path(__file__).resolve().parent.parent / "data" / "box.gguf"
-BOX_DRAFTER = BOX.with_name("box-dflash.gguf")
 
 
 class Interrupted(click.ClickException):

@@ -26,10 +26,12 @@ from luce.cli.options import (
     QUIET,
     RUN,
     drafter_of,
+    hf_option,
     idle_sampling,
     idle_thinking,
     idle_threads,
     misplaced,
+    model_path,
     options,
     options_of,
     sampling,
@@ -38,13 +40,14 @@ from luce.cli.options import (
 from luce.cli.sampling_options import CHOICES, grammar_of, penalties_of
 from luce.cli.terminal import Display, devices_text, facts_text, printable, tensors_text
 from luce.cli.writer import Writer
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
+from luce.decode.request import Request
 from luce.errors import ContextFull, FileError, LuceError, about
-from luce.files.hub import hf_option, model_path
 from luce.files.probe import probe
 from luce.files.tokenizer import NFC_SHRINKS
 from luce.planning.memory import fits
-from luce.planning.plan import Options, Request, require_supported
+from luce.planning.opened import Files
+from luce.planning.plan import Options, require_supported
 
 
 @click.group(

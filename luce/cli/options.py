@@ -13,8 +13,10 @@ import click
 from click.core import ParameterSource
 
 from luce import native as _native
-from luce.cli.command import BOX, BOX_DRAFTER, FilePath, Finite
+from luce.cli.command import FilePath, Finite
+from luce.data import BOX, BOX_DRAFTER
 from luce.errors import LuceError
+from luce.files.hub import fetch
 from luce.native.structs import Sampling
 from luce.planning.plan import DEFAULT_BUDGET, DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
 
@@ -33,6 +35,26 @@ def options(*groups: tuple[Option, ...]) -> Option:
 
 
 # ---- which model, and where
+
+hf_option = click.option(
+    "--hf",
+    metavar="REPO[:TYPE|FILE]",
+    help="Take the GGUF from this repository of the hub, of a type like Q4_K_M or by its name; it is "
+    "downloaded once. This needs luce[hub].",
+)
+
+
+def fetched(hf: str) -> Path:
+    """Returns the hub's file, with a warning on stderr where only the cache has it."""
+    return fetch(hf, warn=lambda line: click.echo(f"Warning: {line}", err=True))
+
+
+def model_path(gguf: Path | None, hf: str | None) -> Path:
+    """Returns the model that was asked for, be it by its path or by its place in the hub; else the one in
+    the box."""
+    if gguf is not None and hf is not None:
+        raise click.UsageError("a path and --hf: give one of them")
+    return fetched(hf) if hf is not None else gguf or BOX
 
 
 def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+from luce.decode.request import Request
 from luce.native import IntArray, Sequence
 from luce.native.structs import Logprobs
-from luce.planning.plan import Request
 from luce.text.grammar import Matcher
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 from luce import native as _native
@@ -14,14 +14,14 @@ from luce.decode.events import Event, Failed, State
 from luce.decode.generation import Generation, Prefixes
 from luce.decode.loop import Loop
 from luce.decode.reading import Reading
-from luce.errors import LuceError, about
-from luce.files.probe import Facts, probe
+from luce.decode.request import Request
+from luce.decode.rounds import timed
+from luce.errors import LuceError
 from luce.files.tokenizer import Tokenizer
-from luce.native import File, Model, Progress, Source
-from luce.native.structs import EngineInfo, EngineParams, Memory
-from luce.planning import cpus
+from luce.native import Model, Progress, Source
+from luce.native.structs import EngineInfo
+from luce.planning.opened import Files, params_of
 from luce.planning.plan import (
-    PART,
     Auto,
     Dflash,
     Drafting,
@@ -30,112 +30,11 @@ from luce.planning.plan import (
     Options,
     Plain,
     Plan,
-    Request,
-    plan,
-    smaller,
-    trunk_layers,
-    with_room,
 )
 from luce.speculate.acceptance import Known
-from luce.speculate.costs import NO_TIME
+from luce.speculate.costs import NO_TIME, Costs
 from luce.speculate.drafting import Drafter, DraftSource, Fixed, TextLookup
-from luce.speculate.rounds import timed
 from luce.speculate.runner import Runner, chain_can_pay, lookup_can_pay
-
-
-class Files:
-    """These are the opened files of a model: its GGUF, another one that the NextN head is taken from, and one
-    that holds a DFlash drafter. It is a context manager. Nothing is loaded yet; raises what opening the files
-    raises. `device` is where they are to run; with None a plan decides."""
-
-    def __init__(
-        self,
-        path: str | Path,
-        head: str | Path | None = None,
-        device: str | None = None,
-        drafter: str | Path | None = None,
-    ):
-        self.device = device
-        with ExitStack() as opened:
-            self.file = opened.enter_context(File(path))
-            self.head = opened.enter_context(File(head)) if head is not None else None
-            self.drafter = opened.enter_context(File(drafter)) if drafter is not None else None
-            self._opened = opened.pop_all()
-
-    @cached_property
-    def facts(self) -> Facts:
-        with about(self.file.path):
-            return probe(self.file, device=self.device or "auto")
-
-    @property
-    def warnings(self) -> list[str]:
-        """Returns what whoever runs these files should be told."""
-        said = self.facts.warnings if self.head is None else []
-        return [f"{self.file.path}: {line}" for line in said]
-
-    @cached_property
-    def head_facts(self) -> Facts | None:
-        if self.head is None:
-            return None
-        with about(self.head.path):
-            return probe(self.head, device=self.device or "auto")
-
-    @cached_property
-    def drafter_facts(self) -> tuple[str, Facts] | None:
-        """Returns the path of the drafter's file, and the facts of it."""
-        if self.drafter is None:
-            return None
-        with about(self.drafter.path):
-            return str(self.drafter.path), probe(self.drafter, device=self.device or "auto")
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        with about(self.file.path):
-            return Tokenizer(self.file.kv)
-
-    def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
-        """Returns the plan of these files on their device. Where auto would draft and lacks the memory for
-        it, the plan is a smaller one."""
-        options = replace(options, device=self.device)
-        chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
-        if options.cpu_experts == "auto":
-            chosen = with_room(chosen, trunk_layers(self.facts), self.memory)
-        while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
-            chosen = less
-        return chosen
-
-    def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
-        """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
-        device = chosen.device
-        if device == "auto":
-            device = _native.default().devices()[0].name
-        params = _params(chosen, device, self.facts.vocab_size or 0)
-        params = params if ctx is None else replace(params, n_ctx=ctx)
-        head, drafter = self._drafters([chosen])
-        return self.file.plan_memory(chosen.device, params, head, drafter, chosen.cpu_experts)
-
-    def load(self, plans: Collection[Plan], progress: Progress | None = None) -> Model:
-        """Loads the weights onto the device for engines of these plans, which share them: with the drafters
-        that any plan names, and with the most experts in host memory. Raises what the core raises and then
-        leaves nothing open: FileError where a drafter does not fit, OutOfMemory, Cancelled (from `progress`),
-        DeviceError and others."""
-        cpu_experts = max(each.cpu_experts for each in plans)
-        return Model(self.file, self.device or "auto", progress, *self._drafters(plans), cpu_experts)
-
-    def _drafters(self, plans: Collection[Plan]) -> tuple[File | None, File | None]:
-        """Returns the files of the NextN head and of the DFlash drafter, where a plan names them."""
-        head = (self.head or self.file) if any(each.drafts for each in plans) else None
-        return head, self.drafter if any(each.blocks for each in plans) else None
-
-    def close(self) -> None:
-        """Unmaps the files; a second call does nothing."""
-        self._opened.close()
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Engine:
@@ -146,15 +45,15 @@ class Engine:
     def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool):
         self.model, self.tokenizer = model, tokenizer
         self._loops: list[Loop] = []
-        native = _native.Engine(model, _params(chosen, model.info.device, model.info.n_vocab))
+        native = _native.Engine(model, params_of(chosen, model.info.device, model.info.n_vocab))
         if isinstance(chosen.draft, Auto) and not keep_drafters:
             paying = _paying(chosen, native)
             if (paying.drafts, paying.blocks) != (chosen.drafts, chosen.blocks):
                 native.close()  # Without a drafter, steps need not keep its caches up to date.
-                native = _native.Engine(model, _params(paying, model.info.device, model.info.n_vocab))
+                native = _native.Engine(model, params_of(paying, model.info.device, model.info.n_vocab))
             chosen = paying
         self.plan, self.native = chosen, native
-        self.info, self.costs = native.info, native.costs()
+        self.info, self.costs = native.info, Costs(native.costs())
         self._known, self.hosts = Known(), NO_TIME
         with ExitStack() as opened:
             opened.enter_context(native)
@@ -292,24 +191,10 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
 
 
-def _params(chosen: Plan, device: str, n_vocab: int) -> EngineParams:
-    """Returns how the core opens the engine on a device, of a model with so many tokens. On a CPU a row costs
-    too much to be spent on a next best candidate, so auto keeps none there. Its head drafts among a part of a
-    large vocabulary too."""
-    if not isinstance(chosen.draft, Auto):
-        return chosen.params
-    kind, large = device.partition(":")[0], n_vocab >= 2 * PART
-    return replace(
-        chosen.params,
-        n_top=0 if kind == "cpu" else chosen.params.n_top,
-        n_part=PART if chosen.draft.gamma and large else 0,
-    )
-
-
 def _paying(chosen: Plan, native: _native.Engine) -> Plan:
     """Returns `chosen` without the draft sources that cannot pay by what steps cost."""
     assert isinstance(chosen.draft, Auto)
-    costs, draft = native.costs(), chosen.draft
+    costs, draft = Costs(native.costs()), chosen.draft
     with native.sequence() as sequence:
         paying = {d.name for d in _drafters(draft, sequence, native.info) if chain_can_pay(costs, [d])}
     paying = {"mtp" if name == "mtp-part" else name for name in paying}

@@ -29,13 +29,13 @@ from typing import Any, Protocol
 
 from luce.decode.choosing import Chooser
 from luce.decode.events import Event, Failed, Finished, Item, Prefilled, Started, State, Tokens, Warned
+from luce.decode.request import Request
 from luce.decode.stats import Tally
 from luce.decode.wants import WANTS, Chunk, Share, Turn, Want
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
 from luce.files.tokenizer import Detokenizer, StopStrings, Tokenizer
 from luce.native import Drafts, Rows, Sequence
 from luce.native.structs import Logprobs
-from luce.planning.plan import Request
 from luce.speculate.drafting import NOTHING, Draft, DraftSource, Limits, Round
 
 # A call that did nothing raises one of these. Without the drafts that it was asked for, it may be asked

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import click
-
-from luce.cli.command import BOX
 from luce.errors import FileError, LuceError, UnsupportedError
 from luce.files.probe import what_it_holds
 from luce.native import File
@@ -39,27 +36,13 @@ DOUBTFUL = BESIDE_FIRST | {"head", "medusa", "qlora", "speculator"}
 # Names that differ in these words alone are of one model.
 VARIANTS = {"ud", "i1", "imat", "imatrix", "mtp"}
 
-hf_option = click.option(
-    "--hf",
-    metavar="REPO[:TYPE|FILE]",
-    help="Take the GGUF from this repository of the hub, of a type like Q4_K_M or by its name; it is "
-    "downloaded once. This needs luce[hub].",
-)
-
-
-def model_path(gguf: Path | None, hf: str | None) -> Path:
-    """Returns the model that was asked for, be it by its path or by its place in the hub; else the one in
-    the box."""
-    if gguf is not None and hf is not None:
-        raise click.UsageError("a path and --hf: give one of them")
-    return fetch(hf) if hf is not None else gguf or BOX
-
-
-def fetch(reference: str, endpoint: str | None = None) -> Path:
+def fetch(
+    reference: str, endpoint: str | None = None, warn: Callable[[str], object] = lambda line: None
+) -> Path:
     """Returns the file of REPO[:TYPE|FILE], with all parts of a split one. It is downloaded with a bar on
-    stderr, unless the cache has it; where the hub cannot be reached, that is all there is. `endpoint` is
-    another hub's address. Raises FileError where there is no such repository or file, and where what was not
-    named as a file holds no model."""
+    stderr, unless the cache has it; where the hub cannot be reached, that is all there is, and `warn` gets a
+    line of it. `endpoint` is another hub's address. Raises FileError where there is no such repository or
+    file, and where what was not named as a file holds no model."""
     try:
         import huggingface_hub
         import huggingface_hub.constants  # These are attributes only once they are imported.
@@ -91,7 +74,7 @@ def fetch(reference: str, endpoint: str | None = None) -> Path:
     if not _is_file(name):
         _check_model(paths[0], file, repo, files)
     if lacking and not huggingface_hub.constants.HF_HUB_OFFLINE:
-        click.echo(f"Warning: {reference} is taken from the cache: {lacking}", err=True)
+        warn(f"{reference} is taken from the cache: {lacking}")
     return paths[0]
 
 

@@ -21,7 +21,6 @@ from luce.native.structs import (
     Sampling,
     SequenceInfo,
 )
-from luce.speculate.costs import Costs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,13 +93,13 @@ class Engine(Handle):
     def info(self) -> EngineInfo:
         return self.library.read(EngineInfo, self.library.lib.luce_engine_get_info, self.handle)
 
-    def costs(self) -> Costs:
+    def costs(self) -> list[Cost]:
         """Returns what steps took when the engine was opened."""
         costs, n = self.library.lib.luce_engine_costs, self.library.ffi.new("uint32_t *")
         self.library.check(costs(self.handle, self.library.ffi.NULL, n))
         listed = self.library.ffi.new("luce_cost[]", n[0])
         self.library.check(costs(self.handle, listed, n))
-        return Costs(Cost(cost.rows, cost.drafts, cost.seconds) for cost in listed[0 : n[0]])
+        return [Cost(cost.rows, cost.drafts, cost.seconds) for cost in listed[0 : n[0]]]
 
     def cancel(self) -> None:
         """Makes the prefill, draft or verify that runs now, or else the next one, raise Cancelled. It may be

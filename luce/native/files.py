@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from luce.files.metadata import Metadata
 from luce.native.library import Handle, Library, default
+from luce.native.metadata import Metadata
 from luce.native.structs import EngineParams, FileInfo, Memory, ModelInfo, Tensor
 
 Progress = Callable[[float], object]  # It is given the part that is done, in 0..1. A true result cancels.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from luce.decode.engine import Files
 from luce.errors import LuceError
 from luce.native.structs import Memory
+from luce.planning.opened import Files
 from luce.planning.plan import AUTO_BUDGET, MAX_GAMMA, Options
 
 

@@ -4,13 +4,12 @@ reason for each choice."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
 from luce.files.probe import Facts
-from luce.native.structs import EngineParams, Memory, Penalties, Sampling
-from luce.text.grammar import Matcher
+from luce.native.structs import EngineParams, Memory
 
 DEFAULT_CTX = 4096
 DEFAULT_GAMMA = 2  # A chain has so many where it is asked for without a length.
@@ -34,27 +33,6 @@ def part_of(n_vocab: int) -> int:
     vocabulary, and a quarter of a small one in a measurement."""
     return PART if n_vocab >= 2 * PART else n_vocab // 4 // 128 * 128
 
-
-
-@dataclass(frozen=True)
-class Request:
-    """This is one generation. `prompt` holds token ids. At most `max_tokens` >= 0 new ones follow; None means
-    until the context is full. The text ends before any of `stops`. With `ignore_eos` an end-of-text token is
-    a token like any other. `grammar` makes the matcher that the text is held to. `logprobs` is how many of
-    the most probable tokens are listed beside each token; None lists nothing.
-
-    `reads` asks for the prompt alone, and no token follows: "scores" are the logprobs of its own tokens,
-    "vector" is the mean of its hidden states."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    stops: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    penalties: Penalties = field(default_factory=Penalties)
-    grammar: Callable[[], Matcher] | None = None
-    logprobs: int | None = None
-    reads: Literal["", "scores", "vector"] = ""
 
 
 @dataclass(frozen=True)

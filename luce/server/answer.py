@@ -13,9 +13,9 @@ from time import monotonic
 from typing import Any
 
 from luce.decode.events import Embedded, Event, Failed, Finished, Scored, Started, Tokens
+from luce.decode.request import Request
 from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
 from luce.native.structs import Logprobs, Penalties, Sampling
-from luce.planning.plan import Request
 from luce.server.ask import Ask, Refused, TooLong
 from luce.server.models import Served
 from luce.server.scheduler import Busy, Job

@@ -12,6 +12,7 @@ import msgspec
 from luce.text.infill import Gap
 from luce.text.structured import Constraint
 from luce.text.thinking import SCALE
+from luce.text.tool import Tool
 
 Message = dict[str, Any]
 Thoughts = Literal["apart", "within", "left out"]  # Where an answer has them: "within" is within its text.
@@ -53,22 +54,6 @@ def typed(value: Any, kind: Any, param: str) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise refuse(f"{param}: {error}", param) from error
-
-
-@dataclass(frozen=True)
-class Tool:
-    """This is a function that the model may call. `parameters` is a JSON schema."""
-
-    name: str
-    parameters: Mapping[str, Any]
-    description: str = ""
-    strict: bool = False
-
-    @property
-    def as_template(self) -> dict[str, Any]:
-        """Returns the tool as chat templates take it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)

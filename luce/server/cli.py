@@ -15,24 +15,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from luce import native as _native
-from luce.cli.command import BOX, MAX_U32, FilePath, Finite, Interrupted
+from luce.cli.command import MAX_U32, FilePath, Finite, Interrupted
 from luce.cli.options import (
     DRAFTING,
     EXPERTS,
     QUIET,
     RUN,
     drafter_of,
+    fetched,
     given,
+    hf_option,
     idle_threads,
     misplaced,
     options,
     options_of,
 )
 from luce.cli.terminal import printable
-from luce.decode.engine import Files
+from luce.data import BOX
 from luce.errors import LuceError, UnsupportedError
-from luce.files.hub import fetch, hf_option
 from luce.native.structs import PAGE
+from luce.planning.opened import Files
 from luce.server import LOOPBACK
 from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
 
@@ -204,7 +206,7 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
       luce serve --origin 'chrome-extension://*' --shutdown-timeout 60 --log-json
     """
     if hf is not None:
-        models = {**models, hf: fetch(hf)}
+        models = {**models, hf: fetched(hf)}
     models = models or {"box": BOX}
     if problem := contradiction(models, flags):
         raise click.UsageError(problem)

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from luce import native as _native
-from luce.decode.engine import Engine, Files
+from luce.decode.engine import Engine
 from luce.decode.events import Event, Failed, Finished
 from luce.errors import Cancelled, DeviceError, FileError, LuceError, OutOfMemory, about
 from luce.files.probe import fact
 from luce.planning.memory import total
+from luce.planning.opened import Files
 from luce.planning.plan import Options
 from luce.prompts.cache import PrefixCache
 from luce.prompts.disk import DiskCache

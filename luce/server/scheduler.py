@@ -18,9 +18,9 @@ from luce.decode.engine import Engine
 from luce.decode.events import Event, Failed, Finished, State
 from luce.decode.generation import Generation
 from luce.decode.loop import MAX_ROWS, Loop
+from luce.decode.request import Request
 from luce.errors import Cancelled, InternalError, LuceError
 from luce.native.structs import PAGE
-from luce.planning.plan import Request
 from luce.prompts.cache import PrefixCache
 from luce.threads import started
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from luce.errors import ArgumentError
-from luce.server.ask import Tool
 from luce.text.dialects import MAX_NAME
 from luce.text.kinds import SchemaError
 from luce.text.schema import Signature, Value, signatures
@@ -31,6 +30,7 @@ from luce.text.structured import (
     text_rule,
     with_grammars,
 )
+from luce.text.tool import Tool
 
 _PROSE = r" \t\"'`(\[{=+,:|*"  # As in readings.py: a mark behind one of these is spoken of.
 _ENDS = rf"""

@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 from serving import HANG_S, Gate, serving, settings, until
 
-from luce.cli.command import BOX
+from luce.data import BOX
 from luce.decode.engine import Engine
 from luce.server import app
 from luce.server.api import openai

@@ -18,7 +18,6 @@ from luce.server.ask import (
     Message,
     Refused,
     Thoughts,
-    Tool,
     budget_of,
     call_of,
     continued,
@@ -31,6 +30,7 @@ from luce.server.content import require_readable, text_of, thoughts_of
 from luce.text.infill import Gap
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
 from luce.text.structured import FIELDS, FieldError, constraint_of, opens_objects
+from luce.text.tool import Tool
 
 REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "tool_calls"}
 KINDS = {"not_found": "not_found_error", "auth": "authentication_error", "forbidden": "permission_error"}

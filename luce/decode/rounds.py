@@ -15,9 +15,9 @@ from statistics import median
 
 from luce.decode.generation import Generation
 from luce.decode.loop import Loop
+from luce.decode.request import Request
 from luce.files.tokenizer import Tokenizer
 from luce.native import Engine, Sequence
-from luce.planning.plan import Request
 from luce.speculate.costs import NO_TIME, Costs, Host, Hosts
 from luce.speculate.drafting import NOTHING, Draft, DraftSource, Limits, Round
 
@@ -65,7 +65,7 @@ def timed(
     rounds take; where that is so of several sequences alone (they may have too few pages), what one takes
     counts. A step takes no longer than a round, so one that was disturbed when it was timed alone costs as
     much as that."""
-    costs, hosts = engine.costs(), dict[int, Host]()
+    costs, hosts = Costs(engine.costs()), dict[int, Host]()
     if not engine.ahead or not costs.verify(1):
         return costs, NO_TIME
     for n in sorted({1, min(COMPANY, engine.info.n_sequences)}):

@@ -1,0 +1,127 @@
+"""The opened files of a model, and what a plan of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from luce import native as _native
+from luce.errors import about
+from luce.files.probe import Facts, probe
+from luce.files.tokenizer import Tokenizer
+from luce.native import File, Model, Progress
+from luce.native.structs import EngineParams, Memory
+from luce.planning import cpus
+from luce.planning.plan import PART, Auto, Options, Plan, plan, smaller, trunk_layers, with_room
+
+
+class Files:
+    """The opened files of a model: its GGUF, another one that the NextN head is taken from, and one
+    that holds a DFlash drafter. It is a context manager. Nothing is loaded yet; raises what opening the files
+    raises. `device` is where they are to run; with None a plan decides."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        head: str | Path | None = None,
+        device: str | None = None,
+        drafter: str | Path | None = None,
+    ):
+        self.device = device
+        with ExitStack() as opened:
+            self.file = opened.enter_context(File(path))
+            self.head = opened.enter_context(File(head)) if head is not None else None
+            self.drafter = opened.enter_context(File(drafter)) if drafter is not None else None
+            self._opened = opened.pop_all()
+
+    @cached_property
+    def facts(self) -> Facts:
+        with about(self.file.path):
+            return probe(self.file, device=self.device or "auto")
+
+    @property
+    def warnings(self) -> list[str]:
+        """Returns what whoever runs these files should be told."""
+        said = self.facts.warnings if self.head is None else []
+        return [f"{self.file.path}: {line}" for line in said]
+
+    @cached_property
+    def head_facts(self) -> Facts | None:
+        if self.head is None:
+            return None
+        with about(self.head.path):
+            return probe(self.head, device=self.device or "auto")
+
+    @cached_property
+    def drafter_facts(self) -> tuple[str, Facts] | None:
+        """Returns the path of the drafter's file, and the facts of it."""
+        if self.drafter is None:
+            return None
+        with about(self.drafter.path):
+            return str(self.drafter.path), probe(self.drafter, device=self.device or "auto")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        with about(self.file.path):
+            return Tokenizer(self.file.kv)
+
+    def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
+        """Returns the plan of these files on their device. Where auto would draft and lacks the memory for
+        it, the plan is a smaller one."""
+        options = replace(options, device=self.device)
+        chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
+        if options.cpu_experts == "auto":
+            chosen = with_room(chosen, trunk_layers(self.facts), self.memory)
+        while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
+            chosen = less
+        return chosen
+
+    def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
+        """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
+        device = chosen.device
+        if device == "auto":
+            device = _native.default().devices()[0].name
+        params = params_of(chosen, device, self.facts.vocab_size or 0)
+        params = params if ctx is None else replace(params, n_ctx=ctx)
+        head, drafter = self._drafters([chosen])
+        return self.file.plan_memory(chosen.device, params, head, drafter, chosen.cpu_experts)
+
+    def load(self, plans: Collection[Plan], progress: Progress | None = None) -> Model:
+        """Loads the weights onto the device for engines of these plans, which share them: with the drafters
+        that any plan names, and with the most experts in host memory. Raises what the core raises and then
+        leaves nothing open: FileError where a drafter does not fit, OutOfMemory, Cancelled (from `progress`),
+        DeviceError and others."""
+        cpu_experts = max(each.cpu_experts for each in plans)
+        return Model(self.file, self.device or "auto", progress, *self._drafters(plans), cpu_experts)
+
+    def _drafters(self, plans: Collection[Plan]) -> tuple[File | None, File | None]:
+        """Returns the files of the NextN head and of the DFlash drafter, where a plan names them."""
+        head = (self.head or self.file) if any(each.drafts for each in plans) else None
+        return head, self.drafter if any(each.blocks for each in plans) else None
+
+    def close(self) -> None:
+        """Unmaps the files; a second call does nothing."""
+        self._opened.close()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def params_of(chosen: Plan, device: str, n_vocab: int) -> EngineParams:
+    """Returns how the core opens the engine on a device, of a model with so many tokens. On a CPU a row costs
+    too much to be spent on a next best candidate, so auto keeps none there. Its head drafts among a part of a
+    large vocabulary too."""
+    if not isinstance(chosen.draft, Auto):
+        return chosen.params
+    kind, large = device.partition(":")[0], n_vocab >= 2 * PART
+    return replace(
+        chosen.params,
+        n_top=0 if kind == "cpu" else chosen.params.n_top,
+        n_part=PART if chosen.draft.gamma and large else 0,
+    )
