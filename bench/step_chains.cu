@@ -5,7 +5,7 @@
 //
 //   tools/build_checks.sh FOLDER chains       (FOLDER/step_chains.so)
 #include "harness.h"
-#include "moe/moe.h"
+#include "moe/launch_plan.h"
 #include "rowmm_reference.h"
 
 #include <memory>

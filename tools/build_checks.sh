@@ -16,7 +16,7 @@ arch=${ARCH:-$(nvidia-smi -i 0 --query-gpu=compute_cap --format=csv,noheader | t
 arch=${arch/#90/90a} # Only sm_90a has Hopper's own instructions.
 plain=$folder/kernels objects=() all=(tests/cuda/*.cu)
 to=$plain flags= program=$folder/kernel_check changed=common/ring.cuh
-link=(-Xlinker --wrap=cudaDeviceGetAttribute,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction)
+link=(-Xlinker --wrap=_ZN4luce4cuda13device_limitsERNS_12DeviceLimitsE,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction)
 case $form in
 racecheck) to=$folder/kernels-racecheck flags=-DLUCE_EVERY_LANE_ARRIVES program=$folder/kernel_check_racecheck ;;
 chains) all=(bench/step_chains.cu) program=$folder/step_chains.so link=(-shared -Xlinker -Bsymbolic) changed=step_chains.cu ;;

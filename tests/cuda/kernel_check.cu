@@ -1,7 +1,7 @@
 // Checks luce's CUDA kernels, then times them. Needs a GPU and nvcc, no ggml:
 //   nvcc -std=c++17 -O3 -fmad=false -arch=native -I native/kernels -o kernel_check
 //       tests/cuda/*.cu native/kernels/*.cu -lcublas -Xlinker
-//       --wrap=cudaDeviceGetAttribute,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction
+//       --wrap=_ZN4luce4cuda13device_limitsERNS_12DeviceLimitsE,--wrap=cudaLaunchKernelExC,--wrap=__cudaGetKernel,--wrap=__cudaRegisterFunction
 //   ./kernel_check          # or: ./kernel_check check, ./kernel_check time, ./kernel_check few rowmm topk
 // `few` runs a tenth of the checks, for compute-sanitizer, and names the kernels that they launched, where `kernels` names
 // all; `brief` times less of attention. Parts that are named run alone. `broken` breaks what blocks rely on, for a few seconds:

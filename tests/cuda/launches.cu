@@ -1,6 +1,7 @@
-// Stands between the kernels' launchers and CUDA's runtime, where the linker has its functions wrapped. Kernels can be
+// Stands between the kernels' launchers and what they call, where the linker has its functions wrapped. Kernels can be
 // told of fewer multiprocessors than there are, and which kernels were launched is known: a tool that watches launches
 // has seen nothing of the others.
+#include "common/device_limits.h"
 #include "harness.h"
 
 #include <map>
@@ -18,15 +19,16 @@ std::set<const void *> launched;
 
 extern "C" {
 #define WEAK __attribute__((weak)) // a program that is linked without --wrap calls none of these
-WEAK cudaError_t __real_cudaDeviceGetAttribute(int *, cudaDeviceAttr, int);
+WEAK int __real__ZN4luce4cuda13device_limitsERNS_12DeviceLimitsE(luce::DeviceLimits &);
 WEAK cudaError_t __real___cudaGetKernel(cudaKernel_t *, const void *);
 WEAK cudaError_t __real_cudaLaunchKernelExC(const cudaLaunchConfig_t *, const void *, void **);
 WEAK void __real___cudaRegisterFunction(void **, const char *, char *, const char *, int, uint3 *, uint3 *, dim3 *, dim3 *, int *);
 
-cudaError_t __wrap_cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device) {
-    const cudaError_t error = __real_cudaDeviceGetAttribute(value, which, device);
-    if (error == cudaSuccess && which == cudaDevAttrMultiProcessorCount && multiprocessors_told > 0) {
-        *value = std::min(*value, multiprocessors_told);
+// It is luce::cuda::device_limits, which launchers ask of the current device.
+int __wrap__ZN4luce4cuda13device_limitsERNS_12DeviceLimitsE(luce::DeviceLimits &limits) {
+    const int error = __real__ZN4luce4cuda13device_limitsERNS_12DeviceLimitsE(limits);
+    if (multiprocessors_told > 0) {
+        limits.multiprocessors = std::min(limits.multiprocessors, multiprocessors_told);
     }
     return error;
 }

@@ -1,5 +1,6 @@
 // Checks the mixture of experts against double precision, and that a row's bits depend on that row alone,
 // whoever shares its experts.
+#include "moe/launch_plan.h"
 #include "moe_reference.h"
 
 #include <map>

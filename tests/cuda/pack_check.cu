@@ -2,6 +2,8 @@
 // words (matmul/layout.h), and what the conv makes of them. The parts are made here, so no product is needed.
 #include "made_parts.h"
 
+#include "common/device_limits.h"
+
 #include <cuda_fp16.h>
 
 namespace {
@@ -54,7 +56,9 @@ bool same_chunk(const uint8_t *chunk, const RowsLayout &layout, int column, cons
 
 // Compares all that was packed with the values [T][K].
 bool same_rows(const std::vector<uint8_t> &packed, const Floats &values, int T, int64_t K) {
-    const RowsLayout layout(T, rowmm_has_wgmma());
+    luce::DeviceLimits device;
+    must(cuda::device_limits(device));
+    const RowsLayout layout(T, device.wgmma);
     bool same = true;
     for (int t = 0; t < T; t++) {
         for (int64_t c = 0; c < chunks_of(K); c++) {

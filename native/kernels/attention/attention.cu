@@ -3,9 +3,9 @@
 // grid depends on the step's width and the device. How much there is to do and who does it is the plan's, which a
 // third kernel makes once a step for all its layers (attention/plan.cuh).
 #include "attention/f32.cuh"
+#include "attention/launch_plan.h"
 #include "attention/mma.cuh"
 #include "attention/sm90/wgmma.cuh"
-#include "matmul/plan.h"
 
 #include <algorithm>
 
@@ -94,44 +94,26 @@ __global__ void __launch_bounds__(MMA_THREADS + 4 * WARP, 1)
 #endif
 }
 
-// Says whether a step's packed cells are unpacked ahead.
-bool unpacks_ahead(const AttentionParams &a) {
-    const bool packed = a.pool.type == KV_Q8_0 || a.pool.type == KV_Q4_0;
-    return packed && a.T * a.G <= AHEAD_PAIRS && rowmm_has_wgmma();
-}
-
 template <int D, int TYPE>
-cudaError_t launch_parts(AttentionParams &a, int blocks, int capability, cudaStream_t stream) {
+cudaError_t launch_parts(const AttentionParams &a, const DeviceLimits &device, cudaStream_t stream) {
+    const LaunchPlan plan = plan_attention(device, a);
     if constexpr (TYPE == KV_Q8_0 || TYPE == KV_Q4_0) {
-        if (unpacks_ahead(a)) {
-            return launch_kernel(ahead_kernel<D, TYPE>, dim3(blocks), MMA_THREADS,
-                                 size_t(Layout<D, TYPE, true, true>::BYTES), stream, true, a);
+        if (unpacks_ahead(device, a)) {
+            return launch_kernel(ahead_kernel<D, TYPE>, plan, stream, true, a);
         }
     }
-    int bytes = int(sizeof(F32Layout<D>));
-    if constexpr (TYPE != KV_F32) { // Hopper may run code for sm_80 too, which needs less
-        bytes = capability == 9 ? Layout<D, TYPE, true, false>::BYTES : Layout<D, TYPE, false, false>::BYTES;
-    }
-    const int threads = TYPE == KV_F32 ? F32_THREADS : MMA_THREADS;
-    return launch_kernel(attention_kernel<D, TYPE>, dim3(blocks), threads, size_t(bytes), stream,
-                         capability >= 9, a);
+    return launch_kernel(attention_kernel<D, TYPE>, plan, stream, true, a);
 }
 
 template <int D>
-cudaError_t launch_type(AttentionParams &a, int blocks, int capability, cudaStream_t stream) {
+cudaError_t launch_type(const AttentionParams &a, const DeviceLimits &device, cudaStream_t stream) {
     switch (a.pool.type) {
-        case KV_F32: return launch_parts<D, KV_F32>(a, blocks, capability, stream);
-        case KV_F16: return launch_parts<D, KV_F16>(a, blocks, capability, stream);
-        case KV_Q4_0: return launch_parts<D, KV_Q4_0>(a, blocks, capability, stream);
-        case KV_Q8_0: return launch_parts<D, KV_Q8_0>(a, blocks, capability, stream);
+        case KV_F32: return launch_parts<D, KV_F32>(a, device, stream);
+        case KV_F16: return launch_parts<D, KV_F16>(a, device, stream);
+        case KV_Q4_0: return launch_parts<D, KV_Q4_0>(a, device, stream);
+        case KV_Q8_0: return launch_parts<D, KV_Q8_0>(a, device, stream);
         default: return cudaErrorInvalidValue;
     }
-}
-
-cudaError_t attribute(cudaDeviceAttr which, int &value) {
-    int device = 0;
-    const cudaError_t error = cudaGetDevice(&device);
-    return error == cudaSuccess ? cudaDeviceGetAttribute(&value, which, device) : error;
 }
 
 int32_t most_chunks(const AttentionArgs &args) {
@@ -162,35 +144,25 @@ __global__ void __launch_bounds__(MAX_WORKERS)
     __threadfence();
 }
 
-template <int D> int launch(AttentionParams &a, cudaStream_t stream) {
-    int capability = 0;
-    cudaError_t error = attribute(cudaDevAttrComputeCapabilityMajor, capability);
-    if (error == cudaSuccess) {
-        error = launch_type<D>(a, a.workers, capability, stream);
-    }
-    if (error == cudaSuccess) {
-        error = attention_combine(a, stream);
-    }
-    return int(error);
+template <int D> int launch(const AttentionParams &a, const DeviceLimits &device, cudaStream_t stream) {
+    const cudaError_t error = launch_type<D>(a, device, stream);
+    return error == cudaSuccess ? attention_combine(a, device, stream) : int(error);
 }
 
-// Sets what the arguments and the device alone decide.
-cudaError_t set_params(const AttentionArgs &args, AttentionParams &a) {
+// Returns what the arguments and the device alone decide.
+AttentionParams params_of(const AttentionArgs &args, const DeviceLimits &device) {
+    AttentionParams a{};
     static_cast<AttentionArgs &>(a) = args;
-    a.G = args.H / args.pool.Hkv;
-    // A group has as many query heads as a unit has room for, and all groups are equally large.
-    while (a.G > F32_M || args.H / args.pool.Hkv % a.G != 0) {
-        a.G--;
-    }
-    a.groups = args.H / a.G;
-    a.groups_of_head = a.groups / args.pool.Hkv;
+    const HeadGroups heads = head_groups(args.H, args.pool.Hkv);
+    a.G = heads.size;
+    a.groups = heads.groups;
+    a.groups_of_head = heads.of_head;
     a.per_G = (65536 + a.G - 1) / a.G;
     const float log2e = 1.44269504f;
     a.score_scale = args.softcap > 0 ? args.scale / args.softcap : args.scale * log2e;
     a.score_cap = args.softcap * log2e;
-    const cudaError_t error = attribute(cudaDevAttrMultiProcessorCount, a.workers);
-    a.workers = std::min(a.workers, MAX_WORKERS);
-    return error;
+    a.workers = attention_workers(device);
+    return a;
 }
 
 bool aligned(const void *p, size_t bytes) {
@@ -210,7 +182,6 @@ int64_t attention_plan_bytes() {
 }
 
 int cuda::attention_plan(const AttentionArgs &args, void *plan, void *stream) {
-    AttentionParams a{};
     if (args.T == 0) {
         return 0;
     }
@@ -218,13 +189,15 @@ int cuda::attention_plan(const AttentionArgs &args, void *plan, void *stream) {
         !aligned(plan, 16)) {
         return int(cudaErrorInvalidValue);
     }
-    if (const cudaError_t error = set_params(args, a); error != cudaSuccess) {
-        return int(error);
+    DeviceLimits device;
+    if (const int error = device_limits(device); error != 0) {
+        return error;
     }
+    AttentionParams a = params_of(args, device);
     a.taken = a.pool.type == KV_F32 ? nullptr : static_cast<MadePlan *>(plan)->taken;
-    const auto kernel = a.pool.type == KV_F32 ? plan_kernel<F32_PLAN>
-                        : unpacks_ahead(a)    ? plan_kernel<AHEAD_PLAN>
-                                              : plan_kernel<TENSOR_PLAN>;
+    const auto kernel = a.pool.type == KV_F32      ? plan_kernel<F32_PLAN>
+                        : unpacks_ahead(device, a) ? plan_kernel<AHEAD_PLAN>
+                                                   : plan_kernel<TENSOR_PLAN>;
     return int(launch_kernel(kernel, dim3(1), MAX_WORKERS, 0, static_cast<cudaStream_t>(stream), true, a,
                              static_cast<MadePlan *>(plan)));
 }
@@ -241,10 +214,11 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
         !aligned(pool.v, 16)) {
         return int(cudaErrorInvalidValue);
     }
-    AttentionParams a{};
-    if (const cudaError_t error = set_params(args, a); error != cudaSuccess) {
-        return int(error);
+    DeviceLimits device;
+    if (const int error = device_limits(device); error != 0) {
+        return error;
     }
+    AttentionParams a = params_of(args, device);
     if (args.plan != nullptr) {
         a.taken = static_cast<MadePlan *>(args.plan)->taken + args.layer;
     }
@@ -254,9 +228,9 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
              int64_t(args.T) * args.H * a.chunks;
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     switch (pool.D) {
-        case 64: return launch<64>(a, st);
-        case 128: return launch<128>(a, st);
-        case 256: return launch<256>(a, st);
+        case 64: return launch<64>(a, device, st);
+        case 128: return launch<128>(a, device, st);
+        case 256: return launch<256>(a, device, st);
         default: return int(cudaErrorInvalidValue);
     }
 }

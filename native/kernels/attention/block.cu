@@ -5,25 +5,25 @@
 // and made to be short.
 #include "attention/chunks.h"
 #include "attention/kv_types.cuh"
+#include "attention/launch_plan.h"
 #include "common/kernels.h"
+#include "common/overlap.cuh"
 
 #include <cuda_runtime.h>
 
 namespace luce {
 namespace {
 
-constexpr int WARP = 32, WARPS = 8, THREADS = WARP * WARPS;
-constexpr int TILE = WARP; // each lane has one of these keys
-constexpr int SPLITS = BLOCK_ATTENTION_SPLITS;
-constexpr int QUERY_VALUES = 8192; // a block of threads works on so many values of queries at once
+constexpr int WARPS = DRAFT_WARPS, THREADS = WARP * WARPS;
+constexpr int TILE = DRAFT_KEYS; // each lane has one of these keys
+constexpr int SPLITS = BLOCK_ATTENTION_SPLITS, QUERY_VALUES = DRAFT_QUERY_VALUES;
 
 template <int D> struct Shape {
     static constexpr int PAIRS = QUERY_VALUES / D; // so many pairs are worked on at once
     static constexpr int MINE = PAIRS / WARPS; // a warp has so many of them
     static constexpr int LANE = D / WARP; // a lane has so many values
-    static constexpr int KEY = D + 1; // keys are so far apart that lanes read different banks
-    static constexpr size_t SHARED = (QUERY_VALUES + TILE * KEY + TILE * D) * sizeof(float);
-    static_assert(SHARED <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
+    static constexpr int KEY = draft_key(D);
+    static_assert(draft_bytes(D) <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
 };
 
 __device__ float warp_max(float x) {
@@ -204,16 +204,11 @@ __global__ void combine_kernel(AttentionArgs a) {
 }
 
 template <int TYPE, int D> int run(const AttentionArgs &a, cudaStream_t stream) {
-    constexpr size_t SHARED = Shape<D>::SHARED;
-    const cudaError_t error =
-        cudaFuncSetAttribute(parts_kernel<TYPE, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(SHARED));
-    if (error != cudaSuccess) {
-        return int(error);
+    cudaError_t error = launch_kernel(parts_kernel<TYPE, D>, plan_draft_attention(a), stream, false, a);
+    if (error == cudaSuccess) {
+        error = launch_kernel(combine_kernel, plan_draft_combine(a), stream, false, a);
     }
-    // There are no more sequences than rows.
-    parts_kernel<TYPE, D><<<dim3(unsigned(a.pool.Hkv * SPLITS), unsigned(a.T)), THREADS, SHARED, stream>>>(a);
-    combine_kernel<<<dim3(unsigned(a.T), unsigned(a.H)), D, 0, stream>>>(a);
-    return int(cudaGetLastError());
+    return int(error);
 }
 
 template <int TYPE> int run(const AttentionArgs &a, cudaStream_t stream) {

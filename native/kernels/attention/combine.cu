@@ -6,18 +6,18 @@
 // order. A row's position decides how many chunks it has.
 #include "attention/chunks.h"
 #include "attention/kv_types.cuh"
+#include "attention/launch_plan.h"
 #include "attention/partials.h"
 #include "common/overlap.cuh"
 #include "matmul/pack.cuh"
-#include "matmul/plan.h"
 #include "matmul/ptx.cuh"
 
 namespace luce {
 namespace {
 
-constexpr int GROUPS = 16, FEW_CHUNKS = 8;
+constexpr int GROUPS = COMBINE_GROUPS, FEW_CHUNKS = 8;
 constexpr int BATCH = 5; // so many chunks are added at once
-constexpr int FEW_ROWS = 5, SOME_ROWS = 11; // 24 heads of so many rows are a block a multiprocessor, or two
+static_assert(COMBINE_VALUES == CHUNK);
 
 // So many lanes have values of one head, since a head has 64 or more. They share what is the same for a head's values.
 constexpr int OCTET = 8;
@@ -243,19 +243,13 @@ __global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
 
 } // namespace
 
-cudaError_t attention_combine(const AttentionParts &parts, cudaStream_t stream) {
-    const RowsLayout layout(parts.T, parts.packed != nullptr && rowmm_has_wgmma());
-    const dim3 grid(unsigned(chunks_of(int64_t(parts.H) * parts.pool.D)), unsigned(parts.T));
-    const auto launch = [&](auto kernel, int warps) {
-        return launch_kernel(kernel, grid, warps * WARP, 0, stream, true, parts, layout);
-    };
-    if (parts.pool.type == KV_F32) {
-        return launch(combine_kernel<F32Means, 1>, GROUPS);
-    }
-    // Where there are few blocks, each has more warps, and a warp more registers.
-    return parts.T <= FEW_ROWS
-               ? launch(combine_kernel<F16Means, 1>, GROUPS)
-               : launch(combine_kernel<F16Means, 2>, parts.T <= SOME_ROWS ? GROUPS : GROUPS / 4);
+int attention_combine(const AttentionParts &parts, const DeviceLimits &device, cudaStream_t stream) {
+    const RowsLayout layout(parts.T, parts.packed != nullptr && device.wgmma);
+    const CombinePlan plan = plan_combine(device, parts);
+    const auto kernel = parts.pool.type == KV_F32 ? combine_kernel<F32Means, 1>
+                        : plan.blocks == 1        ? combine_kernel<F16Means, 1>
+                                                  : combine_kernel<F16Means, 2>;
+    return int(launch_kernel(kernel, plan.launch, stream, true, parts, layout));
 }
 
 } // namespace luce

@@ -8,19 +8,16 @@
 namespace luce {
 namespace {
 
-constexpr int F32_THREADS = 256;
-constexpr int F32_M = 16; // a unit has as many pairs
-
 template <int D> struct F32Layout {
-    static constexpr int KEYS = WARP;
-    // A row takes so many floats, so that eight rows of one column lie in different banks.
-    static constexpr int ROW = D + 4;
+    static constexpr int KEYS = F32_KEYS, ROW = f32_row(D);
     static constexpr int PAIRS = F32_M / (F32_THREADS / WARP); // a warp has so many
     static constexpr int COLUMNS = D / WARP; // a lane has so many: lane, lane + 32 ..
     float q[F32_M][D];
     float k[KEYS][ROW], v[KEYS][ROW];
     Plan plan;
 };
+static_assert(sizeof(F32Layout<64>) == f32_bytes(64) && sizeof(F32Layout<128>) == f32_bytes(128) &&
+              sizeof(F32Layout<256>) == f32_bytes(256));
 
 template <int D> struct F32Unit {
     using L = F32Layout<D>;

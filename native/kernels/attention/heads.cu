@@ -3,6 +3,7 @@
 // has rows of it. Where a sequence has rows to move, the first of the blocks that have a head of k or v moves them and
 // writes all the sequence's rows; other rows are spread over blocks.
 #include "attention/kv_types.cuh"
+#include "attention/launch_plan.h"
 #include "attention/norm_rope.cuh"
 #include "common/kernels.h"
 #include "common/overlap.cuh"
@@ -14,7 +15,7 @@ namespace luce {
 namespace {
 
 constexpr int LANES = 32;
-constexpr int WARPS = 4; // a block has at most so many; one of 8 finds no room beside the product ahead
+constexpr int WARPS = HEADS_WARPS;
 constexpr int BATCH = 8; // so many moves are done at once
 
 // Params are the arguments that a kernel takes, with the parts apart.
@@ -230,9 +231,7 @@ __global__ void __launch_bounds__(WARPS *LANES, 1)
 }
 
 template <int TYPE, int D> cudaError_t launch(const Params &a, const RowmmParts &parts, cudaStream_t stream) {
-    const int warps = a.T < WARPS ? a.T : WARPS;
-    const dim3 grid(unsigned(2 * (a.H + a.pool.Hkv)), unsigned((a.T + warps - 1) / warps));
-    return launch_kernel(heads_kernel<TYPE, D>, grid, warps * LANES, 0, stream, true, a, parts);
+    return launch_kernel(heads_kernel<TYPE, D>, plan_heads(a), stream, true, a, parts);
 }
 
 template <int TYPE> cudaError_t launch(const Params &a, const RowmmParts &parts, cudaStream_t stream) {
@@ -259,8 +258,8 @@ int cuda::attention_heads(const AttentionHeadsArgs &args, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     RowmmParts parts = {};
-    if (const cudaError_t error = rowmm_parts_of(*args.parts, parts); error != cudaSuccess) {
-        return int(error);
+    if (const int error = rowmm_parts_of(*args.parts, parts); error != 0) {
+        return error;
     }
     Params a{};
     static_cast<AttentionHeadsArgs &>(a) = args;

@@ -1,6 +1,7 @@
-// Has the types of KV cells: ggml's F32, F16, Q4_0 and Q8_0 (numbered as there), their blocks and their
-// rounding.
+// Reads and writes KV cells of each type, with their rounding.
 #pragma once
+
+#include "attention/layout.h"
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -8,26 +9,6 @@
 
 namespace luce {
 namespace {
-
-constexpr int KV_F32 = 0, KV_F16 = 1, KV_Q4_0 = 2, KV_Q8_0 = 8;
-
-template <int TYPE> struct KvType;
-template <> struct KvType<KV_F32> {
-    static constexpr int VALUES = 4, BYTES = 16; // they are a block's, or those that a thread takes at once
-};
-template <> struct KvType<KV_F16> {
-    static constexpr int VALUES = 8, BYTES = 16;
-};
-template <> struct KvType<KV_Q4_0> {
-    static constexpr int VALUES = 32, BYTES = 18; // F16 d, then value i and i + 16 in the halves of byte i
-};
-template <> struct KvType<KV_Q8_0> {
-    static constexpr int VALUES = 32, BYTES = 34; // F16 d, then 32 int8
-};
-
-template <int TYPE> __host__ __device__ constexpr int kv_bytes(int values) {
-    return values / KvType<TYPE>::VALUES * KvType<TYPE>::BYTES;
-}
 
 // Returns value i of a quantised block, which is q * d and exact in F32.
 template <int TYPE> __device__ float block_value(const uint8_t *block, int i) {

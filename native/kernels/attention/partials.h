@@ -1,6 +1,7 @@
 // What attention's first kernel leaves to its second: partial results by chunk (attention.cu, attention/combine.cu).
 #pragma once
 
+#include "common/device_limits.h"
 #include "common/kernels.h"
 
 #include <cuda_runtime.h>
@@ -23,6 +24,6 @@ struct AttentionParts : AttentionArgs {
 };
 
 // Adds the chunks up into `out` or `packed`.
-cudaError_t attention_combine(const AttentionParts &parts, cudaStream_t stream);
+int attention_combine(const AttentionParts &parts, const DeviceLimits &device, cudaStream_t stream);
 
 } // namespace luce

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "attention/chunks.h"
+#include "attention/layout.h"
 #include "attention/partials.h"
 
 #include <cuda_runtime.h>
@@ -21,10 +22,8 @@
 namespace luce {
 namespace {
 
-constexpr int WARP = 32;
 constexpr int TILE_KEYS = 64; // work is measured in tiles, and windows are cut to multiples of them
 constexpr int MAX_SEGMENTS = 2 * MAX_ROWS;
-constexpr int MAX_WORKERS = 256;
 // The kinds are committed chunks of the regions from the last to the first, then paths. A block does its units in this
 // order, so that what the step itself writes is read last. Paths are shared out first, since they may be as long as the
 // longest chunks: so the small units even out what the large ones leave uneven.
@@ -135,6 +134,8 @@ struct alignas(16) Plan {
         return any;
     }
 };
+
+static_assert(sizeof(Plan) == PLAN_BYTES);
 
 // Reads rows and sequences into shared memory.
 __device__ void Plan::read(const AttentionParams &a) {

@@ -122,7 +122,7 @@ struct Cursor {
 // memory. A unit is told when the one before has all its slots, and has a tile at least. So those who compute have read the
 // first of five when the last is told, also a warpgroup whose turn is not the first's, and where cells are unpacked ahead.
 struct Told {
-    static constexpr int N = 4;
+    static constexpr int N = TOLD_UNITS;
     struct Ring {
         UnitInfo unit[N];
         uint64_t there[N]; // a barrier says that the unit is there
@@ -149,6 +149,7 @@ struct Told {
         return unit;
     }
 };
+static_assert(sizeof(Told::Ring) == TOLD_BYTES);
 
 } // namespace
 } // namespace luce

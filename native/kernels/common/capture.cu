@@ -38,18 +38,6 @@ int cuda::compute_capability(int device) {
     return 10 * major + minor;
 }
 
-int cuda::multiprocessors(int device) {
-    int n = 0;
-    cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device);
-    return n;
-}
-
-int cuda::shared_memory(int device) {
-    int bytes = 0;
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return bytes;
-}
-
 int cuda::set_device(int device) {
     const cudaError_t error = cudaSetDevice(device);
     cudaGetLastError(); // launches report the thread's last error, which other code may have left

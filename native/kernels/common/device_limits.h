@@ -1,7 +1,8 @@
-// Asks the current device what a launch is laid out by.
+// Has what a GPU can do, as plain data. A launch is planned by pure functions of it and of a shape (launch_plan.h of each
+// chapter), so that a plan for any card is made, and tested, on any machine.
 #pragma once
 
-#include <cuda_runtime.h>
+#include <stdint.h>
 
 namespace luce {
 
@@ -10,21 +11,17 @@ struct DeviceLimits {
     // These are bytes of shared memory: those of a multiprocessor, those of a block at most, and those that
     // each block loses.
     int shared_sm = 0, shared_block = 0, shared_reserved = 0;
-
-    cudaError_t read() {
-        int device = 0;
-        cudaError_t error = cudaGetDevice(&device);
-        const auto get = [&](int &value, cudaDeviceAttr what) {
-            if (error == cudaSuccess) {
-                error = cudaDeviceGetAttribute(&value, what, device);
-            }
-        };
-        get(multiprocessors, cudaDevAttrMultiProcessorCount);
-        get(shared_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-        get(shared_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-        get(shared_reserved, cudaDevAttrReservedSharedMemoryPerBlock);
-        return error;
-    }
+    int registers = 0; // of a multiprocessor, each of 32 bits
+    int64_t l2 = 0; // bytes of the cache that all multiprocessors share
+    bool wgmma = false; // the device has wgmma, and the kernels were compiled for it
+    bool bulk_copies = false; // one thread's copy of a whole row completes on a barrier, likewise
 };
+
+namespace cuda {
+// Finds what a device can do, or the calling thread's current one. It is read on the first call for a device, and kept.
+// These return a cudaError_t as int.
+int device_limits(int device, DeviceLimits &limits);
+int device_limits(DeviceLimits &limits);
+} // namespace cuda
 
 } // namespace luce

@@ -426,8 +426,6 @@ int set_device(int device); // kernels launch on the current device of the calli
 int current_device(); // it returns the calling thread's, or -1 after an error
 int device_error(); // it returns why CUDA counts no devices, or 0
 int compute_capability(int device); // it returns 90 for 9.0
-int multiprocessors(int device);
-int shared_memory(int device); // it returns the bytes that a block of threads may have
 
 int give_rows(const GiveRowsArgs &args, void *stream);
 // Copies from pinned memory, sooner than the device's copy engines. Both places, and the bytes, are multiples of 16.

@@ -12,6 +12,8 @@
 // moe/few.cuh). No launch may come between.
 #pragma once
 
+#include "common/launch_plan.h"
+
 #include <cuda_runtime.h>
 
 #include <mutex>
@@ -68,6 +70,14 @@ cudaError_t launch_kernel(void (*kernel)(P...), dim3 grid, int threads, size_t s
     config.attrs = &attribute;
     config.numAttrs = overlap && compiled.ptxVersion >= 90 ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, P(args)...);
+}
+
+// Launches it as it was planned.
+template <typename... P, typename... A>
+cudaError_t launch_kernel(void (*kernel)(P...), const LaunchPlan &plan, cudaStream_t stream, bool overlap,
+                          const A &...args) {
+    const dim3 grid(unsigned(plan.x), unsigned(plan.y), unsigned(plan.z));
+    return launch_kernel(kernel, grid, plan.threads, size_t(plan.shared), stream, overlap, args...);
 }
 
 } // namespace luce

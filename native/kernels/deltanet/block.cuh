@@ -2,16 +2,11 @@
 #pragma once
 
 #include "common/kernels.h"
+#include "deltanet/layout.h"
 #include "deltanet/state_tile.cuh"
 
 namespace luce {
 namespace {
-
-constexpr int TILE_ROWS = 4;
-constexpr int STAGES = 3;
-constexpr int SAVES = 3; // shared memory keeps so many states; with 4 an SM holds two blocks, not three
-constexpr int STRIDE = 5; // saved states are so many depths apart
-constexpr int TREE_ROWS = 4; // up to here a replay from the committed state is short enough
 
 // Params are what a kernel takes: the arguments and, since DeltaShape's layout is for the host, where things
 // are in a slot's log.
@@ -23,7 +18,7 @@ struct Params : DeltaArgs {
     int key_row, decay_row; // one row's keys or decays are so far from the next row's
 
     explicit Params(const DeltaArgs &args) : DeltaArgs(args), C(shape.conv_dim()) {
-        n_saves = shape.mode == DELTA_APPEND || shape.T <= TREE_ROWS ? 0 : SAVES;
+        n_saves = saves_of(shape);
         state_size = int64_t(shape.Hv) * shape.S * shape.S;
         log_size = shape.log_size();
         delta = shape.log_delta(0);
@@ -79,6 +74,8 @@ template <int S, bool APPEND, bool ONE = false> struct Shared {
     uint8_t depth[ROWS];
     uint8_t up[ROWS][ROWS]; // up[t][i] is the i-th ancestor of row t, and row t itself at 0
 };
+static_assert(sizeof(Shared<16, false>) == own_bytes(16) && sizeof(Shared<32, false>) == own_bytes(32) &&
+              sizeof(Shared<64, false>) == own_bytes(64) && sizeof(Shared<128, false>) == own_bytes(128));
 
 } // namespace
 } // namespace luce

@@ -6,14 +6,15 @@
 // row kernel o and the state are off by some 1e-5 of their size. A row's bits depend on its place in the
 // call, so that a prompt's prefill is a function of its chunks. What is not finite shows in its whole chunk
 // and in all that follow.
+#include "common/overlap.cuh"
 #include "deltanet/chunks.cuh"
+#include "deltanet/launch_plan.h"
 
 namespace luce {
 namespace {
 
 // ---- the first kernel: a block has a chunk of one k head ----
 
-constexpr int PREPARE_THREADS = 256;
 constexpr int A_ROW = ROWS + 4;
 
 template <int S> struct PrepareShared {
@@ -343,27 +344,19 @@ __global__ void __launch_bounds__(SPAN_WARPS *WARP) walk_kernel(const __grid_con
 
 // ---- launches ----
 
-int chunks_of(const DeltaShape &s) {
-    return (s.T + ROWS - 1) / ROWS;
-}
-
 template <int S> int64_t scratch_bytes(const DeltaShape &s) {
-    return int64_t(chunks_of(s)) * (s.Hk * Chunk<S>::KEYS + s.Hv * Chunk<S>::HEAD);
+    return int64_t(delta_chunks(s)) * (s.Hk * Chunk<S>::KEYS + s.Hv * Chunk<S>::HEAD);
 }
 
 template <int S> int launch(const DeltaArgs &args, void *scratch, cudaStream_t stream) {
-    ChunkParams a{Params(args), static_cast<uint8_t *>(scratch), nullptr, chunks_of(args.shape)};
+    ChunkParams a{Params(args), static_cast<uint8_t *>(scratch), nullptr, delta_chunks(args.shape)};
     a.heads = a.keys + int64_t(a.n_chunks) * a.shape.Hk * Chunk<S>::KEYS;
-    constexpr int BYTES = 2 * Chunk<S>::STAGE;
-    static_assert(BYTES <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
-    const cudaError_t error =
-        cudaFuncSetAttribute(walk_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
-    if (error != cudaSuccess) {
-        return int(error);
+    static_assert(2 * Chunk<S>::STAGE <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
+    cudaError_t error = launch_kernel(prepare_kernel<S>, plan_prepare(args.shape), stream, false, a);
+    if (error == cudaSuccess) {
+        error = launch_kernel(walk_kernel<S>, plan_walk(args.shape), stream, false, a);
     }
-    prepare_kernel<S><<<dim3(a.n_chunks, a.shape.Hk), PREPARE_THREADS, 0, stream>>>(a);
-    walk_kernel<S><<<a.shape.Hv *(S / SPAN), SPAN_WARPS * WARP, BYTES, stream>>>(a);
-    return int(cudaGetLastError());
+    return int(error);
 }
 
 } // namespace

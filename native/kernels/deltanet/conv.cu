@@ -6,6 +6,7 @@
 // In an append, rows are split over blocks too, and a second kernel moves the window once all have read it.
 #include "common/kernels.h"
 #include "common/overlap.cuh"
+#include "deltanet/launch_plan.h"
 #include "deltanet/row.cuh"
 #include "matmul/partials.cuh"
 
@@ -16,10 +17,6 @@
 namespace luce {
 namespace {
 
-constexpr int GROUP = 16; // a block has at most so many sequences
-constexpr int APPEND_WARPS = 4;
-constexpr int APPEND_RUN = 16; // a warp has so many neighbouring rows, and slides the taps in registers
-
 // Params are what a kernel takes: the arguments and, since DeltaShape's layout is for the host, its strides.
 struct Params : ConvArgs {
     int64_t C; // a row has so many channels
@@ -29,9 +26,7 @@ struct Params : ConvArgs {
 
     explicit Params(const ConvArgs &args)
         : ConvArgs(args), C(shape.conv_dim()), log_row(shape.log_qkv(1)), log_size(shape.log_size()),
-          group(min(shape.max_seqs(), GROUP)) {}
-    int warps() const { return min(shape.T, GROUP); } // so many has a block of a verify
-    int64_t committed_values() const { return int64_t(group) * WINDOW * shape.S; }
+          group(conv_group(shape)) {}
 };
 
 // Returns what is the same in all lanes, so that nvcc knows it. A warp that might have split at a branch on
@@ -126,8 +121,6 @@ template <int S> struct Rows {
 
     __device__ const float *at(int t) const { return x + t * stride + c0; }
 };
-
-constexpr int SUM_TILE = 128;
 
 // What a kernel needs to add up parts: how many values z, beta and alpha have, and where they go.
 struct Summed {
@@ -342,37 +335,30 @@ __global__ void __launch_bounds__(WARP) conv_window_kernel(const __grid_constant
 
 template <int S> int launch(const ConvArgs &args, cudaStream_t stream) {
     const Params a(args);
-    const int heads = 2 * a.shape.Hk + a.shape.Hv, T = a.shape.T;
-    if (a.shape.mode == DELTA_APPEND) {
-        const int rows = APPEND_WARPS * APPEND_RUN;
-        conv_append_kernel<S><<<dim3(heads, (T + rows - 1) / rows), APPEND_WARPS * WARP, 0, stream>>>(a);
-        conv_window_kernel<S><<<heads, WARP, 0, stream>>>(a);
-    } else {
-        const dim3 grid(heads, (a.shape.max_seqs() + GROUP - 1) / GROUP);
-        return int(launch_kernel(conv_verify_kernel<S, NotSummed>, grid, a.warps() * WARP,
-                                 size_t(a.committed_values()) * sizeof(float), stream, true, a, NotSummed()));
+    if (a.shape.mode == DELTA_VERIFY) {
+        return int(launch_kernel(conv_verify_kernel<S, NotSummed>, plan_conv(a.shape), stream, true, a,
+                                 NotSummed()));
     }
-    return int(cudaGetLastError());
+    cudaError_t error = launch_kernel(conv_append_kernel<S>, plan_conv_append(a.shape), stream, false, a);
+    if (error == cudaSuccess) {
+        error = launch_kernel(conv_window_kernel<S>, plan_conv_window(a.shape), stream, false, a);
+    }
+    return int(error);
 }
 
 int launch_summed(const ConvPartsArgs &args, cudaStream_t stream) {
     constexpr int S = SUM_TILE;
     const DeltaShape &s = args.shape;
     Summed sums = {};
-    if (const cudaError_t error = rowmm_parts_of(*args.parts, sums.parts); error != cudaSuccess) {
-        return int(error);
+    if (const int error = rowmm_parts_of(*args.parts, sums.parts); error != 0) {
+        return error;
     }
-    int blocks = 2 * s.Hk + s.Hv;
     for (int i = 0; i < 3; i++) {
         sums.N[i] = int32_t(args.parts->weights[i + 1].N);
         sums.out[i] = args.others[i];
-        blocks += (sums.N[i] + SUM_TILE - 1) / SUM_TILE;
     }
-    const dim3 grid(blocks, (s.max_seqs() + GROUP - 1) / GROUP);
-    const Params a(args);
-    const size_t bytes = size_t(a.committed_values() + int64_t(s.T) * S) * sizeof(float);
-    return int(
-        launch_kernel(conv_verify_kernel<S, Summed>, grid, a.warps() * WARP, bytes, stream, true, a, sums));
+    return int(launch_kernel(conv_verify_kernel<S, Summed>, plan_conv_parts(s, sums.N), stream, true,
+                             Params(args), sums));
 }
 
 } // namespace

@@ -9,7 +9,7 @@
 // In a tree, the registers keep the parent's state over its leaves, so siblings follow at no cost. A row
 // whose parent's state is not there starts from the nearest saved ancestor (depths 0, 5, 10 are saved in
 // shared memory) or from the committed state, and replays the rows between. A chain saves and replays none.
-#include "common/device_limits.h"
+#include "deltanet/launch_plan.h"
 #include "deltanet/run.cuh"
 #include "deltanet/worker.cuh"
 
@@ -40,46 +40,30 @@ __global__ void __launch_bounds__(Layout<S>::THREADS, 3) deltanet_kernel(const _
     }
 }
 
-// Returns the bytes of shared memory, at least `bytes`, with which an SM takes no more of one sequence's blocks than it
-// has to. The kernel ahead leaves one SM after the other, and the first of them would take three blocks where two are
-// enough, for which the step would wait.
-template <int S> int spread(const DeviceLimits &device, int blocks, int bytes) {
-    const int most = (blocks + device.multiprocessors - 1) / device.multiprocessors;
-    const int too_much = device.shared_sm / (most + 1) + 128 - device.shared_reserved;
-    return most == 1 ? bytes : max(bytes, too_much - int(sizeof(Shared<S, false>)));
-}
-
 template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
     using L = Layout<S>;
     const Params a(args);
     const auto kernel = a.shape.mode == DELTA_APPEND ? deltanet_kernel<S, true, false>
                         : a.shape.T <= SINGLE_ROWS   ? deltanet_kernel<S, false, true>
                                                      : deltanet_kernel<S, false, false>;
-    const int n_seqs = a.shape.max_seqs();
-    int bytes = a.n_saves * L::STATE_BYTES, blocks = L::BLOCKS * a.shape.Hv * n_seqs, per_sm = 0;
-    // These are asked on each call, since the answers hold for the current device only.
     DeviceLimits device;
-    cudaError_t error = device.read();
-    if (error == cudaSuccess && a.n_saves > 0 && n_seqs == 1) {
-        bytes = spread<S>(device, blocks, bytes);
+    if (const int error = cuda::device_limits(device); error != 0) {
+        return error;
     }
-    if (error == cudaSuccess) {
-        error = allow_shared(kernel, size_t(bytes));
-    }
-    if (error == cudaSuccess && n_seqs > 1) {
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, L::THREADS, bytes);
-        if (error == cudaSuccess && per_sm == 0) {
-            error = cudaErrorLaunchOutOfResources;
+    const int64_t bytes = delta_shared(device, a.shape);
+    int per_sm = 1;
+    if (a.shape.max_seqs() > 1) {
+        // The driver is asked on each call: its answer holds for so many bytes on the current device.
+        cudaError_t error = allow_shared(kernel, size_t(bytes));
+        if (error == cudaSuccess) {
+            error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, L::THREADS, size_t(bytes));
         }
-        // This is one less than there is room for. A grid that fills an H200 exactly is not spread evenly,
-        // and then some SMs get three of one sequence's items while others get one.
-        blocks = min(blocks, max(device.multiprocessors * per_sm - 1, 1));
-    }
-    if (error != cudaSuccess) {
-        return int(error);
+        if (error != cudaSuccess || per_sm == 0) {
+            return int(error != cudaSuccess ? error : cudaErrorLaunchOutOfResources);
+        }
     }
     const bool overlap = a.shape.mode == DELTA_VERIFY;
-    return int(launch_kernel(kernel, dim3(blocks), L::THREADS, bytes, stream, overlap, a));
+    return int(launch_kernel(kernel, plan_delta(device, a.shape, per_sm), stream, overlap, a));
 }
 
 } // namespace

@@ -7,6 +7,7 @@
 // row is known in all blocks that share it. Each of them counts itself once it has read what the caches hold of it, and the
 // last one replaces that. All layers count in the same place: each counts behind its
 // wait, and the last count of a layer leaves 0.
+#include "deltanet/launch_plan.h"
 #include "deltanet/row.cuh"
 #include "deltanet/run.cuh"
 #include "deltanet/worker.cuh"
@@ -223,11 +224,11 @@ int cuda::deltanet_layer(const DeltaLayerArgs &args, void *stream) {
         return error != 0 ? error : deltanet(args.delta, stream);
     }
     RowmmParts parts = {};
-    if (const cudaError_t error = rowmm_parts_of(*args.conv.parts, parts); error != cudaSuccess) {
-        return int(error);
+    if (const int error = rowmm_parts_of(*args.conv.parts, parts); error != 0) {
+        return error;
     }
-    return int(launch_kernel(deltanet_layer_kernel, dim3(unsigned(s.Hv * L::BLOCKS)), L::THREADS, 0,
-                             static_cast<cudaStream_t>(stream), true, LayerParams(args, parts)));
+    return int(launch_kernel(deltanet_layer_kernel, plan_delta_layer(s), static_cast<cudaStream_t>(stream),
+                             true, LayerParams(args, parts)));
 }
 
 } // namespace luce

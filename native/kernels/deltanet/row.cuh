@@ -2,7 +2,7 @@
 // holds S / 32 neighbouring channels. The norm is one butterfly sum, in the same order for every row.
 #pragma once
 
-#include "common/warp.cuh"
+#include "deltanet/layout.h"
 
 #include <cstdint>
 
@@ -10,9 +10,6 @@
 
 namespace luce {
 namespace {
-
-constexpr int TAPS = 4;
-constexpr int WINDOW = TAPS - 1;
 
 // Channels are those of one lane of a head, moved in one access. Of a head of 16, half the lanes hold
 // nothing.

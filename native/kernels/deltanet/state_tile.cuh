@@ -5,26 +5,13 @@
 // are added except where fmaf says otherwise (-fmad=false), so an update and its replay agree in each bit.
 #pragma once
 
-#include "common/warp.cuh"
+#include "deltanet/layout.h"
 #include "deltanet/ptx.cuh"
 
 #include <cuda_runtime.h>
 
 namespace luce {
 namespace {
-
-constexpr int LANES = 8; // as many lanes share a group of columns
-constexpr int GROUPS = WARP / LANES; // a warp has so many
-constexpr int COLS = 2; // a group has so many columns
-
-template <int S> struct Layout {
-    static constexpr int W = S < 32 ? S : 32; // a block has so many columns
-    static constexpr int THREADS = W / COLS * LANES; // there are at least MAX_ROWS
-    static constexpr int K = S / LANES; // a thread has so many entries of k
-    static constexpr int VEC = K < 4 ? K : 4; // as many of them are neighbours
-    static constexpr int BLOCKS = S / W; // a head has so many blocks
-    static constexpr int STATE_BYTES = S * W * int(sizeof(float));
-};
 
 template <int N> struct alignas(4 * N) Pack {
     float x[N];

@@ -281,8 +281,7 @@ __global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLO
 }
 
 template <int NT, bool WIDE, int KNOWN> RowmmKernel rowmm_kernel_of() {
-    using S = Shape<NT, WIDE>;
-    return {rowmm_kernel<NT, WIDE, KNOWN>, S::THREADS, S::row_bytes, S::TEAMS};
+    return rowmm_kernel<NT, WIDE, KNOWN>;
 }
 
 } // namespace luce

@@ -7,7 +7,7 @@
 namespace luce {
 namespace {
 
-using S = Shape<1, false>;
+using S = NormShape;
 constexpr int WARPS = S::WARPS;
 
 // A block has in shared memory its barriers, all chunks of the row, their sums of squares, and the slots of weights.
@@ -16,17 +16,12 @@ struct NormBlock {
     uint8_t *shared;
     int chunks;
 
-    static constexpr int BARRIERS = (2 * ROWMM_MAX_SLOTS + 1) * 8, X = (BARRIERS + 127) / 128 * 128;
-    static ROWMM_BOTH int row_bytes(int chunks) {
-        return (X + chunks * (chunk_bytes(1) + int(sizeof(float))) + 127) / 128 * 128;
-    }
-
     __device__ uint32_t slot_full(int i) const { return shared_address(shared) + 8 * i; }
     __device__ uint32_t slot_free(int i) const { return slot_full(ROWMM_MAX_SLOTS + i); }
     __device__ uint32_t row_full() const { return slot_full(2 * ROWMM_MAX_SLOTS); }
-    __device__ uint8_t *chunk(int i) const { return shared + X + i * chunk_bytes(1); }
+    __device__ uint8_t *chunk(int i) const { return shared + S::X + i * chunk_bytes(1); }
     __device__ float *sums() const { return reinterpret_cast<float *>(chunk(chunks)); }
-    __device__ uint8_t *slot(int i) const { return shared + row_bytes(chunks) + i * p.slot_bytes; }
+    __device__ uint8_t *slot(int i) const { return shared + S::row_bytes_of(chunks) + i * p.slot_bytes; }
 
     __device__ void init() const {
         for (int i = 0; i < p.slots; i++) {
@@ -178,10 +173,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS + 1)
 } // namespace
 
 RowmmKernel rowmm_kernel_norm() {
-    return {rowmm_norm_kernel, S::THREADS, nullptr, 1};
-}
-int rowmm_norm_row_bytes(int64_t K) {
-    return NormBlock::row_bytes(int(chunks_of(K)));
+    return rowmm_norm_kernel;
 }
 
 } // namespace luce

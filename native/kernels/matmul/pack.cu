@@ -3,18 +3,13 @@
 // bytes of F16. Of a norm over the row it leaves sums of squares, so no warp waits for another chunk: the product applies the
 // scale. A row's values depend on that row alone. What most launches of a step do has kernels of its own
 // (matmul/pack_pairs.cuh).
-#include "common/pointers.h"
+#include "matmul/launch_plan.h"
 #include "matmul/pack_pairs.cuh"
 
 namespace luce {
 namespace {
 
-// A block has few warps, so that the rows of a small step are spread over multiprocessors.
-constexpr int WARPS = 2;
-// A block that gates parts has one row in steps of up to so many rows, and two in longer ones. Beside one block of the product ahead
-// a multiprocessor of an H200 has registers for seven blocks, or 924 in all. Of 16 rows of 17408 values there would be 1,088, and
-// the last would begin when the product has ended.
-constexpr int SINGLE_ROWS = 8;
+constexpr int WARPS = PACK_WARPS;
 
 __device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const float (&v)[OWN], int row,
                       int64_t chunk, int lane) {
@@ -99,15 +94,6 @@ bool valid(const RowmmPackArgs &a) {
     }
 }
 
-// Launches blocks of so many threads, of which each has so many chunks of so many rows.
-template <typename... P>
-int launch(void (*kernel)(RowmmPackArgs, RowsLayout, P...), int threads, int chunks, int rows,
-           const RowmmPackArgs &a, cudaStream_t stream, const P &...args) {
-    const RowsLayout layout(a.T, rowmm_has_wgmma());
-    const dim3 grid(unsigned((chunks_of(a.K) + chunks - 1) / chunks), unsigned((a.T + rows - 1) / rows));
-    return int(launch_kernel(kernel, grid, threads, 0, stream, a.overlap != 0, a, layout, args...));
-}
-
 } // namespace
 
 int64_t rowmm_x_bytes(int32_t T, int64_t K) {
@@ -121,23 +107,30 @@ int cuda::rowmm_pack(const RowmmPackArgs &args, void *stream) {
     if (args.T == 0) {
         return 0;
     }
-    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    DeviceLimits device;
+    if (const int error = device_limits(device); error != 0) {
+        return error;
+    }
+    const PackPlan plan = plan_pack(device, args);
+    const auto launch = [&](auto kernel, const auto &...more) {
+        return int(launch_kernel(kernel, plan.launch, static_cast<cudaStream_t>(stream), args.overlap != 0,
+                                 args, RowsLayout(args.T, device.wgmma), more...));
+    };
     if (args.parts != nullptr) {
         RowmmParts parts = {};
-        if (const cudaError_t error = rowmm_parts_of(*args.parts, parts); error != cudaSuccess) {
-            return int(error);
+        if (const int error = rowmm_parts_of(*args.parts, parts); error != 0) {
+            return error;
         }
         if (args.input == ROWMM_RMS) {
-            return launch(pack_norm_kernel, PAIR_THREADS, 1, 1, args, st, parts);
+            return launch(pack_norm_kernel, parts);
         }
-        return args.T <= SINGLE_ROWS ? launch(pack_swiglu_kernel<1>, PAIR_THREADS, 1, 1, args, st, parts)
-                                     : launch(pack_swiglu_kernel<2>, PAIR_THREADS, 1, 2, args, st, parts);
+        return plan.rows == 1 ? launch(pack_swiglu_kernel<1>, parts) : launch(pack_swiglu_kernel<2>, parts);
     }
     switch (args.input) {
-        case ROWMM_PLAIN: return launch(pack_kernel<ROWMM_PLAIN>, WARPS * WARP, WARPS, 1, args, st);
-        case ROWMM_RMS: return launch(pack_kernel<ROWMM_RMS>, WARPS * WARP, WARPS, 1, args, st);
-        case ROWMM_SWIGLU: return launch(pack_kernel<ROWMM_SWIGLU>, WARPS * WARP, WARPS, 1, args, st);
-        default: return launch(pack_heads_kernel, PAIR_THREADS, 1, 1, args, st);
+        case ROWMM_PLAIN: return launch(pack_kernel<ROWMM_PLAIN>);
+        case ROWMM_RMS: return launch(pack_kernel<ROWMM_RMS>);
+        case ROWMM_SWIGLU: return launch(pack_kernel<ROWMM_SWIGLU>);
+        default: return launch(pack_heads_kernel);
     }
 }
 

@@ -8,11 +8,10 @@
 #include "matmul/pack.cuh"
 #include "matmul/partials.cuh"
 #include "matmul/ptx.cuh"
+#include "matmul/shape.h"
 
 namespace luce {
 namespace {
-
-constexpr int PAIR_THREADS = CHUNK / 2;
 
 __device__ __forceinline__ float2 fetch_pair(const float *p) {
     return __ldcg(reinterpret_cast<const float2 *>(p));

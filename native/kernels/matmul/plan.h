@@ -8,8 +8,6 @@
 
 #include "matmul/layout.h"
 
-#include <cuda_runtime.h>
-
 namespace luce {
 
 constexpr int ROWMM_MAX_RANGES = 384;
@@ -69,35 +67,22 @@ struct RowmmParts {
     } weights[4];
     int32_t first[ROWMM_MAX_RANGES + 1];
 };
-cudaError_t rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
+int rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
 
-// Returns the kernel (matmul/kernel.cuh) of NT tiles of 8 rows, by wgmma where WIDE, whose rows are KNOWN when it is compiled, or
+// Returns the kernel (matmul/kernel.cuh, whose blocks are a Shape) of NT tiles of 8 rows, by wgmma where WIDE, whose rows are KNOWN when it is compiled, or
 // ANY up to 8 NT. matmul/forms.cu lists those that there are. mma.sync serves up to 8 rows, each number of them with a kernel of
 // its own, whose addresses are known, and up to 16 and 32. wgmma serves up to 32 and 64, where there is wgmma. All give the
 // same bits.
-struct RowmmKernel {
-    void (*kernel)(RowmmParams);
-    int threads;
-    int (*row_bytes)(int columns); // it returns the bytes of shared memory before the ring of weights
-    int teams; // a block has so many teams and ranges, and a multiprocessor has BLOCKS_PER_SM of them
-};
+using RowmmKernel = void (*)(RowmmParams);
 constexpr int ROWMM_MAX_SLOTS = 16;
 constexpr int ANY = 0;
 template <int NT, bool WIDE, int KNOWN> RowmmKernel rowmm_kernel_of();
 
 // This is the kernel of up to ROWMM_WHOLE_ROWS rows of one weight that is not normed, whose blocks have all of K
-// (matmul/whole_k.cu), with what a launch of it takes.
-struct RowmmWholeKernel {
-    void (*kernel)(RowmmParams);
-    int threads, shared, blocks;
-};
-RowmmWholeKernel rowmm_kernel_whole(const RowmmParams &p);
+// (matmul/whole_k.cu).
+RowmmKernel rowmm_kernel_whole();
 
-// This is the kernel of one row that is not packed (matmul/norm_first.cu), and the bytes of shared memory ahead of its ring.
+// This is the kernel of one row that is not packed (matmul/norm_first.cu).
 RowmmKernel rowmm_kernel_norm();
-int rowmm_norm_row_bytes(int64_t K);
-
-// Returns whether the current device has wgmma and the wide kernels were compiled for it.
-bool rowmm_has_wgmma();
 
 } // namespace luce

@@ -27,6 +27,8 @@
 
 namespace luce {
 
+struct DeviceLimits;
+
 constexpr int ROWMM_MAX_ROWS = 64;
 constexpr int ROWMM_MAX_WEIGHTS = 8; // one launch takes no more
 // Of so many rows, a launch of one weight that is not normed needs no kernel behind it to add up parts.
@@ -138,9 +140,9 @@ struct RowmmArgs {
     int32_t overlap;
 };
 
-// Returns the bytes of shared memory that a block of a launch which norms its row itself (RowmmArgs.row) needs, where `type`
-// has the largest of its weights' units. A device with less for a block has to be given a row that is packed.
-int64_t rowmm_norm_shared(int64_t K, int32_t type);
+// Returns whether a block of the device has room for a launch which norms its row itself (RowmmArgs.row), where `type` has the
+// largest of its weights' units. Elsewhere the row has to be packed.
+bool rowmm_norms_row(const DeviceLimits &device, int64_t K, int32_t type);
 
 // Returns the bytes of the parts of these weights' results, which are the same on any device.
 int64_t rowmm_parts_bytes(const RowmmArgs &args);

@@ -5,29 +5,9 @@
 
 #include "common/ring.cuh"
 #include "matmul/fields.cuh"
-#include "matmul/plan.h"
+#include "matmul/shape.h"
 
 namespace luce {
-
-// NT is the number of tiles of 8 rows. A team is eight warps, of which each has 16 outputs of a tile. A
-// block's teams have a range each, and share the stages of activations.
-template <int NT, bool WIDE> struct Shape {
-    static constexpr int TEAMS = NT == 8 ? 2 : 1, BLOCKS = BLOCKS_PER_SM / TEAMS;
-    static constexpr int WARPS = TEAMS * FRAGMENTS; // so many take from the rings
-    static constexpr int FILLERS = TEAMS == 1 ? 1 : 4; // so many fill them
-    static constexpr int THREADS = (WARPS + FILLERS) * WARP;
-    static constexpr int COLUMNS = 8 * NT;
-    // Each holds the activations of a unit. For 16 rows four are 2% faster on an H200 than three, and these than two.
-    static constexpr int STAGES = NT == 4 ? 2 : 4;
-    static constexpr int BARRIERS = 384; // all of Rings' barriers fit so many bytes
-    static_assert(BARRIERS >= 16 * STAGES + 16 * ROWMM_MAX_SLOTS + 8);
-    // A stage is a chunk of as many columns as the step has.
-    static ROWMM_BOTH constexpr int columns(int C) { return NT == 1 ? C : COLUMNS; }
-    // Returns the bytes of all stages and barriers.
-    static ROWMM_BOTH constexpr int row_bytes(int C) {
-        return (BARRIERS + STAGES * chunk_bytes(C) + 127) / 128 * 128;
-    }
-};
 
 // Returns which fragment of a tile a warp has.
 __device__ __forceinline__ int fragment_of_warp() {

@@ -6,10 +6,7 @@
 namespace luce {
 namespace {
 
-constexpr int WARPS = 16, THREADS = WARPS * WARP;
-// The barriers take so many bytes: one of each warp's weights, and one of the rows.
-constexpr int BARRIERS = 256;
-static_assert((WARPS + 1) * 8 <= BARRIERS);
+constexpr int WARPS = WHOLE_WARPS, THREADS = WARPS * WARP, BARRIERS = WHOLE_BARRIERS;
 
 // Says which units of a tile a part has. Units count in the tile.
 struct Part {
@@ -147,13 +144,8 @@ __global__ void __launch_bounds__(THREADS, 1) rowmm_whole_kernel(const __grid_co
 
 } // namespace
 
-RowmmWholeKernel rowmm_kernel_whole(const RowmmParams &p) {
-    const RowmmSegment &s = p.segments[0];
-    const int units = s.units_k;
-    const int rows = units / units_of_chunk(s.type) * chunk_bytes(p.columns);
-    const int bytes =
-        BARRIERS + units * s.fragment_bytes + rows + units * p.rows * FRAGMENT * int(sizeof(float));
-    return {rowmm_whole_kernel, THREADS, bytes, int(fragments_of(s.N))};
+RowmmKernel rowmm_kernel_whole() {
+    return rowmm_whole_kernel;
 }
 
 } // namespace luce

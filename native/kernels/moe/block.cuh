@@ -7,8 +7,6 @@
 
 namespace luce {
 
-constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a third would spill registers
-constexpr int SMALL_BLOCKS_SM = 3; // the same of steps of one row and a few more, whose kernels are smaller
 constexpr int PART_ROW = FRAGMENT + 4; // the padding makes banks differ
 
 // Has each warp's sums of an item's rows: [warp][column][output].

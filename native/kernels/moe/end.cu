@@ -4,20 +4,16 @@
 //
 // A warp has an expert's outputs, or half of its K. Its weights are fetched before the launch waits, as soon as up has left
 // its choice.
-#include "common/device_limits.h"
 #include "matmul/pack.cuh"
 #include "moe/choice.cuh"
 #include "moe/item.cuh"
+#include "moe/launch_plan.h"
 #include "moe/matrix.h"
-#include "moe/plan.h"
 
 #include <algorithm>
 
 namespace luce {
 namespace {
-
-constexpr int END_WARPS = 20; // a block has so many at most: the 35b-a3b's have 18
-constexpr int END_ACROSS = 2; // so many warps share a place
 
 // These are the experts', or the shared one's.
 struct EndGroup { // Its first fields are Matrix's; to have one in it would change how they are read.
@@ -220,26 +216,7 @@ bool set(EndGroup &g, const MoeMatrix &m, int64_t K, int64_t N, bool one) {
     return set_matrix(g, m, K, N, one);
 }
 
-int place_bytes(int64_t chunks, int type) {
-    return int(chunks) * units_of_chunk(type) * fragment_bytes(type);
-}
-
-// A block takes no more of shared memory, so that others run beside it, and so many bytes of it are the kernel's own.
-constexpr int64_t END_SHARED = 98304, END_OWN = 2048;
-
-int64_t end_bytes(const MoeDims &d, int type, int shared_type) {
-    const int places = d.n_used + (d.shared() ? 1 : 0);
-    const int64_t routed = place_bytes(chunks_of(d.FF), type);
-    const int64_t shared = d.shared() ? place_bytes(chunks_of(d.FF_shared), shared_type) : 0;
-    return align16(places * END_ACROSS * 8) + places * (std::max(routed, shared) + shared_row(d.h_row()) +
-                                                        MAX_PARTS * FRAGMENT * int64_t(sizeof(float)));
-}
-
 } // namespace
-
-bool moe_ends_at_once(const MoeDims &d, int32_t type, int32_t shared_type) {
-    return d.T == 1 && moe_has(d) && end_bytes(d, type, shared_type) <= END_SHARED - END_OWN;
-}
 
 int cuda::moe_end(const MoeEndArgs &a, void *stream) {
     const MoeDims &d = a.dims;
@@ -260,11 +237,9 @@ int cuda::moe_end(const MoeEndArgs &a, void *stream) {
     p.out = a.out;
     p.places = int32_t(d.places());
     p.weights_bytes =
-        std::max(place_bytes(p.experts.chunks, p.experts.type), place_bytes(p.shared.chunks, p.shared.type));
+        std::max(end_weights(p.experts.chunks, p.experts.type), end_weights(p.shared.chunks, p.shared.type));
     p.row_bytes = shared_row(d.h_row());
-    const int warps = std::min(p.places * END_ACROSS, END_WARPS);
-    return int(launch_kernel(moe_end_kernel, dim3(unsigned(fragments_of(d.E))), warps * WARP,
-                             size_t(end_bytes(d, p.experts.type, p.shared.type)),
+    return int(launch_kernel(moe_end_kernel, plan_end(d, p.experts.type, p.shared.type),
                              static_cast<cudaStream_t>(stream), a.overlap != 0, p));
 }
 

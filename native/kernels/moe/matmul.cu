@@ -7,19 +7,14 @@
 // while one is multiplied. The parts of K are then added by pairs (moe/plan.h). In up, gate and up are two warps
 // of the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32
 // results, itself. A step of few rows has a kernel of its own (moe/few.cuh), and so has up of one row (moe/one.cuh).
-#include "common/device_limits.h"
 #include "matmul/pack.cuh"
 #include "moe/block.cuh"
 #include "moe/few.cuh"
+#include "moe/launch_plan.h"
 #include "moe/one.cuh"
-
-#include <algorithm>
 
 namespace luce {
 namespace {
-
-constexpr int LEAST_SLOTS = 2, MAX_STEPS = 4;
-constexpr int LEAST_TASKS = 16; // a block has so many tasks before each has more steps
 
 // The rows of tasks lie in shared memory from row `at` onwards.
 struct Rows {
@@ -194,152 +189,33 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
 
 // ---- launches ----
 
-bool set(Group &out, const MoeMatrix &first, const MoeMatrix &second, int64_t K, int64_t N, bool two,
-         bool one) {
-    out.K = int32_t(K);
-    out.N = int32_t(N);
-    out.chunks = int32_t(chunks_of(K));
-    out.fragments = int32_t(fragments_of(N));
-    out.record = int32_t(row_record(K));
-    out.log_parts = log2_of(k_parts(K));
-    return set_matrix(out.matrices[0], first, K, N, one) &&
-           (!two || set_matrix(out.matrices[1], second, K, N, one));
-}
-
-// Gives 2^within parts of K to a warp. Returns how often a block's outputs go into the widest group's.
-int share_out(MatmulParams &p, int within) {
-    int wide = 0;
-    for (Group *g : {&p.experts, &p.shared}) {
-        g->log_across = std::max(g->log_parts - within, 0);
-        g->log_fragments = log2_of(ITEM_WARPS) - p.log_matrices - g->log_across;
-        wide = std::max(wide, (g->fragments + (1 << g->log_fragments) - 1) >> g->log_fragments);
-    }
-    return wide;
-}
-
-// Finds how many blocks a launch has, how many steps a task has, and what is in shared memory.
-void lay_out(MatmulParams &p, const DeviceLimits &device, int &blocks, int &bytes) {
-    const bool few = few_rows(p.dims), fewest = few && fewest_rows(p.dims);
-    const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
-    const int slot = ITEM_WARPS * p.slot_bytes, all = log2_of(MAX_PARTS);
-    static_assert(sizeof(BlockShared) + BARRIER_BYTES <= MATMUL_BESIDES);
-    static_assert(sizeof(FewShared<FEW_ROWS>) <= sizeof(BlockShared));
-    const int own = int(fewest ? sizeof(FewShared<FEWEST_ROWS>) : sizeof(BlockShared));
-    const int besides = own + BARRIER_BYTES + 1024;
-    const auto room = [&](int per_sm) { return device.shared_sm / per_sm - besides - most * p.row_bytes; };
-    int per_sm = fewest ? SMALL_BLOCKS_SM : BLOCKS_SM;
-    while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
-        per_sm--;
-    }
-    const int at_once = per_sm * device.multiprocessors;
-    p.steps = 1;
-    int within = 0, wide = share_out(p, within);
-    if (few) { // nearly all tasks are done at once
-        // A few may come second: two rows of the 35b-a3b in Q8_0 have 272 where 132 multiprocessors have 264
-        // blocks. And a few blocks may have none: eight rows have 260 tasks of two steps. Its plans of two to
-        // eight rows, which were measured, are the same where 3.1 to 30% may come second and 1.6 to 13% have none.
-        const int fit = at_once + at_once / 25;
-        while (within < all && items * wide > fit) {
-            wide = share_out(p, ++within);
-        }
-        const auto tasks = [&](int steps) { return items * ((wide + steps - 1) / steps); };
-        while (p.steps < MAX_STEPS && tasks(p.steps) > fit && tasks(2 * p.steps) > at_once - at_once / 10) {
-            p.steps *= 2;
-        }
-    } else {
-        if (items * share_out(p, all) >= device.multiprocessors << p.log_matrices) {
-            within = all;
-        }
-        wide = share_out(p, within);
-        while (p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
-            p.steps *= 2;
-        }
-    }
-    p.tasks = (wide + p.steps - 1) / p.steps;
-    const int tasks = items * p.tasks;
-    blocks = std::max(std::min(tasks, at_once), (tasks + MAX_TASKS - 1) / MAX_TASKS);
-    // Where a warp has few units, room for more would only keep other blocks from a multiprocessor.
-    p.slots = few || (blocks == tasks && within == 0) ? LEAST_SLOTS : MAX_SLOTS;
-    p.slots = std::max(std::min(room(per_sm) / slot, p.slots), 1);
-    p.capacity = most;
-    if (blocks < tasks && !few) { // then the next task's rows may come ahead
-        p.capacity += std::max(std::min((room(per_sm) - p.slots * slot) / p.row_bytes, most), 0);
-    }
-    bytes = BARRIER_BYTES + p.slots * slot + p.capacity * p.row_bytes;
-}
-
-// Launches up of one row by the kernel that fetches all units of a task at once, where a multiprocessor has room for as many
-// blocks, and returns whether it has.
-bool launch_up_one(MatmulParams p, const DeviceLimits &device, bool overlap, cudaStream_t stream,
-                   cudaError_t &error) {
-    p.tasks = share_out(p, 0);
-    for (const Group *g : {&p.experts, &p.shared}) {
-        for (const Matrix &m : g->matrices) {
-            const int parts = 1 << g->log_parts;
-            p.slots = std::max(p.slots, (g->chunks + parts - 1) / parts * m.units);
-        }
-    }
-    const int bytes = ONE_BARRIERS + p.row_bytes + ITEM_WARPS * p.slots * p.slot_bytes;
-    const int own = int(sizeof(OneShared)) + device.shared_reserved;
-    if (bytes + own > device.shared_sm / SMALL_BLOCKS_SM) {
-        return false;
-    }
-    const unsigned blocks = unsigned((p.n_shared + p.max_items) * p.tasks);
-    error = launch_kernel(moe_up_one_kernel, dim3(blocks), ITEM_THREADS, size_t(bytes), stream, overlap, p);
-    return true;
-}
+static_assert(sizeof(BlockShared) == BLOCK_OWN && BLOCK_OWN + BARRIER_BYTES <= MATMUL_BESIDES);
+static_assert(sizeof(FewShared<FEW_ROWS>) <= BLOCK_OWN && sizeof(FewShared<FEWEST_ROWS>) == FEWEST_OWN);
+static_assert(sizeof(OneShared) == ONE_OWN);
 
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
     MatmulParams p = {};
-    p.dims = d;
-    p.at = RoutedLayout(d);
-    p.routed = static_cast<uint8_t *>(a.routed);
-    p.h = up ? nullptr : a.h;
-    p.out = a.out;
-    p.out_row = up ? d.h_row() : d.E;
-    p.h_row = d.h_row();
-    p.T = d.T;
-    p.n_used = d.n_used;
-    p.n_expert = d.n_expert;
-    p.n_shared = shared_items(d);
-    p.max_items = int32_t(max_items(d));
-    p.item_rows = item_rows(d);
-    p.log_matrices = up ? 1 : 0;
-    const int64_t E = d.E, FF = d.FF, FFs = d.FF_shared;
-    if (!moe_has(d) || !given(a.routed) || !given(a.out) || (!up && !given(a.h)) ||
-        !set(p.experts, a.first, a.second, up ? E : FF, up ? FF : E, up, false) ||
-        (d.shared() &&
-         !set(p.shared, a.shared_first, a.shared_second, up ? E : FFs, up ? FFs : E, up, true))) {
+    if (!moe_has(d) || !given(a.routed) || !given(a.out) || (!up && !given(a.h)) || !set_params(p, a, up)) {
         return int(cudaErrorInvalidValue);
     }
     if (d.T == 0) {
         return 0;
     }
-    if (!d.shared()) {
-        p.shared = p.experts;
-    }
-    for (const Group *g : {&p.experts, &p.shared}) {
-        p.row_bytes = std::max(p.row_bytes, shared_row(g->K));
-        for (int m = 0; m < 1 << p.log_matrices; m++) {
-            p.slot_bytes = std::max(p.slot_bytes, g->matrices[m].unit_bytes);
-        }
-    }
     DeviceLimits device;
-    cudaError_t error = device.read();
-    if (error != cudaSuccess) {
-        return int(error);
+    if (const int error = cuda::device_limits(device); error != 0) {
+        return error;
     }
-    if (up && d.T == 1 && launch_up_one(p, device, a.overlap != 0, stream, error)) {
-        return int(error);
+    LaunchPlan plan;
+    const bool one = up && d.T == 1 && plan_up_one(device, p, plan);
+    if (!one) {
+        plan = plan_experts(device, p);
     }
-    int blocks = 0, bytes = 0;
-    lay_out(p, device, blocks, bytes);
-    const auto kernel = fewest_rows(d) ? moe_few_kernel<FEWEST_ROWS>
-                        : few_rows(d)  ? moe_few_kernel<FEW_ROWS>
-                                       : moe_matmul_kernel;
-    return int(launch_kernel(kernel, dim3(unsigned(blocks)), ITEM_THREADS, size_t(bytes), stream,
-                             a.overlap != 0, p));
+    const auto kernel = one              ? moe_up_one_kernel
+                        : fewest_rows(d) ? moe_few_kernel<FEWEST_ROWS>
+                        : few_rows(d)    ? moe_few_kernel<FEW_ROWS>
+                                         : moe_matmul_kernel;
+    return int(launch_kernel(kernel, plan, stream, a.overlap != 0, p));
 }
 
 } // namespace

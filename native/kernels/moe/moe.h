@@ -47,9 +47,6 @@ struct MoeDims {
     constexpr ROWMM_BOTH int64_t h_row() const { return FF > FF_shared ? FF : FF_shared; }
 };
 
-// Returns whether a layer of this shape, with T of MOE_MAX_ROWS or less, can be done here.
-bool moe_has(const MoeDims &dims);
-
 // These say how many bytes route leaves to the other launches, and at which offsets the routes lie in them:
 // [T][n_used] I32 expert ids by falling weight, [T][n_used] F32 weights, and [T] F32 sigmoids of the shared
 // gate.
@@ -118,8 +115,6 @@ struct MoeEndArgs {
     float *out; // [E], aligned to 16
     int32_t overlap;
 };
-// Returns whether moe_end does a layer's down and sum, by the types of its matrices.
-bool moe_ends_at_once(const MoeDims &dims, int32_t type, int32_t shared_type);
 
 namespace cuda {
 int moe_route(const MoeRouteArgs &args, void *stream);

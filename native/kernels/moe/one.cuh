@@ -9,9 +9,6 @@
 
 namespace luce {
 
-// Each warp has a barrier for its units, and the row has one.
-constexpr int ONE_BARRIERS = ((ITEM_WARPS + 1) * 8 + 127) / 128 * 128;
-
 struct OneShared {
     float parts[ITEM_WARPS][FRAGMENT];
     Candidates candidates, kept; // a warp's that chooses alone

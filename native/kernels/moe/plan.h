@@ -125,7 +125,15 @@ constexpr ROWMM_BOTH int shared_row(int64_t K) {
 
 // ---- what a block needs ----
 
-constexpr int ROUTE_ROWS = 8; // a block of route has so many rows
+// A block of route has so many threads, up to so many rows, and so many of the router's outputs.
+constexpr int ROUTE_THREADS = 256, ROUTE_ROWS = 8, ROUTE_OUTPUTS = 4;
+constexpr int64_t ONE_ROW_MAX_E =
+    2048; // the kernel whose blocks have one row each has rows of so many values at most
+constexpr int64_t CANDIDATE_BYTES = 1056; // a row's experts that may be chosen take so much (moe/choice.cuh)
+constexpr int SUM_WARPS =
+    2; // a block of sum has few, so that a small step's rows are spread over multiprocessors
+// A block of end has so many warps at most, of which so many share a place: the 35b-a3b's have 18.
+constexpr int END_WARPS = 20, END_ACROSS = 2;
 // The kernels' own variables and barriers take less than so many bytes beside rows and weights.
 constexpr int64_t ROUTE_BESIDES = 3072, MATMUL_BESIDES = 12288;
 

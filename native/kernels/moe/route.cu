@@ -6,14 +6,16 @@
 // blocks, of which none chooses. Where each has one row there is a kernel of its own (moe/route_one.cuh).
 #include "common/pointers.h"
 #include "moe/choice.cuh"
+#include "moe/launch_plan.h"
 #include "moe/route_one.cuh"
 
-#include <algorithm>
 #include <climits>
 #include <cmath>
 
 namespace luce {
 namespace {
+
+constexpr int SOME_ROWS = 3; // a thread has fewer registers for so many: those of a few rows in three tiles
 
 // Holds a thread's share of a row, or of as many rows as a tile has.
 struct Norm {
@@ -192,7 +194,7 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     __shared__ TileShared tile;
     const MoeDims &d = p.a.dims;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int row0 = blockIdx.y * tile_rows(d), rows = min(d.T - row0, tile_rows(d));
+    const int row0 = blockIdx.y * p.tile_rows, rows = min(d.T - row0, p.tile_rows);
     float *v = reinterpret_cast<float *>(shared); // [TILE_ROWS][E]
     let_next_start();
     Router router(p.a, blockIdx.x * OUTPUTS + warp / HALVES);
@@ -205,8 +207,8 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     }
     if (rows == 1) {
         weigh<1>(p.a, norm, row0, rows, v, tile);
-    } else if (rows <= FEW_ROWS / FEW_TILES + 1) {
-        weigh<FEW_ROWS / FEW_TILES + 1>(p.a, norm, row0, rows, v, tile);
+    } else if (rows <= SOME_ROWS) {
+        weigh<SOME_ROWS>(p.a, norm, row0, rows, v, tile);
     } else {
         weigh<TILE_ROWS>(p.a, norm, row0, rows, v, tile);
     }
@@ -260,12 +262,8 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
 } // namespace
 
 static_assert(sizeof(ListShared) + sizeof(TileShared) <= ROUTE_BESIDES);
+static_assert(sizeof(Candidates) == CANDIDATE_BYTES);
 
-bool moe_has(const MoeDims &d) {
-    return d.T >= 0 && d.T <= MOE_MAX_ROWS && d.n_expert >= 1 && d.n_expert <= MOE_MAX_EXPERTS &&
-           d.n_used >= 1 && d.n_used <= std::min(d.n_expert, MOE_MAX_USED) && d.E >= 4 && d.E % 4 == 0 &&
-           d.E <= MOE_MAX_E && d.FF >= 1 && d.FF_shared >= 0 && d.h_row() <= MOE_MAX_FF;
-}
 int64_t moe_routed_bytes(const MoeDims &dims) {
     return RoutedLayout(dims).bytes;
 }
@@ -288,21 +286,16 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     if (d.T == 0) {
         return 0;
     }
-    const int rows = std::min(d.T, tile_rows(d)), tiles = (d.T + rows - 1) / rows;
-    const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
-    const int64_t each = std::max(d.E * int64_t(sizeof(float)), int64_t(sizeof(Candidates)));
-    const int bytes = int(std::max(rows * each, ids));
-    // Few rows are packed by blocks that do nothing else.
-    const int packers = few_rows(d) ? int(chunks_of(d.E)) : 0;
-    const dim3 grid((router_outputs(d) + OUTPUTS - 1) / OUTPUTS + packers, tiles);
-    static_assert(FEW_PAIRS <= THREADS, "a block sees to all that are polled for");
-    const RouteParams p = {args, RoutedLayout(d), args.values == nullptr ? polled_pairs(d) : 0};
-    if (is_one_row(args)) {
-        return int(launch_kernel(moe_route_one_kernel, grid, THREADS, 0, static_cast<cudaStream_t>(stream),
-                                 args.overlap != 0, p));
+    DeviceLimits device;
+    if (const int error = device_limits(device); error != 0) {
+        return error;
     }
-    return int(launch_kernel(moe_route_kernel, grid, THREADS, size_t(bytes),
-                             static_cast<cudaStream_t>(stream), args.overlap != 0, p));
+    const RoutePlan plan = plan_route(device, d, args.values != nullptr);
+    static_assert(FEW_PAIRS <= THREADS, "a block sees to all that are polled for");
+    const RouteParams p = {args, RoutedLayout(d), args.values == nullptr ? polled_pairs(d) : 0,
+                           plan.tile_rows};
+    const auto kernel = plan.one_row ? moe_route_one_kernel : moe_route_kernel;
+    return int(launch_kernel(kernel, plan.launch, static_cast<cudaStream_t>(stream), args.overlap != 0, p));
 }
 
 } // namespace luce

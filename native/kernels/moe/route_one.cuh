@@ -10,9 +10,7 @@
 namespace luce {
 namespace {
 
-constexpr ROWMM_BOTH bool is_one_row(const MoeRouteArgs &a) {
-    return tile_rows(a.dims) == 1 && a.values == nullptr && a.dims.E <= VALUES * THREADS * 4;
-}
+static_assert(ONE_ROW_MAX_E == VALUES * THREADS * 4);
 static_assert(VALUES * THREADS == WEIGHTS * HALVES * WARP, "a thread has all of its values at once");
 
 // Holds the values of which a thread makes the sum of squares.

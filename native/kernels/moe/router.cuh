@@ -8,9 +8,9 @@
 namespace luce {
 namespace {
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP;
+constexpr int THREADS = ROUTE_THREADS, WARPS = THREADS / WARP;
 constexpr int TILE_ROWS = ROUTE_ROWS; // a block has so many rows; each has a warp that chooses its experts
-constexpr int OUTPUTS = 4; // a block has so many of the router's outputs
+constexpr int OUTPUTS = ROUTE_OUTPUTS; // a block has so many of the router's outputs
 constexpr int HALVES = WARPS / OUTPUTS; // so many warps share an output
 constexpr int TILES = MOE_MAX_ROWS / TILE_ROWS;
 constexpr int PER_THREAD = MOE_MAX_EXPERTS / THREADS;
@@ -19,17 +19,11 @@ static_assert(TILE_ROWS == WARPS && OUTPUTS * HALVES == WARPS, "what warps share
 static_assert((TILES + 1) * int64_t(sizeof(uint32_t)) <= MOE_COUNTER_BYTES,
               "one of tiles, one for each tile");
 
-// Few rows make so many tiles at most, whose blocks all run at once: those of the 35b-a3b are 219 where 132
-// multiprocessors have 264 at once, and four tiles would have 292.
-constexpr int FEW_TILES = 3;
-constexpr ROWMM_BOTH int tile_rows(const MoeDims &d) {
-    return few_rows(d) ? (d.T + FEW_TILES - 1) / FEW_TILES : TILE_ROWS;
-}
-
 struct RouteParams {
     MoeRouteArgs a;
     RoutedLayout at;
     int32_t polled; // so many experts' numbers are polled for
+    int32_t tile_rows; // a block has so many rows at most
 
     template <typename T> __device__ T *of(int64_t offset) const {
         return reinterpret_cast<T *>(static_cast<uint8_t *>(a.routed) + offset);

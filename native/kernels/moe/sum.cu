@@ -4,12 +4,11 @@
 #include "matmul/pack.cuh"
 #include "matmul/plan.h"
 #include "matmul/ptx.cuh"
-#include "moe/plan.h"
+#include "moe/launch_plan.h"
 
 namespace luce {
 namespace {
 
-constexpr int SUM_WARPS = 2; // a block has few, so that a small step's rows are spread over multiprocessors
 constexpr int AHEAD = 8; // so many loads are in flight
 
 struct SumParams {
@@ -155,11 +154,14 @@ int cuda::moe_sum(const MoeSumArgs &args, void *stream) {
     if (d.T == 0) {
         return 0;
     }
-    const dim3 grid(unsigned((chunks_of(d.E) + SUM_WARPS - 1) / SUM_WARPS), unsigned(d.T));
-    const SumParams p = {args, RoutedLayout(d), RowsLayout(d.T, args.packed != nullptr && rowmm_has_wgmma())};
+    DeviceLimits device;
+    if (const int error = device_limits(device); error != 0) {
+        return error;
+    }
+    const SumParams p = {args, RoutedLayout(d), RowsLayout(d.T, args.packed != nullptr && device.wgmma)};
     const auto kernel = args.sums == nullptr ? moe_sum_kernel<true> : moe_sum_kernel<false>;
-    return int(launch_kernel(kernel, grid, SUM_WARPS * WARP, 0, static_cast<cudaStream_t>(stream),
-                             args.overlap != 0, p));
+    return int(
+        launch_kernel(kernel, plan_moe_sum(d), static_cast<cudaStream_t>(stream), args.overlap != 0, p));
 }
 
 } // namespace luce

@@ -5,41 +5,9 @@
 #pragma once
 
 #include "matmul/multiply.cuh"
-#include "moe/matrix.h"
-#include "moe/plan.h"
+#include "moe/params.h"
 
 namespace luce {
-
-constexpr int ITEM_THREADS = ITEM_WARPS * WARP;
-constexpr int MAX_SLOTS = 4; // a warp has so many units in shared memory at most
-constexpr int MAX_TASKS = ITEM_THREADS / MAX_ITEM_ROWS; // a block lists so many
-constexpr int SHARED = -1, NONE = -2; // these stand in an expert's place
-constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 128;
-
-struct Group { // it is for the experts, or for the shared expert
-    Matrix matrices[2];
-    int32_t N, K, chunks, fragments, record;
-    // K has so many parts, of which so many warps have their own, and a block has so many sixteenths at once.
-    int32_t log_parts, log_across, log_fragments;
-
-    // Returns the first unit of a part of K.
-    __device__ int begin(int part, int units) const { return (chunks * part >> log_parts) * units; }
-};
-
-struct MatmulParams {
-    uint8_t *routed;
-    const float *h; // it is null where the rows are those that route packed
-    float *out;
-    int64_t out_row, h_row;
-    int32_t T, n_used, n_expert, n_shared, max_items;
-    int32_t log_matrices, slot_bytes, slots;
-    int32_t row_bytes, capacity; // so many rows are in shared memory, so far from each other
-    int32_t item_rows, steps; // an item has so many rows at most, and a task so many steps of outputs
-    int32_t tasks; // an item has so many
-    Group experts, shared;
-    MoeDims dims;
-    RoutedLayout at;
-};
 
 struct Task {
     int32_t expert, x, count, reserved;

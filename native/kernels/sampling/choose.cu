@@ -184,15 +184,14 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constan
 
 template <bool VECTOR> cudaError_t launch(const ChooseArgs &args, cudaStream_t stream) {
     const int32_t part = part_size(args.n);
-    const dim3 grid(CHOICE_PARTS, args.T);
     cudaError_t error = cudaSuccess;
     for (const auto kernel : {most_kernel<VECTOR>, bins_kernel<VECTOR>, noise_kernel<VECTOR>}) {
         if (error == cudaSuccess) {
-            error = launch_kernel(kernel, grid, THREADS, 0, stream, true, args, part);
+            error = launch_kernel(kernel, plan_choose_parts(args.T), stream, true, args, part);
         }
     }
     if (error == cudaSuccess) {
-        error = launch_kernel(pick_kernel, dim3(args.T), PICK_THREADS, 0, stream, true, args);
+        error = launch_kernel(pick_kernel, plan_choose_pick(args.T), stream, true, args);
     }
     return error;
 }

@@ -3,6 +3,7 @@
 
 #include "common/kernels.h"
 #include "matmul/fields.cuh"
+#include "sampling/launch_plan.h"
 
 #include <climits>
 #include <cmath>
@@ -11,8 +12,7 @@
 namespace luce {
 namespace {
 
-constexpr int THREADS = 256;
-constexpr int PICK_THREADS = 1024;
+constexpr int THREADS = CHOOSE_THREADS, PICK_THREADS = CHOOSE_PICK_THREADS;
 constexpr int UNROLL = 4; // so many 16-byte loads are in flight
 
 // Best is the largest value with the lowest id.

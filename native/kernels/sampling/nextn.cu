@@ -1,6 +1,7 @@
 // Norms whole rows around the NextN head: its input [RMS(e) * w ; RMS(h) * w], whose e it looks up in the table of
 // embeddings, packed as its first product takes it, and the hidden state that a step keeps. A block has one row of one
 // of these.
+#include "common/device_limits.h"
 #include "common/kernels.h"
 #include "common/overlap.cuh"
 #include "common/whole_norm.cuh"
@@ -85,9 +86,13 @@ int cuda::nextn_pack(const NextnPackArgs &args, void *stream) {
         !nextn_has_table(args.type) || reinterpret_cast<uintptr_t>(args.out) % 16 != 0) {
         return int(cudaErrorInvalidValue);
     }
+    DeviceLimits device;
+    if (const int error = device_limits(device); error != 0) {
+        return error;
+    }
     return int(launch_kernel(nextn_pack_kernel, dim3(2, unsigned(args.T)), norm_threads(args.E), 0,
                              static_cast<cudaStream_t>(stream), true, args,
-                             RowsLayout(args.T, rowmm_has_wgmma())));
+                             RowsLayout(args.T, device.wgmma)));
 }
 
 int cuda::keep_hidden(const KeepHiddenArgs &args, void *stream) {

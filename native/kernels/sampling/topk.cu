@@ -3,6 +3,9 @@
 // holds the logit and the complement of the id, so an order of keys is the order of candidates, ties
 // included, whatever the parts are.
 #include "common/kernels.h"
+#include "common/overlap.cuh"
+#include "common/warp.cuh"
+#include "sampling/launch_plan.h"
 
 #include <climits>
 #include <cmath>
@@ -11,9 +14,7 @@
 namespace luce {
 namespace {
 
-constexpr int WARP = 32;
-constexpr int THREADS = 512;
-constexpr int PICK_THREADS = 1024;
+constexpr int THREADS = TOPK_THREADS, PICK_THREADS = TOPK_PICK_THREADS;
 
 using Key = unsigned long long;
 
@@ -158,9 +159,11 @@ int cuda::topk(const TopkArgs &args, void *stream) {
     while (n_sort < parts * args.k) {
         n_sort *= 2;
     }
-    topk_parts_kernel<<<dim3(unsigned(parts), unsigned(args.T)), THREADS, 0, st>>>(args);
-    topk_pick_kernel<<<unsigned(args.T), PICK_THREADS, 0, st>>>(args, parts, n_sort);
-    return int(cudaGetLastError());
+    cudaError_t error = launch_kernel(topk_parts_kernel, plan_topk_parts(args.T, args.n), st, false, args);
+    if (error == cudaSuccess) {
+        error = launch_kernel(topk_pick_kernel, plan_topk_pick(args.T), st, false, args, parts, n_sort);
+    }
+    return int(error);
 }
 
 } // namespace luce

@@ -1,6 +1,7 @@
 // Adds matmuls to a graph, with what is computed into their input.
 #include "graph/blocks.h"
 
+#include "common/device_limits.h"
 #include "cpu/inputs.h"
 #include "cpu/matmul.h"
 #include "matmul/prompt.h"
@@ -139,8 +140,7 @@ static bool all_packed(const std::vector<ggml_tensor *> &weights) {
 static bool packs_in_product(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                              const MatmulInput &in) {
     const auto fits = [&](const ggml_tensor *w) {
-        return !is_packed(w) ||
-               rowmm_norm_shared(in.K, w->type) <= cuda::shared_memory(b.model.device().index);
+        return !is_packed(w) || rowmm_norms_row(limits_of(b.model.device()), in.K, w->type);
     };
     return in.kind == ROWMM_RMS && in.T == 1 && ggml_is_contiguous(in.x) &&
            std::none_of(b.inputs.begin(), b.inputs.end(),

@@ -3,6 +3,7 @@
 #include <ggml-alloc.h>
 #include <ggml-cpu.h>
 #ifdef LUCE_USE_CUDA
+#include "common/device_limits.h"
 #include "common/kernels.h"
 #include "matmul/prompt.h"
 #include "matmul/quantised.h"
@@ -210,13 +211,23 @@ static std::string cpu_arithmetic() {
 #endif
 }
 
+#ifdef LUCE_USE_CUDA
+DeviceLimits limits_of(const Device &device) {
+    DeviceLimits limits;
+    if (const int error = cuda::device_limits(device.index, limits); error != 0) {
+        fail(LUCE_E_DEVICE, "%s: %s", device.name.c_str(), cuda::error_text(error));
+    }
+    return limits;
+}
+#endif
+
 std::string Device::arithmetic() const {
 #ifdef LUCE_USE_CUDA
     if (gpu) {
         const int capability = cuda::compute_capability(index), cublas = cuda::cublas_version();
         return format("%s with compute capability %d.%d, %d multiprocessors and cuBLAS %d.%d.%d",
-                      description().c_str(), capability / 10, capability % 10, cuda::multiprocessors(index),
-                      cublas / 10000, cublas / 100 % 100, cublas % 100);
+                      description().c_str(), capability / 10, capability % 10,
+                      limits_of(*this).multiprocessors, cublas / 10000, cublas / 100 % 100, cublas % 100);
     }
 #endif
     return cpu_arithmetic();

@@ -31,6 +31,10 @@ struct Device {
     std::string arithmetic() const;
 };
 
+struct DeviceLimits;
+// Returns what a GPU can do, which is read once. E_DEVICE where it does not answer.
+DeviceLimits limits_of(const Device &device);
+
 // Returns all devices that luce runs on; the first is what "auto" takes. GPUs whose compute capability is below 8.0 are
 // left out: luce's kernels have instructions that those lack.
 const std::vector<Device> &devices();

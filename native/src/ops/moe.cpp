@@ -3,7 +3,7 @@
 #ifdef LUCE_USE_CUDA
 
 #include "common/kernels.h"
-#include "moe/plan.h"
+#include "moe/launch_plan.h"
 #include "ops/matmul.h"
 #include "ops/row.h"
 #include "step/host_experts.h"
@@ -101,12 +101,6 @@ void check_moe(const Device &device, const char *path, const Moe &moe) {
                  path, w->name, type_name(w->type), remedy);
         }
     }
-    if (!moe_has(dims_of(moe, moe.router->ne[0], 1))) {
-        fail(LUCE_E_UNSUPPORTED,
-             "%s: %u of %u experts of %u values are more than luce has on a GPU (%d of %d of %lld): %s", path,
-             moe.shape.n_used, moe.shape.n_expert, moe.shape.n_ff, MOE_MAX_USED, MOE_MAX_EXPERTS,
-             (long long) MOE_MAX_FF, remedy);
-    }
     const auto unit = [](std::initializer_list<const ggml_tensor *> weights) {
         int64_t most = 0;
         for (const ggml_tensor *w : weights) {
@@ -116,14 +110,12 @@ void check_moe(const Device &device, const char *path, const Moe &moe) {
     };
     // Where the experts stay in host memory, only the shared one is the device's.
     const bool own = !moe.in_ram;
-    const int64_t need = least_shared(dims_of(moe, moe.router->ne[0], 1),
-                                      unit({own ? moe.gate : nullptr, own ? moe.up : nullptr,
-                                            own ? moe.gate_up : nullptr, moe.shared.gate, moe.shared.up}),
-                                      unit({own ? moe.down : nullptr, moe.shared.down}));
-    if (const int64_t have = cuda::shared_memory(device.index); need > have) {
-        fail(LUCE_E_UNSUPPORTED,
-             "%s: experts of %lld values take %lld bytes of a GPU's shared memory, %s has %lld: %s", path,
-             (long long) moe.router->ne[0], (long long) need, device.name.c_str(), (long long) have, remedy);
+    const std::string lack = moe_lacks(limits_of(device), device.name, dims_of(moe, moe.router->ne[0], 1),
+                                       unit({own ? moe.gate : nullptr, own ? moe.up : nullptr,
+                                             own ? moe.gate_up : nullptr, moe.shared.gate, moe.shared.up}),
+                                       unit({own ? moe.down : nullptr, moe.shared.down}));
+    if (!lack.empty()) {
+        fail(LUCE_E_UNSUPPORTED, "%s: %s: %s", path, lack.c_str(), remedy);
     }
 }
 

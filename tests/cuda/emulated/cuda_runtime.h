@@ -4,6 +4,8 @@
 // (tests/test_emulated_kernels.py)
 #pragma once
 
+#include "common/device_limits.h"
+
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -48,16 +50,16 @@ using cudaError_t = int;
 
 namespace emulated {
 
-// Says what a device answers to cudaDeviceGetAttribute, and whether it has wgmma. 8.9 and 12.0 have shared memory as 8.6.
+// Says what a device can do. 8.9 and 12.0 have shared memory as 8.6. With few multiprocessors a block has several units of
+// small shapes too.
 struct DeviceKind {
     const char *name;
-    int attributes[5];
-    bool wgmma;
+    luce::DeviceLimits limits;
 };
 constexpr DeviceKind KINDS[] = {
-    {"9.0", {5, 9, 228 << 10, 227 << 10, 1024}, true},
-    {"8.0", {5, 8, 164 << 10, 163 << 10, 1024}, false},
-    {"8.6", {5, 8, 100 << 10, 99 << 10, 1024}, false},
+    {"9.0", {5, 228 << 10, 227 << 10, 1024, 65536, 50 << 20, true, true}},
+    {"8.0", {5, 164 << 10, 163 << 10, 1024, 65536, 40 << 20, false, false}},
+    {"8.6", {5, 100 << 10, 99 << 10, 1024, 65536, 6 << 20, false, false}},
 };
 inline const DeviceKind *kind = KINDS;
 
@@ -168,7 +170,7 @@ template <typename T> T of_lane(const uint64_t (*words)[8], int lane) {
 }
 
 template <typename F> cudaError_t launch(const void *name, dim3 grid, int threads, size_t shared, const F &kernel) {
-    const int most = kind->attributes[3];
+    const int most = kind->limits.shared_block;
     if (dry) {
         if (declared_by.count(name) == 0) {
             printf("FAILED a kernel was launched dry that never ran\n");
@@ -387,27 +389,6 @@ enum {
     cudaErrorLaunchOutOfResources = 701,
 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaDeviceAttr {
-    cudaDevAttrMultiProcessorCount,
-    cudaDevAttrComputeCapabilityMajor,
-    cudaDevAttrMaxSharedMemoryPerMultiprocessor,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin,
-    cudaDevAttrReservedSharedMemoryPerBlock,
-};
-inline cudaError_t cudaGetDevice(int *device) { return *device = 0; }
-inline cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int) {
-    *value = emulated::kind->attributes[attribute];
-    return cudaSuccess;
-}
-struct cudaFuncAttributes {
-    int maxThreadsPerBlock;
-};
-template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, F *) {
-    attributes->maxThreadsPerBlock = emulated::kind->wgmma ? 64 : 32; // rowmm asks this of its kernel for wgmma
-    return cudaSuccess;
-}
-template <typename F> cudaError_t cudaFuncSetAttribute(F *, int, int) { return cudaSuccess; }
 template <typename F> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F *, int, size_t) {
     *blocks = emulated::blocks_at_once;
     return cudaSuccess;

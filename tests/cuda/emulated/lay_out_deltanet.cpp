@@ -14,13 +14,12 @@ static void deltanet_layers() {
 
 // Of the eight blocks that one sequence has here, none of five multiprocessors has room for three.
 static void spread_layers() {
-    const auto &limits = emulated::kind->attributes;
+    const DeviceLimits &limits = emulated::kind->limits;
     for (int T = 5; T <= MAX_ROWS; T++) {
         DeltaArgs a = {};
         a.shape = {T, MAX_ROWS, 1, 2, 2, 128, DELTA_VERIFY};
         expect(cuda::deltanet(a, stream) == 0, at("the delta rule of one sequence", 128, T));
-        expect(3 * (emulated::laid_out + size_t(limits[cudaDevAttrReservedSharedMemoryPerBlock])) >
-                   size_t(limits[cudaDevAttrMaxSharedMemoryPerMultiprocessor]),
+        expect(3 * (emulated::laid_out + size_t(limits.shared_reserved)) > size_t(limits.shared_sm),
                at("three blocks of one sequence on a multiprocessor", 128, T));
     }
 }
@@ -46,7 +45,7 @@ static void few_sequences() {
 
 // Several sequences' blocks are all there at once, one less than there is room for, and one at least.
 static void whole_grids() {
-    const int multiprocessors = emulated::kind->attributes[cudaDevAttrMultiProcessorCount];
+    const int multiprocessors = emulated::kind->limits.multiprocessors;
     for (const int T : {2, 8, 64}) {
         DeltaArgs a = {};
         a.shape = {T, MAX_ROWS, 16, 16, 48, 128, DELTA_VERIFY};

@@ -1,14 +1,14 @@
 #include "lay_out.h"
-#include "moe/plan.h"
+#include "moe/launch_plan.h"
 
-// What fits by least_shared (moe/plan.h) is launched at any T, and what does not is refused at some.
+// What lacks nothing (moe/launch_plan.h) is launched at any T, and what does is refused at some.
 static void experts() {
-    const int64_t most = emulated::kind->attributes[cudaDevAttrMaxSharedMemoryPerBlockOptin];
     int fit = 0, shapes = 0;
     for (const int type : TYPES) {
         for (const auto &[E, FF] : {std::pair<int64_t, int64_t>{2048, 512}, {3072, 1024}, {4096, 1024}, {6144, 6144}}) {
             MoeDims dims = {1, 256, 8, E, FF, FF};
-            const bool fits = least_shared(dims, fragment_bytes(type), fragment_bytes(type)) <= most;
+            const int unit = fragment_bytes(type);
+            const bool fits = moe_lacks(emulated::kind->limits, "it", dims, unit, unit).empty();
             bool launched = true;
             for (int T = 1; T <= MOE_MAX_ROWS; T++) {
                 dims.T = T;

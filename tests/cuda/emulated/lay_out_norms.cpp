@@ -1,9 +1,8 @@
 #include "lay_out.h"
 
-// A device runs a launch that norms its row itself where a block has as much shared memory as rowmm_norm_shared says, and
+// A device runs a launch that norms its row itself where a block has as much shared memory as rowmm_norms_row says, and
 // refuses it elsewhere: there whoever asks has to pack the row first.
 static void norms() {
-    const int64_t have = emulated::kind->attributes[cudaDevAttrMaxSharedMemoryPerBlockOptin];
     for (const int type : TYPES) {
         int taken = 0, refused = 0;
         for (int64_t K = 1024; K <= 128 * 1024; K += 1024) {
@@ -14,7 +13,7 @@ static void norms() {
             a.scratch = NOWHERE;
             float *out = reinterpret_cast<float *>(NOWHERE);
             a.weights[a.n_weights++] = {type, 1024, NOWHERE, out, 1024, nullptr, 0};
-            const bool fits = rowmm_norm_shared(K, type) <= have;
+            const bool fits = rowmm_norms_row(emulated::kind->limits, K, type);
             expect((cuda::rowmm(a, stream) == 0) == fits, at("a row that is normed", type, int(K)));
             (fits ? taken : refused)++;
         }

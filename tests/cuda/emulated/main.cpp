@@ -5,6 +5,10 @@
 const char *luce::cuda::error_text(int error) {
     return error == 1 ? "an argument is not valid" : "an error of the emulation";
 }
+int luce::cuda::device_limits(DeviceLimits &limits) {
+    limits = emulated::kind->limits;
+    return 0;
+}
 int luce::cuda::capture_begin(void *) {
     return 0;
 }

@@ -3,11 +3,11 @@
 
 #include "attention/units.cuh"
 #include "attention/kv_types.cuh"
+#include "attention/layout.h"
 #include "common/ring.cuh"
 
 namespace luce {
 
-constexpr int LOAD_THREADS = 1, MMA_THREADS = 2, AHEAD_PAIRS = 1;
 template <int D, int TYPE, bool WGMMA, bool AHEAD> struct Layout {
     static constexpr int WARPS = 1, MATH_THREADS = 1, UNPACK_THREADS = 0, SLOTS = 0, TILES = 0;
     static constexpr int FULL = 0, EMPTY = 0, READY = 0, LEFT = 0, MAX_M = 1, PLAN = 0, BYTES = 1;

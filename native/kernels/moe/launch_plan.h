@@ -1,0 +1,241 @@
+// Plans the launches of a mixture of experts, as pure functions of a device's limits and the layer's shape.
+#pragma once
+
+#include "common/device_limits.h"
+#include "common/launch_plan.h"
+#include "moe/params.h"
+
+#include <algorithm>
+#include <string>
+
+namespace luce {
+
+// ---- what a device can do ----
+
+// Returns whether luce has kernels for a layer of this shape, with T of MOE_MAX_ROWS or less.
+inline bool moe_has(const MoeDims &d) {
+    return d.T >= 0 && d.T <= MOE_MAX_ROWS && d.n_expert >= 1 && d.n_expert <= MOE_MAX_EXPERTS &&
+           d.n_used >= 1 && d.n_used <= std::min(d.n_expert, MOE_MAX_USED) && d.E >= 4 && d.E % 4 == 0 &&
+           d.E <= MOE_MAX_E && d.FF >= 1 && d.FF_shared >= 0 && d.h_row() <= MOE_MAX_FF;
+}
+
+// Says what luce or a device of this name lacks for a layer, or "" where it lacks nothing. The units are the largest fragments
+// of the matrices of up and of down, in bytes.
+inline std::string moe_lacks(const DeviceLimits &device, const std::string &name, const MoeDims &d,
+                             int64_t up_unit, int64_t down_unit) {
+    const auto number = [](int64_t n) { return std::to_string(n); };
+    if (d.E > MOE_MAX_E) {
+        return "rows of " + number(d.E) + " values are more than luce's experts take on a GPU (" +
+               number(MOE_MAX_E) + ")";
+    }
+    if (d.FF_shared > MOE_MAX_FF) {
+        return "a shared expert of " + number(d.FF_shared) + " values is more than luce has on a GPU (" +
+               number(MOE_MAX_FF) + ")";
+    }
+    if (!moe_has(d)) {
+        return number(d.n_used) + " of " + number(d.n_expert) + " experts of " + number(d.FF) +
+               " values are more than luce has on a GPU (" + number(MOE_MAX_USED) + " of " +
+               number(MOE_MAX_EXPERTS) + " of " + number(MOE_MAX_FF) + ")";
+    }
+    if (const int64_t need = least_shared(d, up_unit, down_unit); need > device.shared_block) {
+        return "experts of " + number(d.E) + " values take " + number(need) +
+               " bytes of a GPU's shared memory, " + name + " has " + number(device.shared_block);
+    }
+    return "";
+}
+
+// ---- route ----
+
+// Returns how many tiles few rows make at most, so that their blocks all run at once, two on a multiprocessor. A tile of the
+// 35b-a3b has 73 blocks: on an H200 three tiles are 219 blocks, where 264 run at once.
+inline int route_few_tiles(const DeviceLimits &device) {
+    constexpr int BLOCKS_OF_TILE = 73, AT_ONCE = 2;
+    return std::max(AT_ONCE * device.multiprocessors / BLOCKS_OF_TILE, 1);
+}
+
+struct RoutePlan {
+    LaunchPlan launch;
+    int tile_rows; // a block has so many rows at most
+    bool one_row; // each block has one, and it is the kernel's that is made for it
+};
+// `gives_values` says that the rows are wanted in F32 too. There is a row or more.
+inline RoutePlan plan_route(const DeviceLimits &device, const MoeDims &d, bool gives_values) {
+    const bool few = few_rows(d);
+    const int tile_rows = few ? divided(d.T, route_few_tiles(device)) : ROUTE_ROWS;
+    const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
+    const int64_t each = std::max<int64_t>(d.E * int64_t(sizeof(float)), CANDIDATE_BYTES);
+    const bool one_row = tile_rows == 1 && !gives_values && d.E <= ONE_ROW_MAX_E;
+    // Few rows are packed by blocks that do nothing else.
+    const int packers = few ? int(chunks_of(d.E)) : 0;
+    const int64_t shared = one_row ? 0 : std::max(std::min(d.T, tile_rows) * each, ids);
+    return {{divided(router_outputs(d), ROUTE_OUTPUTS) + packers, divided(d.T, tile_rows), 1, ROUTE_THREADS,
+             shared},
+            tile_rows,
+            one_row};
+}
+
+// ---- up and down ----
+
+constexpr int LEAST_SLOTS = 2, MAX_STEPS = 4;
+constexpr int LEAST_TASKS = 16; // a block has so many tasks before each has more steps
+
+// Sets a group to an expert's one or two matrices {K, N}, and returns whether they can be multiplied.
+inline bool set_group(Group &out, const MoeMatrix &first, const MoeMatrix &second, int64_t K, int64_t N,
+                      bool two, bool one) {
+    out.K = int32_t(K);
+    out.N = int32_t(N);
+    out.chunks = int32_t(chunks_of(K));
+    out.fragments = int32_t(fragments_of(N));
+    out.record = int32_t(row_record(K));
+    out.log_parts = log2_of(k_parts(K));
+    return set_matrix(out.matrices[0], first, K, N, one) &&
+           (!two || set_matrix(out.matrices[1], second, K, N, one));
+}
+
+// Sets what there is to multiply in up or in down, and returns whether the matrices can be.
+inline bool set_params(MatmulParams &p, const MoeMatmulArgs &a, bool up) {
+    const MoeDims &d = a.dims;
+    p.dims = d;
+    p.at = RoutedLayout(d);
+    p.routed = static_cast<uint8_t *>(a.routed);
+    p.h = up ? nullptr : a.h;
+    p.out = a.out;
+    p.out_row = up ? d.h_row() : d.E;
+    p.h_row = d.h_row();
+    p.T = d.T;
+    p.n_used = d.n_used;
+    p.n_expert = d.n_expert;
+    p.n_shared = shared_items(d);
+    p.max_items = int32_t(max_items(d));
+    p.item_rows = item_rows(d);
+    p.log_matrices = up ? 1 : 0;
+    const int64_t E = d.E, FF = d.FF, FFs = d.FF_shared;
+    if (!set_group(p.experts, a.first, a.second, up ? E : FF, up ? FF : E, up, false) ||
+        (d.shared() &&
+         !set_group(p.shared, a.shared_first, a.shared_second, up ? E : FFs, up ? FFs : E, up, true))) {
+        return false;
+    }
+    if (!d.shared()) {
+        p.shared = p.experts;
+    }
+    for (const Group *g : {&p.experts, &p.shared}) {
+        p.row_bytes = std::max(p.row_bytes, shared_row(g->K));
+        for (int m = 0; m < 1 << p.log_matrices; m++) {
+            p.slot_bytes = std::max(p.slot_bytes, g->matrices[m].unit_bytes);
+        }
+    }
+    return true;
+}
+
+// Gives 2^within parts of K to a warp. Returns how often a block's outputs go into the widest group's.
+inline int share_out(MatmulParams &p, int within) {
+    int wide = 0;
+    for (Group *g : {&p.experts, &p.shared}) {
+        g->log_across = std::max(g->log_parts - within, 0);
+        g->log_fragments = log2_of(ITEM_WARPS) - p.log_matrices - g->log_across;
+        wide = std::max(wide, divided(g->fragments, 1 << g->log_fragments));
+    }
+    return wide;
+}
+
+// Plans a launch of up or down: how many blocks it has, how many steps a task has, and what is in shared memory. The params
+// say what there is to multiply, and get the rest here. In what order sums are added, they say alone.
+inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
+    const bool few = few_rows(p.dims), fewest = few && fewest_rows(p.dims);
+    const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
+    const int slot = ITEM_WARPS * p.slot_bytes, all = log2_of(MAX_PARTS);
+    const int besides = (fewest ? FEWEST_OWN : BLOCK_OWN) + BARRIER_BYTES + 1024;
+    const auto room = [&](int per_sm) { return device.shared_sm / per_sm - besides - most * p.row_bytes; };
+    int per_sm = fewest ? SMALL_BLOCKS_SM : BLOCKS_SM;
+    while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
+        per_sm--;
+    }
+    const int at_once = per_sm * device.multiprocessors;
+    p.steps = 1;
+    int within = 0, wide = share_out(p, within);
+    if (few) { // nearly all tasks are done at once
+        // A few may come second: for example, two rows of the 35b-a3b in Q8_0 have 272 where an H200 has 264
+        // blocks. And a few blocks may have none: eight rows have 260 tasks of two steps. Its plans of two to
+        // eight rows, which were measured, are the same where 3.1 to 30% may come second and 1.6 to 13% have none.
+        const int fit = at_once + at_once / 25;
+        while (within < all && items * wide > fit) {
+            wide = share_out(p, ++within);
+        }
+        const auto tasks = [&](int steps) { return items * divided(wide, steps); };
+        while (p.steps < MAX_STEPS && tasks(p.steps) > fit && tasks(2 * p.steps) > at_once - at_once / 10) {
+            p.steps *= 2;
+        }
+    } else {
+        if (items * share_out(p, all) >= device.multiprocessors << p.log_matrices) {
+            within = all;
+        }
+        wide = share_out(p, within);
+        while (p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
+            p.steps *= 2;
+        }
+    }
+    p.tasks = divided(wide, p.steps);
+    const int tasks = items * p.tasks;
+    const int blocks = std::max(std::min(tasks, at_once), divided(tasks, MAX_TASKS));
+    // Where a warp has few units, room for more would only keep other blocks from a multiprocessor.
+    p.slots = few || (blocks == tasks && within == 0) ? LEAST_SLOTS : MAX_SLOTS;
+    p.slots = std::max(std::min(room(per_sm) / slot, p.slots), 1);
+    p.capacity = most;
+    if (blocks < tasks && !few) { // then the next task's rows may come ahead
+        p.capacity += std::max(std::min((room(per_sm) - p.slots * slot) / p.row_bytes, most), 0);
+    }
+    return {blocks, 1, 1, ITEM_THREADS, BARRIER_BYTES + p.slots * slot + p.capacity * p.row_bytes};
+}
+
+// Plans up of one row by the kernel that fetches all units of a task at once, and returns whether a multiprocessor has room for
+// as many blocks. Where it has not, nothing is set.
+inline bool plan_up_one(const DeviceLimits &device, MatmulParams &params, LaunchPlan &plan) {
+    MatmulParams p = params;
+    p.tasks = share_out(p, 0);
+    for (const Group *g : {&p.experts, &p.shared}) {
+        for (const Matrix &m : g->matrices) {
+            p.slots = std::max(p.slots, divided(g->chunks, 1 << g->log_parts) * m.units);
+        }
+    }
+    const int bytes = ONE_BARRIERS + p.row_bytes + ITEM_WARPS * p.slots * p.slot_bytes;
+    if (bytes + ONE_OWN + device.shared_reserved > device.shared_sm / SMALL_BLOCKS_SM) {
+        return false;
+    }
+    params = p;
+    plan = {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS, bytes};
+    return true;
+}
+
+// ---- sum, and end ----
+
+inline LaunchPlan plan_moe_sum(const MoeDims &d) {
+    return {divided(chunks_of(d.E), SUM_WARPS), d.T, 1, SUM_WARPS * WARP, 0};
+}
+
+// A block of end takes no more of shared memory, so that others run beside it, and so many bytes of it are the kernel's own.
+// Each device that luce runs on has as much for a block.
+constexpr int64_t END_SHARED = 98304, END_OWN = 2048;
+
+// Returns a place's bytes of weights.
+constexpr int end_weights(int64_t chunks, int type) {
+    return int(chunks) * units_of_chunk(type) * fragment_bytes(type);
+}
+inline int64_t end_bytes(const MoeDims &d, int type, int shared_type) {
+    const int places = d.n_used + (d.shared() ? 1 : 0);
+    const int64_t routed = end_weights(chunks_of(d.FF), type);
+    const int64_t shared = d.shared() ? end_weights(chunks_of(d.FF_shared), shared_type) : 0;
+    return align16(places * END_ACROSS * 8) + places * (std::max(routed, shared) + shared_row(d.h_row()) +
+                                                        MAX_PARTS * FRAGMENT * int64_t(sizeof(float)));
+}
+
+// Returns whether moe_end does a layer's down and sum, by the types of its matrices.
+inline bool moe_ends_at_once(const MoeDims &d, int32_t type, int32_t shared_type) {
+    return d.T == 1 && moe_has(d) && end_bytes(d, type, shared_type) <= END_SHARED - END_OWN;
+}
+
+inline LaunchPlan plan_end(const MoeDims &d, int32_t type, int32_t shared_type) {
+    const int warps = std::min(int(d.places()) * END_ACROSS, END_WARPS);
+    return {int(fragments_of(d.E)), 1, 1, warps * WARP, end_bytes(d, type, shared_type)};
+}
+
+} // namespace luce

@@ -1,0 +1,47 @@
+// Has what the kernels of up and down are told (moe/matmul.cu), and how much their blocks hold.
+#pragma once
+
+#include "common/warp.cuh"
+#include "moe/matrix.h"
+#include "moe/plan.h"
+
+namespace luce {
+
+constexpr int ITEM_THREADS = ITEM_WARPS * WARP;
+constexpr int MAX_SLOTS = 4; // a warp has so many units in shared memory at most
+constexpr int MAX_TASKS = ITEM_THREADS / MAX_ITEM_ROWS; // a block lists so many
+constexpr int SHARED = -1, NONE = -2; // these stand in an expert's place
+constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 128;
+// In up of one row each warp has a barrier for its units, and the row has one.
+constexpr int ONE_BARRIERS = ((ITEM_WARPS + 1) * 8 + 127) / 128 * 128;
+constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a third would spill registers
+constexpr int SMALL_BLOCKS_SM = 3; // the same of steps of one row and a few more, whose kernels are smaller
+// The kernels declare so many bytes of shared memory: that of many rows, of FEWEST_ROWS, and up of one row.
+constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840;
+
+struct Group { // it is for the experts, or for the shared expert
+    Matrix matrices[2];
+    int32_t N, K, chunks, fragments, record;
+    // K has so many parts, of which so many warps have their own, and a block has so many sixteenths at once.
+    int32_t log_parts, log_across, log_fragments;
+
+    // Returns the first unit of a part of K.
+    ROWMM_BOTH int begin(int part, int units) const { return (chunks * part >> log_parts) * units; }
+};
+
+struct MatmulParams {
+    uint8_t *routed;
+    const float *h; // it is null where the rows are those that route packed
+    float *out;
+    int64_t out_row, h_row;
+    int32_t T, n_used, n_expert, n_shared, max_items;
+    int32_t log_matrices, slot_bytes, slots;
+    int32_t row_bytes, capacity; // so many rows are in shared memory, so far from each other
+    int32_t item_rows, steps; // an item has so many rows at most, and a task so many steps of outputs
+    int32_t tasks; // an item has so many
+    Group experts, shared;
+    MoeDims dims;
+    RoutedLayout at;
+};
+
+} // namespace luce

@@ -1,0 +1,29 @@
+// Plans the launches that choose tokens. They are the same on any device: what a row's blocks share is laid out by its length.
+#pragma once
+
+#include "common/kernels.h"
+#include "common/launch_plan.h"
+
+namespace luce {
+namespace {
+
+constexpr int CHOOSE_THREADS = 256,
+              CHOOSE_PICK_THREADS = 1024; // of a part of a row, and of what picks of all
+constexpr int TOPK_THREADS = 512, TOPK_PICK_THREADS = 1024;
+
+inline LaunchPlan plan_choose_parts(int T) {
+    return {CHOICE_PARTS, T, 1, CHOOSE_THREADS, 0};
+}
+inline LaunchPlan plan_choose_pick(int T) {
+    return {T, 1, 1, CHOOSE_PICK_THREADS, 0};
+}
+
+inline LaunchPlan plan_topk_parts(int T, int64_t n) {
+    return {divided(n, TOPK_PART), T, 1, TOPK_THREADS, 0};
+}
+inline LaunchPlan plan_topk_pick(int T) {
+    return {T, 1, 1, TOPK_PICK_THREADS, 0};
+}
+
+} // namespace
+} // namespace luce

@@ -1,0 +1,40 @@
+#include "attention/launch_plan.h"
+
+#include "cards.h"
+
+void plan_attention(const Card &card) {
+    const DeviceLimits &device = card.limits;
+    for (const int type : {KV_F32, KV_F16, KV_Q4_0, KV_Q8_0}) {
+        for (const int D : {64, 128, 256}) {
+            for (const auto &[H, Hkv] : {std::pair<int, int>{8, 2}, {16, 2}, {16, 4}, {24, 4}, {32, 8}, {64, 1}}) {
+                for (int T = 1; T <= MAX_ROWS; T++) {
+                    const std::string what = "attention of " + std::to_string(T) + " rows of " + std::to_string(D) + " in type " + std::to_string(type);
+                    AttentionArgs a{};
+                    a.T = T;
+                    a.H = H;
+                    a.pool = {nullptr, nullptr, type, Hkv, D};
+                    const LaunchPlan plan = plan_attention(device, a);
+                    expect_runs(card, plan, 0, what);
+                    expect(plan.x <= device.multiprocessors && plan.x <= MAX_WORKERS, "one block a multiprocessor of " + what);
+                    expect_runs(card, plan_combine(device, a).launch, 20 * KiB, what + ", added up");
+                    expect_runs(card, plan_draft_attention(a), 0, what + " of a draft");
+                    const HeadGroups heads = head_groups(H, Hkv);
+                    expect(heads.size * heads.groups == H && heads.of_head * Hkv == heads.groups && heads.size <= F32_M, "groups of " + what);
+                    AttentionHeadsArgs of_heads{};
+                    of_heads.T = T;
+                    of_heads.H = H;
+                    of_heads.pool = a.pool;
+                    expect_runs(card, plan_heads(of_heads), 8 * KiB, "heads of " + what);
+                }
+            }
+        }
+    }
+    // An H200 is what the plans were measured on.
+    AttentionArgs a{};
+    a.H = 24;
+    a.pool = {nullptr, nullptr, KV_F16, 4, 256};
+    for (a.T = 1; a.T <= MAX_ROWS; a.T++) {
+        const CombinePlan plan = plan_combine(H200, a);
+        expect((plan.blocks == 1) == (a.T <= 5) && (plan.launch.threads == 512) == (a.T <= 11), "what adds up attention");
+    }
+}

@@ -1,0 +1,34 @@
+#include "deltanet/launch_plan.h"
+
+#include "cards.h"
+
+void plan_deltanet(const Card &card) {
+    const DeviceLimits &device = card.limits;
+    for (const Model &m : MODELS) {
+        for (int T = 1; T <= MAX_ROWS; T++) {
+            for (const int slots : {1, 2, 8, 16, 64}) {
+                const DeltaShape s = {T, MAX_ROWS, slots, m.Hk, m.Hv, m.S, DELTA_VERIFY};
+                const std::string what = std::string(m.name) + "'s delta rule of " + std::to_string(T) + " rows in " +
+                                         std::to_string(slots) + " slots on " + card.name;
+                const int64_t block = delta_shared(device, s) + own_bytes(s.S) + device.shared_reserved;
+                const int per_sm = int(std::min<int64_t>(device.shared_sm / block, 3)); // its registers allow three
+                expect(per_sm >= 1, "room for a block of " + what);
+                const LaunchPlan plan = plan_delta(device, s, per_sm);
+                expect_runs(card, plan, own_bytes(s.S), what);
+                expect(s.max_seqs() == 1 || plan.x <= device.multiprocessors * per_sm, "blocks at once of " + what);
+                const int most = divided(delta_block(s.S).blocks * s.Hv, device.multiprocessors);
+                expect(s.max_seqs() > 1 || saves_of(s) == 0 || most == 1 || block * (most + 1) > device.shared_sm, "spread blocks of " + what);
+                expect_runs(card, plan_conv(s), 12 * KiB, "the conv of " + what);
+                expect_runs(card, plan_conv_parts(s, {int32_t(m.Hv * m.S), m.Hv, m.Hv}), 12 * KiB, "the conv of parts of " + what);
+                expect_runs(card, plan_delta_layer(s), 4 * KiB, "the layer of " + what);
+            }
+        }
+        const DeltaShape prompt = {2048, MAX_ROWS, 1, m.Hk, m.Hv, m.S, DELTA_APPEND};
+        expect_runs(card, plan_delta(device, prompt, 1), own_bytes(m.S), "a prompt's delta rule");
+        expect_runs(card, plan_walk(prompt), 0, "a prompt's chunks");
+        expect_runs(card, plan_conv_append(prompt), 0, "a prompt's conv");
+    }
+    // An H200 is what the plans were measured on.
+    const DeltaShape tree = {16, MAX_ROWS, 1, 16, 48, 128, DELTA_VERIFY}, many = {16, MAX_ROWS, 16, 16, 48, 128, DELTA_VERIFY};
+    expect(plan_delta(H200, tree, 1).x == 192 && plan_delta(H200, many, 3).x == 395, "blocks of the delta rule");
+}

@@ -1,0 +1,121 @@
+#include "matmul/launch_plan.h"
+
+#include "cards.h"
+
+namespace {
+
+uint8_t *const NOWHERE = reinterpret_cast<uint8_t *>(uintptr_t(1) << 20); // aligned, and never read
+float *const FLOATS = reinterpret_cast<float *>(NOWHERE);
+
+constexpr int TYPES[] = {TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K, TYPE_Q8_0, TYPE_Q4_0, TYPE_IQ4_XS, TYPE_F16, TYPE_BF16, TYPE_F32};
+
+struct Product {
+    int64_t K;
+    std::vector<int64_t> N;
+};
+std::vector<Product> products_of(const Model &m) {
+    const int64_t S = m.S, kv = int64_t(m.kv_heads) * m.D, inner = m.Hv * S;
+    return {{m.E, {(2 * m.Hk + m.Hv) * S, inner, m.Hv, m.Hv}}, // qkv, z, beta and alpha
+            {inner, {m.E}},
+            {m.E, {2 * int64_t(m.heads) * m.D, kv, kv}}, // q with its gates, k and v
+            {int64_t(m.heads) * m.D, {m.E}},
+            {m.E, {m.FF, m.FF}},
+            {m.FF, {m.E}},
+            {m.E, {VOCABULARY}},
+            {2 * m.E, {m.E}}};
+}
+RowmmArgs product(const Product &of, int type, int T) {
+    RowmmArgs a{};
+    a.T = T;
+    a.K = of.K;
+    a.x = a.scratch = NOWHERE;
+    for (const int64_t N : of.N) {
+        const bool gates = N < 128; // beta and alpha
+        a.weights[a.n_weights++] = {gates ? TYPE_F32 : type, N, NOWHERE, FLOATS, N, nullptr, 0};
+    }
+    return a;
+}
+
+// The split of K decides the bits: it is one for all numbers of rows, and for whatever way the launch goes.
+void expect_same_split(const RowmmPlan &a, const RowmmPlan &b, const std::string &what) {
+    const RowmmParams &p = a.params, &q = b.params;
+    bool same = p.ranges == q.ranges && p.n_segments == q.n_segments;
+    for (int r = 0; same && r <= p.ranges; r++) {
+        same = p.first[r] == q.first[r] && (r == 0 || p.first[r - 1] < p.first[r]);
+    }
+    for (int i = 0; same && i < p.n_segments; i++) {
+        same = p.segments[i].first_unit == q.segments[i].first_unit && p.segments[i].units_k == q.segments[i].units_k;
+    }
+    expect(same, "one split of K of " + what);
+}
+
+void check_product(const Card &card, RowmmArgs a, const RowmmPlan &one, const std::string &what) {
+    const DeviceLimits &device = card.limits;
+    const RowmmPlan plan = plan_rowmm(device, a);
+    const RowmmParams &p = plan.params;
+    expect(plan.fits, "a ring of " + what + " on " + card.name);
+    expect_runs(card, plan.product, 512, what); // the kernels declare 512 bytes at most
+    expect_runs(card, plan_sum(p), 0, what);
+    expect_same_split(one, plan, what + " on " + card.name);
+    expect(p.ranges <= BLOCKS_PER_SM * device.multiprocessors, "ranges that run at once of " + what);
+    if (plan.way == RowmmWay::WHOLE_K) {
+        expect(plan.product.x <= device.multiprocessors && a.T <= ROWMM_WHOLE_ROWS, "whole blocks at once of " + what);
+        return;
+    }
+    const bool two_teams = plan.way == RowmmWay::RING && p.columns == 64;
+    expect(p.slots >= (two_teams ? 2 : 1) && p.slots <= ROWMM_MAX_SLOTS, "slots of " + what + " on " + card.name);
+    expect(plan.product.x == (two_teams ? (p.ranges + 1) / 2 : p.ranges), "a block for each range of " + what);
+}
+
+// An H200 is what the plans were measured on.
+void check_h200() {
+    const Product down = {17408, {5120}}, gate_up = {5120, {17408, 17408}};
+    const RowmmPlan plain = plan_rowmm(H200, product(down, TYPE_Q4_K, 1)), wide = plan_rowmm(H200, product(gate_up, TYPE_Q4_K, 64));
+    expect(plain.way == RowmmWay::RING && plain.params.ranges == 264 && plain.product.x == 264, "264 blocks of one row");
+    expect(wide.rows.wide && wide.product.x == 132, "132 blocks of two teams");
+    // Two blocks on a multiprocessor share 228 KiB, less 1 KiB each, what is left to others, and the rows: the rest are slots.
+    const int room = 228 * KiB / 2 - KiB - 2560 - Shape<1, false>::row_bytes(1);
+    expect(plain.params.slots == room / (8 * fragment_bytes(TYPE_Q4_K)), "as many slots as fit");
+    expect(rows_gated_singly(H200) == 8, "gates of up to eight rows by rows");
+}
+
+} // namespace
+
+void plan_matmul(const Card &card) {
+    const DeviceLimits &device = card.limits;
+    expect(ranges_of(device) == 2 * device.multiprocessors, std::string("two ranges a multiprocessor on ") + card.name);
+    for (const Model &m : MODELS) {
+        for (const Product &of : products_of(m)) {
+            for (const int type : TYPES) {
+                const RowmmPlan one = plan_rowmm(device, product(of, type, 1));
+                for (int T = 1; T <= ROWMM_MAX_ROWS; T++) {
+                    const std::string what = std::string(m.name) + "'s product of " + std::to_string(of.K) + " by type " +
+                                             std::to_string(type) + " at " + std::to_string(T) + " rows";
+                    RowmmArgs a = product(of, type, T);
+                    check_product(card, a, one, what);
+                    a.parts = FLOATS;
+                    a.normed = 1;
+                    check_product(card, a, one, what + ", normed, in parts");
+                }
+                RowmmArgs a = product(of, type, 1);
+                a.row = a.norm = FLOATS;
+                a.normed = 1;
+                if (norm_first_shared(of.K, type) <= device.shared_block) { // else its row is packed, as others are
+                    check_product(card, a, one, std::string(m.name) + "'s row, normed first");
+                }
+            }
+        }
+        for (int T = 1; T <= ROWMM_MAX_ROWS; T++) {
+            for (const auto input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_SWIGLU, ROWMM_HEAD_RMS}) {
+                RowmmPackArgs a{};
+                a.T = T;
+                a.K = m.FF;
+                a.input = input;
+                const PackPlan plan = plan_pack(device, a);
+                expect_runs(card, plan.launch, 4 * KiB, "packing");
+                expect(plan.launch.y * plan.rows >= T, "a block for each row that is packed");
+            }
+        }
+    }
+    check_h200();
+}

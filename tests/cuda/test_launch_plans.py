@@ -1,0 +1,23 @@
+"""Plans launches for six cards: a plan is a pure function of what a device can do, so it needs neither CUDA nor GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMMAND = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/native/kernels"]
+SOURCES = sorted((ROOT / "tests/cuda/launch_plans").glob("*.cpp"))
+
+
+def test_plans_fit_a_3090_4090_5090_a100_h100_and_h200(tmp_path: Path) -> None:
+    program = tmp_path / "launch_plans"
+    checked = ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover"]
+    subprocess.run([*COMMAND, *checked, *SOURCES, "-o", program], check=True)
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_plans_include_no_header_of_cuda() -> None:
+    made = subprocess.run([*COMMAND, "-M", *SOURCES], capture_output=True, text=True, check=True)
+    assert "launch_plan.h" in made.stdout and "cuda" not in made.stdout.replace("tests/cuda", "")
