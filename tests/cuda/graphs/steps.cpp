@@ -5,8 +5,7 @@
 #include "pretended.h"
 
 #include "graph/architecture.h"
-#include "ops/matmul.h"
-#include "ops/row.h"
+#include "ops/moe.h"
 #include "step/host_experts.h"
 #include "step/shapes.h"
 
@@ -160,7 +159,7 @@ void write_step(const Model &model, const Cache &cache, Regions &regions, RamSta
         if (is_empty(node)) {
             continue;
         }
-        const CustomOp *op = custom_op(node);
+        const Op *op = custom_op(node);
         const std::string place = named(node->data) == names[node] ? "" : " in " + named(node->data);
         const std::string made = names[node] + " " + (op != nullptr ? op->name : ggml_op_desc(node)) + place;
         const std::string flags = node->flags & GGML_TENSOR_FLAG_OUTPUT ? ", an output" : "";
@@ -179,13 +178,15 @@ void write_step(const Model &model, const Cache &cache, Regions &regions, RamSta
             }
         }
         pretended::allow(allowed);
-        if (const int error = op->on_team || op->to_team ? ram.enqueue(node, nullptr) : op->cuda(node, nullptr);
+        OpCall call;
+        op->bind(node, call);
+        if (const int error = op->on_team || op->to_team ? ram.enqueue(node, nullptr) : op->cuda(call, nullptr);
             error != 0) {
             fail(LUCE_E_DEVICE, "%s: %d", op->name, error);
         }
         if (op->on_team) {
             pretended::launch("on the host:");
-            show(ram_experts_args(node));
+            show(ops::ram_experts.args(node));
         }
         to.launches << pretended::take_launches() << "\n";
     }
