@@ -169,20 +169,22 @@ def op_run(
     native: Library,
     device: str,
     op: str,
-    arrays: Sequence[np.ndarray | Weights],
+    arrays: Sequence[np.ndarray | Weights | None],
     params: IntArray = (),
     *,
     shape: Sequence[int],
     dtype: Any = np.float32,
 ) -> np.ndarray:
     """Returns what the op makes of `arrays`, of this shape and type. Shapes are numpy's (slowest first). The
-    op may write to the arrays that it is documented to write to: they are changed in place."""
+    op may write to the arrays that it is documented to write to: they are changed in place. None stands for an
+    array that is left out."""
     ffi, lib = core(native.path)
     result = np.empty(shape, dtype)
     result.view(np.uint8)[...] = 0xFF  # This poisons it with NaN, or -1.
     args, out = ffi.new("luce_array[]", max(len(arrays), 1)), ffi.new("luce_array *")
     for arg, array in zip(args, arrays, strict=False):
-        _fill(ffi, arg, array)
+        if array is not None:
+            _fill(ffi, arg, array)
     _fill(ffi, out, result)
     numbers = native.ints(params)
     native.check(lib.luce_op_run(device.encode(), op.encode(), args, len(arrays), numbers, len(numbers), out))

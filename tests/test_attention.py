@@ -170,10 +170,10 @@ class Pool:
         """Returns (T, H, D)."""
         s, t = self.s, len(rows.q)
         max_pages = max(1, len(pages))
-        params = (s.first, s.window, max_pages, bits(s.d**-0.5), bits(s.softcap), int(s.gated))
+        params = (s.first, s.window, max_pages, bits(s.d**-0.5), bits(s.softcap))
         n = t * s.h * s.d
         chunks = chunk_at(max_pages * PAGE - 1) + 1
-        args = [rows.q, rows.gate, self.k, self.v, ctl, pages]
+        args = [rows.q, rows.gate if s.gated else None, self.k, self.v, ctl, pages]
         size = n + t * s.h * chunks * (s.d + 2)  # The rows come first, then scratch.
         out = op_run(self.native, self.device, "attention", args, params, shape=(size,))
         return out[:n].reshape(t, s.h, s.d)
@@ -360,6 +360,7 @@ def test_gather_brings_cells_in_order(native, device, shape, dtype):
             device,
             "kv_gather",
             [side, ctl, pages],
+            (512, 0 if dtype == np.float32 else 1),
             shape=(512, shape.hkv * shape.d),
             dtype=dtype,
         )
@@ -371,7 +372,7 @@ def test_gather_brings_cells_in_order(native, device, shape, dtype):
 @pytest.mark.parametrize(("first", "window"), [(0, 0), (1, 0), (0, 7), (1, 40)])
 def test_prefill_mask_shows_what_a_row_sees(native, device, first, window):
     ctl = step_ctl(Seq(n_past=30, n_rows=17))
-    mask = op_run(native, device, "prefill_mask", [ctl], (first, window), shape=(17, 256), dtype=np.float16)
+    mask = op_run(native, device, "prefill_mask", [ctl], (17, 256, first, window), shape=(17, 256), dtype=np.float16)
     p, c = 30 + np.arange(17)[:, None], np.arange(256)[None]
     seen = (c >= first) & (c <= p) & ((c > p - window) if window else True)
     assert np.array_equal(mask, np.where(seen, 0, -np.inf))
@@ -386,11 +387,11 @@ def test_choices_become_tokens(native, device):
 
 
 def test_rows_that_are_not_all_heads_of_a_pool_are_refused(native):
-    """In a signature two letters stand for a product: a row of k or v has D values for each of Hkv heads."""
+    """An extent may be a product: a row of k or v has D values for each of Hkv heads."""
     ctl, pages = step_ctl(Seq(parents=[-1])), np.zeros(1, np.int32)
     pools = [np.zeros((1, 2, PAGE, 32), np.float32) for _ in range(2)]
     for width in (32, 63, 65, 128):
         rows = [np.zeros((1, width), np.float32) for _ in range(2)]
-        named = f"kv_store: rows have {width} values, expected 2 heads of 32"
+        named = rf"kv_store: dimension 0 of k is {width}, expected 64 \(D\*Hkv\)"
         with pytest.raises(ArgumentError, match=named):
             op_run(native, "cpu", "kv_store", [*rows, *pools, ctl, pages], (0, 0), shape=(1,), dtype=np.int32)

@@ -59,9 +59,9 @@ def test_a_blocks_rows_see_the_context_and_all_of_the_block(name: str, native: L
     rows = B * len(contexts)
     q = rng.standard_normal((rows, heads * dim)).astype(np.float32)
     real = [int(np.float32(x).view(np.int32)) for x in (dim**-0.5, softcap)]
-    params = [0, window, max((n + B) // PAGE + 1 for n in contexts), *real, 0, 1]
+    params = [0, window, max((n + B) // PAGE + 1 for n in contexts), *real]
     scratch = rows * heads * 32 * (dim + 2)  # It is the core's block_attention_scratch.
-    arrays = [q, q, k, v, step_ctl(*seqs), np.array(table, np.int32)]
+    arrays = [q, None, k, v, step_ctl(*seqs), np.array(table, np.int32)]
     found = op_run(native, device, "block_attention", arrays, params, shape=(1, rows * heads * dim + scratch))
     again = op_run(native, device, "block_attention", arrays, params, shape=(1, rows * heads * dim + scratch))
     out = found[0, : rows * heads * dim].reshape(rows, heads, dim)

@@ -138,7 +138,7 @@ def test_drafts_change_no_token(
 def routed(native: Library, logits: np.ndarray, n_used: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights (rows, n_used) of logits (rows, experts)."""
     shape = (len(logits), 2 * n_used)
-    out = op_run(native, "cpu", "route", [logits.astype(np.float32)], shape=shape, dtype=np.int32)
+    out = op_run(native, "cpu", "route", [logits.astype(np.float32)], [n_used], shape=shape, dtype=np.int32)
     return out[:, :n_used], out[:, n_used:].view(np.float32)
 
 
@@ -163,7 +163,7 @@ def test_all_rows_choose_one_expert_and_nobody_another(native: Library) -> None:
     ids, _ = routed(native, logits, 2)
     route = np.zeros((5, 4), np.int32)
     route[:, :2] = ids
-    out = op_run(native, "cpu", "experts", [route, x, w, up], [0, 0], shape=(10, 24))
+    out = op_run(native, "cpu", "experts", [route, x, w, up], [0, 2], shape=(10, 24))
     for pair, expert in enumerate(ids.ravel()):
         expected = ref.silu(w[expert] @ x[pair // 2]) * (up[expert] @ x[pair // 2])
         assert np.abs(out[pair] - expected).max() < 1e-4

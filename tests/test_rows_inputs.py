@@ -10,7 +10,6 @@ from op_run import op_run
 
 from luce.native import Library
 
-RMS, SWIGLU, HEADS = 1, 2, 3  # These are the kinds of kernels/rowmm.h.
 EPS = 1e-5
 # The values of a row and of a head. Rows of 37 are not packed, and those of 1056 are of several units.
 SHAPES = {"one head": (64, 16), "ragged": (37, 37), "many heads": (1056, 32), "a row": (1056, 1056)}
@@ -25,26 +24,28 @@ def normed(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     return (heads / np.sqrt((heads**2).mean(-1, keepdims=True) + EPS) * w).reshape(x.shape)
 
 
-def make(
-    native: Library, kind: int, *args: np.ndarray, sums: bool = False
-) -> tuple[np.ndarray, np.ndarray, bytes]:
+Args = dict[str, np.ndarray]
+
+
+def make(native: Library, args: Args, sums: bool = False) -> tuple[np.ndarray, np.ndarray, bytes]:
     """Returns x + residual, or nothing; the values; and the packed blocks as (K / 32, T) rows of bytes."""
-    t, k = args[0].shape
+    t, k = args["x"].shape
     n_packed = k // 2 * t if k % 32 == 0 else 0
     eps = int(np.float32(EPS).view(np.int32))
-    out = op_run(native, "cpu", "rows_input", list(args), [kind, eps], shape=((1 + sums) * k * t + n_packed,))
+    arrays = [args.get(name) for name in ("x", "w", "z", "up", "residual")]
+    out = op_run(native, "cpu", "rows_input", arrays, [eps], shape=((1 + sums) * k * t + n_packed,))
     summed, values, packed = np.split(out, np.cumsum([sums * k * t, k * t]))
     return summed.reshape(-1, k), values.reshape(t, k), packed.tobytes()
 
 
-def cases(k: int, s: int, t: int) -> dict[str, tuple[int, list[np.ndarray], np.ndarray]]:
-    """Returns the kind, the arguments and the expected values of each form."""
+def cases(k: int, s: int, t: int) -> dict[str, tuple[Args, np.ndarray]]:
+    """Returns the arguments and the expected values of each form."""
     x, y, w, head = (random(*shape, seed=i) for i, shape in enumerate([(t, k), (t, k), (k,), (s,)]))
     return {
-        "rms": (RMS, [x, w], normed(x, w)),
-        "residual": (RMS, [x, w, y], normed(x + y, w)),
-        "swiglu": (SWIGLU, [x, y], ref.silu(x.astype(np.float64)) * y),
-        "heads": (HEADS, [x, head, y], normed(x, head) * ref.silu(y.astype(np.float64))),
+        "rms": ({"x": x, "w": w}, normed(x, w)),
+        "residual": ({"x": x, "w": w, "residual": y}, normed(x + y, w)),
+        "swiglu": ({"x": x, "up": y}, ref.silu(x.astype(np.float64)) * y),
+        "heads": ({"x": x, "w": head, "z": y}, normed(x, head) * ref.silu(y.astype(np.float64))),
     }
 
 
@@ -52,10 +53,10 @@ def cases(k: int, s: int, t: int) -> dict[str, tuple[int, list[np.ndarray], np.n
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", ["rms", "residual", "swiglu", "heads"])
 def test_values_and_blocks(form: str, shape: str, t: int, native: Library) -> None:
-    kind, args, expected = cases(*SHAPES[shape], t)[form]
-    sums, values, packed = make(native, kind, *args, sums=form == "residual")
+    args, expected = cases(*SHAPES[shape], t)[form]
+    sums, values, packed = make(native, args, sums=form == "residual")
     assert np.abs(values - expected).max() < 1e-5 * max(1, np.abs(expected).max())
-    assert form != "residual" or (sums == args[0] + args[2]).all()
+    assert form != "residual" or (sums == args["x"] + args["residual"]).all()
     if SHAPES[shape][0] % 32 == 0:
         shape_of_blocks = (t, 2 * values.shape[1])
         blocks = op_run(native, "cpu", "pack_rows", [values], shape=shape_of_blocks, dtype=np.int8)
@@ -64,21 +65,21 @@ def test_values_and_blocks(form: str, shape: str, t: int, native: Library) -> No
 
 @pytest.mark.parametrize("form", ["rms", "residual", "swiglu", "heads"])
 def test_a_row_does_not_depend_on_others(form: str, native: Library) -> None:
-    kind, args, _ = cases(1056, 32, 7)[form]
-    _, together, _ = make(native, kind, *args, sums=form == "residual")
+    args, _ = cases(1056, 32, 7)[form]
+    _, together, _ = make(native, args, sums=form == "residual")
     for t in range(7):
-        alone = [a if a.ndim == 1 else a[t : t + 1] for a in args]
-        assert make(native, kind, *alone, sums=form == "residual")[1].tobytes() == together[t].tobytes()
+        alone = {name: a if a.ndim == 1 else a[t : t + 1] for name, a in args.items()}
+        assert make(native, alone, sums=form == "residual")[1].tobytes() == together[t].tobytes()
 
 
 def test_what_is_not_finite_stays_so(native: Library) -> None:
     x = random(3, 64, seed=1)
     x[0, 5], x[1, 7] = np.nan, np.inf
     w = random(64, seed=2)
-    _, values, _ = make(native, RMS, x, w)
+    _, values, _ = make(native, {"x": x, "w": w})
     assert np.isnan(values[0]).all() and not np.isfinite(values[1]).all() and np.isfinite(values[2]).all()
     gate = np.array([[np.nan, -1e30, 1e30, -200, 200, 0, -np.inf, 88.8]], np.float32)
     gate = np.tile(gate, (1, 4))
-    _, out, _ = make(native, SWIGLU, gate, np.ones_like(gate))
+    _, out, _ = make(native, {"x": gate, "up": np.ones_like(gate)})
     assert np.isnan(out[0, 0]) and (out[0, [1, 3, 5]] == 0).all()
     assert out[0, [2, 4]].tolist() == [np.float32(1e30), 200] and abs(out[0, 7] - 88.8) < 1e-4

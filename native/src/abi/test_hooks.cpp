@@ -10,10 +10,6 @@
 #include "step/faults.h"
 #include "step/threads.h"
 
-#include <cstdlib>
-#include <cstring>
-#include <map>
-
 #ifdef LUCE_USE_CUDA
 extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
 #endif
@@ -41,132 +37,60 @@ ggml_tensor *make_tensor(ggml_context *ctx, const luce_array &array) {
     return ggml_new_tensor(ctx, ggml_type(array.type), GGML_MAX_DIMS, ne);
 }
 
-// An Argument is one argument of a signature, taken off its front.
-struct Argument {
-    std::vector<std::string> extents;
-    char type = 'f';
-    bool written = false;
-};
-
-Argument next_argument(const char *&s) {
-    Argument a;
-    if (*s == 'i' || *s == 'k' || *s == 'x' || *s == 'm') {
-        a.type = *s++;
-    }
-    a.extents.emplace_back();
-    for (; *s != 0 && *s != ' '; s++) {
-        if (*s == ',') {
-            a.extents.emplace_back();
-        } else if (*s == '*') {
-            a.written = true;
-        } else if (*s != '?') {
-            a.extents.back() += *s;
-        }
-    }
-    s += *s == ' ';
-    a.type = a.extents[0] == "ctl" ? 'i' : a.type;
-    return a;
-}
-
-void check_argument(const char *op, uint32_t index, const Argument &a, const luce_array &array,
-                    std::map<std::string, uint64_t> &known) {
-    const ggml_type type = ggml_type(array.type);
-    const bool fits = a.type == 'i'   ? type == GGML_TYPE_I32
-                      : a.type == 'f' ? type == GGML_TYPE_F32
-                      : a.type == 'x' ? type == GGML_TYPE_F32 || type == GGML_TYPE_I8
-                                      : type != GGML_TYPE_I32 && type != GGML_TYPE_I8;
-    if (!fits) {
-        fail(LUCE_E_ARG, "%s: argument %u has type %d", op, index, array.type);
-    }
-    known["ctl"] = sizeof(StepCtl) / sizeof(int32_t);
-    for (size_t d = 0; d < LUCE_MAX_DIMS; d++) {
-        const std::string name = d < a.extents.size() ? a.extents[d] : "1";
-        const uint64_t expected = isdigit(name[0]) ? strtoull(name.c_str(), nullptr, 10)
-                                                   : known.emplace(name, array.ne[d]).first->second;
-        if (array.ne[d] != expected) {
-            fail(LUCE_E_ARG, "%s: dimension %zu of argument %u is %llu, expected %llu", op, d, index,
-                 (unsigned long long) array.ne[d], (unsigned long long) expected);
-        }
-    }
-}
-
-// Checks the arguments that there are against the op's signature, and says which of them are written.
-std::vector<bool> check_arrays(const CustomOp &op, const luce_array *args, uint32_t n_args,
-                               const luce_array &out) {
-    std::map<std::string, uint64_t> known;
-    std::vector<bool> written;
-    const char *signature = op.signature;
-    for (uint32_t i = 0; i < n_args; i++) {
-        const Argument a = next_argument(signature);
-        check_argument(op.name, i, a, args[i], known);
-        written.push_back(a.written);
-    }
-    for (const auto &[name, extent] : known) {
-        if (name.size() == 2 && extent != known.at(name.substr(0, 1)) * known.at(name.substr(1))) {
-            fail(LUCE_E_ARG, "%s: rows have %llu values, expected %llu heads of %llu", op.name,
-                 (unsigned long long) extent, (unsigned long long) known.at(name.substr(1)),
-                 (unsigned long long) known.at(name.substr(0, 1)));
-        }
-    }
-    signature = strchr(op.signature, '>') + 2;
-    uint64_t least = 1, found = 1;
-    for (const std::string &extent : next_argument(signature).extents) {
-        least *= isdigit(extent[0]) ? strtoull(extent.c_str(), nullptr, 10) : known.at(extent);
-    }
-    for (const uint64_t extent : out.ne) {
-        found *= extent;
-    }
-    if (found < least) {
-        fail(LUCE_E_ARG, "%s: the result has %llu values, expected %llu or more", op.name,
-             (unsigned long long) found, (unsigned long long) least);
-    }
-    return written;
-}
-
 void run_op(const char *device_name, const char *name, luce_array *args, uint32_t n_args,
             const int32_t *params, uint32_t n_params, luce_array *out) {
     const Device &device = find_device(device_name);
-    const CustomOp *op = find_op(name);
-    if (op == nullptr || int(n_args) > op->n_args() || int(n_args) < op->n_required() || n_params > 8) {
-        fail(LUCE_E_ARG, "op %s with %u arguments and %u params does not exist", name, n_args, n_params);
+    const Op *op = find_op(name);
+    if (op == nullptr) {
+        fail(LUCE_E_ARG, "there is no op %s", name);
     }
-    if (device.gpu ? op->cuda == nullptr : op->cpu == nullptr) {
+    if (device.gpu ? !op->on_cuda() : !op->on_cpu()) {
         fail(LUCE_E_UNSUPPORTED, "%s has no op %s", device.name.c_str(), name);
     }
-    const std::vector<bool> written = check_arrays(*op, args, n_args, *out);
     const Context context = new_context(ggml_tensor_overhead() * (n_args + 2));
     ggml_context *ctx = context.get();
-    ggml_tensor *tensors[GGML_MAX_SRC] = {};
+    std::vector<ggml_tensor *> tensors;
     for (uint32_t i = 0; i < n_args; i++) {
-        tensors[i] = make_tensor(ctx, args[i]);
+        tensors.push_back(args[i].data == nullptr ? nullptr : make_tensor(ctx, args[i]));
     }
-    make_tensor(ctx, *out); // this checks the shape
-    ggml_tensor *result = add_op(ctx, *op, ggml_type(out->type), int64_t(out->ne[0]), int64_t(out->ne[1]),
-                                 tensors, int(n_args), params, int(n_params));
+    ggml_tensor *result = op->add(ctx, tensors, params, n_params).node;
+    const ggml_tensor *given = make_tensor(ctx, *out);
+    if (given->type != result->type) {
+        fail(LUCE_E_ARG, "%s: the result has type %s, expected %s", name, ggml_type_name(given->type),
+             ggml_type_name(result->type));
+    }
+    if (ggml_nelements(given) < ggml_nelements(result)) {
+        fail(LUCE_E_ARG, "%s: the result has %lld values, expected %lld or more", name,
+             (long long) ggml_nelements(given), (long long) ggml_nelements(result));
+    }
     Backend backend = make_backend(device, N_THREADS);
     Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(ctx, device.buffer_type()));
     if (!buffer) {
         fail(LUCE_E_MEMORY, "%s: allocating the op's arrays failed", device.name.c_str());
     }
     for (uint32_t i = 0; i < n_args; i++) {
-        ggml_backend_tensor_set(tensors[i], args[i].data, 0, ggml_nbytes(tensors[i]));
+        if (tensors[i] != nullptr) {
+            ggml_backend_tensor_set(tensors[i], args[i].data, 0, ggml_nbytes(tensors[i]));
+        }
     }
     ggml_backend_tensor_set(result, out->data, 0, ggml_nbytes(result)); // tests poison it
     make_current(device);
     check_current(device);
+    OpCall call;
+    op->bind(result, call);
     if (device.gpu) {
 #ifdef LUCE_USE_CUDA
-        if (const int error = op->cuda(result, luce_cuda_stream(backend.get())); error != 0) {
+        if (const int error = op->cuda(call, luce_cuda_stream(backend.get())); error != 0) {
             fail(LUCE_E_DEVICE, "%s: %s: %s", device.name.c_str(), name, cuda::error_text(error));
         }
 #endif
     } else {
         Team team(N_THREADS);
-        team.run(N_THREADS, [&](int part) { op->cpu(result, part, N_THREADS); });
+        team.run(N_THREADS, [&](int part) { op->cpu(call, part, N_THREADS); });
     }
     ggml_backend_synchronize(backend.get());
     for (uint32_t i = 0; i < n_args; i++) {
-        if (written[i]) {
+        if (tensors[i] != nullptr && op->writes(i)) {
             ggml_backend_tensor_get(tensors[i], args[i].data, 0, ggml_nbytes(tensors[i]));
         }
     }
@@ -184,9 +108,6 @@ luce_status luce_op_run(const char *device, const char *op, luce_array *args, ui
         need(args, "args");
         need(out, "out");
         need(out->data, "out->data");
-        for (uint32_t i = 0; i < n_args; i++) {
-            need(args[i].data, "args[i].data");
-        }
         if (n_params > 0) {
             need(params, "params");
         }

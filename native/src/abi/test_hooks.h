@@ -13,9 +13,9 @@ typedef struct luce_array {
     int32_t type; // it is ggml's id of the type: 0 is F32, 24 I8, 26 I32, else a type of KV or of weights
 } luce_array;
 
-// Runs an op. Argument i is read from args[i].data and, where the op writes to it, copied back. out is what
-// the result holds before the op (tests poison it), and then the result. ops/row.h lists names, arguments
-// and params. E_ARG names an argument whose shape does not fit the others'.
+// Runs an op. Argument i is read from args[i].data and, where the op writes to it, copied back; null data says that it is
+// left out. out is what the result holds before the op (tests poison it), and then the result. The rows in ops/ say which
+// arguments and params there are, and so does E_ARG, which names an argument whose shape does not fit the others'.
 LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
                                  const int32_t *params, uint32_t n_params, luce_array *out);
 

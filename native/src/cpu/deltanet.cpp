@@ -1,8 +1,8 @@
 // Computes the DeltaNet ops on the CPU, as their reference. The order of every sum is fixed and does not depend on how many rows or
 // sequences there are, so a row's bits are the same in plain decoding, in any verify step and in a replay.
+#include "cpu/deltanet.h"
 #include "cpu/exponential.h"
 #include "cpu/simd.h"
-#include "ops/row.h"
 
 #include <cmath>
 #include <cstring>

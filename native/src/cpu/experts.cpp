@@ -11,16 +11,6 @@
 namespace luce {
 namespace {
 
-// These are the params of the node of experts.
-enum Param { OWN_INPUT, FUSED };
-int32_t param(const ggml_tensor *node, Param p) {
-    return node->op_params[8 + int(p)];
-}
-
-template <typename T> T *data(const ggml_tensor *t) {
-    return static_cast<T *>(t->data);
-}
-
 void route_row(const float *logits, int32_t n, int32_t n_used, int32_t *out) {
     static thread_local std::vector<int32_t> ids;
     ids.resize(size_t(n));
@@ -131,55 +121,6 @@ private:
 };
 
 } // namespace
-
-RouteArgs route_args(const ggml_tensor *dst) {
-    const ggml_tensor *logits = dst->src[0];
-    return {data<float>(logits), int32_t(logits->ne[0]), int32_t(dst->ne[0] / 2), int32_t(logits->ne[1]),
-            data<int32_t>(dst)};
-}
-
-// Where the matrices are fused, they are an expert's gate, then its up.
-ExpertsArgs experts_args(const ggml_tensor *dst) {
-    const ggml_tensor *route = dst->src[0], *x = dst->src[1];
-    ExpertsArgs a{};
-    a.route = data<int32_t>(route);
-    a.n_used = int32_t(route->ne[0] / 2);
-    a.T = int32_t(route->ne[1]);
-    a.own_input = param(dst, OWN_INPUT) != 0;
-    a.x = x->data;
-    a.out = data<float>(dst);
-    a.n_weights = param(dst, FUSED) != 0 || dst->src[3] != nullptr ? 2 : 1;
-    for (int i = 0; i < a.n_weights; i++) {
-        const bool fused = dst->src[3] == nullptr && a.n_weights == 2;
-        const ggml_tensor *w = dst->src[fused ? 2 : 2 + i];
-        const int64_t N = w->ne[1] / (fused ? 2 : 1);
-        a.weights[i] = {data<uint8_t>(w) + (fused && i == 1 ? size_t(N) * w->nb[1] : 0),
-                        w->type,
-                        N,
-                        w->nb[1],
-                        nullptr,
-                        scales_of(w)};
-        a.expert_bytes[i] = w->nb[2];
-        a.K = w->ne[0];
-        a.n_expert = int32_t(w->ne[2]);
-    }
-    return a;
-}
-
-ExpertsSumArgs experts_sum_args(const ggml_tensor *dst) {
-    const ggml_tensor *route = dst->src[0];
-    return {data<int32_t>(route), data<float>(dst->src[1]), int32_t(route->ne[0] / 2), int32_t(route->ne[1]),
-            dst->ne[0],           data<float>(dst)};
-}
-
-AddSharedArgs add_shared_args(const ggml_tensor *dst) {
-    return {data<float>(dst->src[0]),
-            data<float>(dst->src[1]),
-            data<float>(dst->src[2]),
-            int32_t(dst->ne[1]),
-            dst->ne[0],
-            data<float>(dst)};
-}
 
 void cpu_route(const RouteArgs &a, int ith, int nth) {
     for (int32_t t = ith; t < a.T; t += nth) {

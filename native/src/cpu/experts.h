@@ -59,12 +59,6 @@ struct AddSharedArgs {
     float *out;
 };
 
-// These are what the ops' nodes stand for.
-RouteArgs route_args(const ggml_tensor *dst);
-ExpertsArgs experts_args(const ggml_tensor *dst);
-ExpertsSumArgs experts_sum_args(const ggml_tensor *dst);
-AddSharedArgs add_shared_args(const ggml_tensor *dst);
-
 void cpu_route(const RouteArgs &args, int ith, int nth);
 void cpu_experts(const ExpertsArgs &args, int ith, int nth);
 void cpu_experts_sum(const ExpertsSumArgs &args, int ith, int nth);

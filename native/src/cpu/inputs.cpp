@@ -1,7 +1,6 @@
 #include "cpu/inputs.h"
 
 #include "cpu/exponential.h"
-#include "ops/row.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,12 +11,6 @@ namespace {
 
 constexpr int LANES = 16; // a sum of squares has as many partial sums
 constexpr int64_t BLOCK = 32; // a packed block has so many values
-
-// These are the params of the node.
-enum Param { KIND, EPS };
-int32_t param(const ggml_tensor *node, Param p) {
-    return node->op_params[8 + int(p)];
-}
 
 float root_mean_square_inverse(const float *x, int64_t n, float eps) {
     float sums[LANES] = {};
@@ -85,84 +78,7 @@ void make(const RowsInputArgs &a, int64_t t, int64_t k0, int64_t k1) {
     }
 }
 
-bool is_dense(const ggml_tensor *t) {
-    return t == nullptr || ggml_is_contiguous(t);
-}
-
 } // namespace
-
-ggml_tensor *rows_input_values(const StepBuild &b, const MatmulInput &in, ggml_tensor *residual,
-                               ggml_tensor **sum) {
-    if (b.model.device().gpu || !is_dense(in.x) || !is_dense(in.y) || !is_dense(residual) ||
-        (in.kind != ROWMM_RMS && in.kind != ROWMM_SWIGLU && in.kind != ROWMM_HEAD_RMS)) {
-        return nullptr;
-    }
-    const int64_t K = in.K, T = in.T, n_packed = K % BLOCK == 0 ? K / 2 : 0; // a block takes 16 floats
-    std::vector<ggml_tensor *> args = {in.x};
-    for (ggml_tensor *t : {in.w, in.y, residual}) {
-        if (t != nullptr) {
-            args.push_back(t);
-        }
-    }
-    const int64_t values = residual == nullptr ? 0 : K * T;
-    const int32_t params[] = {int32_t(in.kind), bits_of_real(in.eps)};
-    ggml_tensor *y = add_op(b.ctx, *find_op("rows_input"), GGML_TYPE_F32, values + (K + n_packed) * T, 1,
-                            args.data(), int(args.size()), params, 2);
-    const auto view = [&](int64_t n, int64_t offset) {
-        return ggml_view_2d(b.ctx, y, n, T, size_t(n) * sizeof(float), size_t(offset) * sizeof(float));
-    };
-    ggml_tensor *out = view(K, values); // {K, T}
-    if (n_packed > 0) {
-        made_input(b, plain(out), true, [&] { return view(n_packed, values + K * T); });
-    }
-    if (residual != nullptr) {
-        *sum = view(K, 0);
-    }
-    return out;
-}
-
-Stream add_rows(const StepBuild &b, ggml_tensor *x, ggml_tensor *residual, const Norm &next) {
-    ggml_tensor *sum = nullptr;
-    ggml_tensor *values =
-        residual == nullptr ? nullptr : rows_input_values(b, rms(x, next.weight, next.eps), residual, &sum);
-    if (values == nullptr) {
-        sum = residual == nullptr ? x : ggml_add(b.ctx, x, residual);
-        return {sum, rms(sum, next.weight, next.eps)};
-    }
-    const MatmulInput normed = rms(sum, next.weight, next.eps);
-    made_input(b, normed, false, [&] { return values; });
-    return {sum, normed};
-}
-
-RowsInputArgs rows_input_args(const ggml_tensor *dst) {
-    const auto kind = RowmmInput(param(dst, KIND));
-    const auto arg = [&](int i) {
-        return dst->src[i] == nullptr ? nullptr : static_cast<const float *>(dst->src[i]->data);
-    };
-    const ggml_tensor *x = dst->src[0];
-    RowsInputArgs a{};
-    a.K = x->ne[0];
-    a.T = int32_t(ggml_nrows(x));
-    a.x = arg(0);
-    a.values = static_cast<float *>(dst->data);
-    if (kind == ROWMM_SWIGLU) {
-        a.up = arg(1);
-    } else {
-        const int32_t eps = param(dst, EPS);
-        memcpy(&a.eps, &eps, sizeof(eps));
-        a.w = arg(1);
-        a.S = dst->src[1]->ne[0];
-        (kind == ROWMM_HEAD_RMS ? a.z : a.residual) = arg(2);
-    }
-    if (a.residual != nullptr) {
-        a.sum = a.values;
-        a.values += a.K * a.T;
-    }
-    if (a.K % BLOCK == 0) {
-        a.packed = reinterpret_cast<PackedBlock *>(a.values + a.K * a.T);
-    }
-    return a;
-}
 
 void cpu_rows_input(const RowsInputArgs &a, int ith, int nth) {
     const int64_t unit = unit_of(a), units = (a.K + unit - 1) / unit;

@@ -55,6 +55,20 @@ inline const float *scales_of(const ggml_tensor *weight) {
     return static_cast<const float *>(weight->extra);
 }
 
+// Returns the matrices of a tensor whose data is at `address`.
+inline RowsWeight rows_weight(const ggml_tensor &w, const uint8_t *address) {
+    return {address, w.type, w.ne[1], w.nb[1], nullptr, scales_of(&w)};
+}
+inline void take(RowsWeight &weight, const ggml_tensor &w, const uint8_t *address) {
+    weight = rows_weight(w, address);
+}
+// Makes two matrices of one that holds the rows of the first and then those of the second.
+inline void split_rows(RowsWeight &first, RowsWeight &second) {
+    first.N /= 2;
+    second = first;
+    second.data = static_cast<const uint8_t *>(first.data) + size_t(first.N) * first.row_bytes;
+}
+
 // RowsInput says how rows_matmul takes the activations for a weight type.
 enum class RowsInput { none, packed, f32 };
 RowsInput rows_input(ggml_type type); // none means that it does not multiply this type

@@ -1,5 +1,5 @@
 // Norms and rotates query and key heads on the CPU.
-#include "ops/row.h"
+#include "cpu/attention.h"
 
 #include <cmath>
 #include <vector>

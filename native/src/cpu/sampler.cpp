@@ -200,4 +200,22 @@ int32_t sample(const float *logits, uint32_t n, const luce_sampling &s, uint64_t
     return choose(logits, n, choice_ctl(s), position);
 }
 
+void cpu_choose(const ChooseArgs &a, int ith, int nth) {
+    for (int t = ith; t < a.T; t += nth) {
+        const float *x = a.logits + t * a.n;
+        const RowCtl &row = a.ctl->rows[t];
+        const bool finite = std::all_of(x, x + a.n, [](float value) { return std::isfinite(value); });
+        const ChoiceCtl greedy{};
+        a.out[t].token = choose(x, a.n, finite && row.seq >= 0 ? a.ctl->seqs[row.seq].choice : greedy,
+                                uint64_t(row.position + a.ahead));
+        a.out[t].not_finite = finite ? 0 : 1;
+        for (int32_t *kept : {a.drafts, a.given}) {
+            if (kept != nullptr && row.keep >= 0) {
+                kept[2 * row.keep] = a.out[t].token;
+                kept[2 * row.keep + 1] = a.out[t].not_finite;
+            }
+        }
+    }
+}
+
 } // namespace luce

@@ -4,7 +4,7 @@
 
 #include "luce.h"
 
-#include "sampling/sampling.h"
+#include "common/kernels.h"
 
 #include <cstdint>
 
@@ -22,5 +22,9 @@ int32_t choose(const float *x, int64_t n, const ChoiceCtl &ctl, uint64_t positio
 
 // Does what luce.h says of luce_sample.
 int32_t sample(const float *logits, uint32_t n, const luce_sampling &sampling, uint64_t position);
+
+// These are ops, in parts as attention.h says.
+void cpu_choose(const ChooseArgs &args, int ith, int nth);
+void cpu_topk(const TopkArgs &args, int ith, int nth); // topk.cpp
 
 } // namespace luce

@@ -1,5 +1,5 @@
 // Lists the best candidates of a row's logits on the CPU (TopkArgs).
-#include "ops/row.h"
+#include "cpu/sampler.h"
 
 #include <algorithm>
 #include <cmath>

@@ -111,9 +111,8 @@ struct MadeInput {
     ggml_tensor *node;
 };
 
-// An AttentionPlan says which block of attention does what. It is the op `node`, which has these params.
+// An AttentionPlan says which block of attention does what (ops::attention_plan).
 struct AttentionPlan {
-    std::vector<int32_t> params;
     ggml_tensor *node;
     int32_t layers; // so many have taken it so far
 };
@@ -140,12 +139,18 @@ struct StepBuild {
 // Computes RMS(x) * weight over the first dimension.
 ggml_tensor *rms_norm(ggml_context *ctx, ggml_tensor *x, ggml_tensor *weight, float eps);
 
-// Computes an input's values {K, T} by ggml's ops.
+// Computes an input's values {K, T}.
 ggml_tensor *input_values(const StepBuild &b, const MatmulInput &input);
 
 // Returns the op that makes an input, as it is or packed. It is made once for all weights that it meets.
 ggml_tensor *made_input(const StepBuild &b, const MatmulInput &input, bool packed,
                         const std::function<ggml_tensor *()> &make);
+
+// x + residual (which may be null), and its norm, on a CPU.
+Stream add_rows(const StepBuild &b, ggml_tensor *x, ggml_tensor *residual, const Norm &next);
+
+// Says whether a step multiplies so many rows on cuBLAS.
+bool uses_gemm(const StepBuild &b, int64_t T);
 
 // Returns x {K, T} as the CPU's rows_matmul takes it.
 ggml_tensor *packed_rows(const StepBuild &b, ggml_tensor *x);
@@ -161,22 +166,22 @@ ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &
 Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input, ggml_tensor *residual,
                   const Norm &next);
 
-// What the gated delta rule takes: the projections of x, and qkv after its conv. params: of the op deltanet_conv.
+// What the gated delta rule takes: the projections of x, and qkv after its conv.
 struct DeltaInputs {
     ggml_tensor *qkv; // {C, T}
     ggml_tensor *z; // {Hv*S, T}
     ggml_tensor *beta, *alpha; // {Hv, T}
 };
 DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
-                         const std::vector<int32_t> &params);
+                         const DeltaShape &shape);
 
 // The gated delta rule's results, and what gates them, from the parts that luce's own matmul leaves of the projections; null
-// where it leaves none. params: of the op deltanet_conv.
+// where it leaves none.
 struct DeltaOutputs {
     ggml_tensor *o = nullptr, *z = nullptr; // {Hv*S, T}
 };
 DeltaOutputs delta_of_parts(const StepBuild &b, const MatmulInput &x, const DeltaNet &w,
-                            const DeltaState &state, const std::vector<int32_t> &params);
+                            const DeltaState &state, const DeltaShape &shape);
 
 // Looks up the embeddings of the step's tokens in a table {E, V} -> {E, T}.
 ggml_tensor *embed(const StepBuild &b, ggml_tensor *table);
@@ -223,6 +228,9 @@ ggml_tensor *prefill_mask(const StepBuild &b, int32_t window);
 // s.x + gated DeltaNet of s.normed.
 Stream deltanet(const StepBuild &b, const Stream &s, const DeltaNet &w, const DeltaState &state,
                 const Norm &next);
+
+// E_UNSUPPORTED names what the device has no kernel for, of a mixture in the file at `path`. A CPU can run all of them.
+void check_moe(const Device &device, const char *path, const Moe &moe);
 
 // s.x + a mixture of experts of s.normed (moe.cpp).
 Stream moe(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next);

@@ -6,7 +6,7 @@
 //             and, where it is not causal, all of the block; row i predicts the token at its own position
 #include "graph/drafter.h"
 
-#include "ops/row.h"
+#include "ops/sampling.h"
 
 namespace luce {
 
@@ -70,8 +70,8 @@ StepOutputs build_dflash_block(const StepBuild &b) {
                 {il + 1 < d.layers.size() ? d.layers[il + 1].attn_norm : d.norm, d.rms_eps});
     }
     ggml_tensor *logits = drafter_logits(b, d, s.normed); // {V, T}
-    ggml_tensor *choice = add_op(ctx, "choose", GGML_TYPE_I32, CHOICE_WIDTH, logits->ne[1],
-                                 {logits, b.in.ctl, b.cache.drafts(), b.cache.given()}, {/*ahead=*/0});
+    // a mask's logits are of its own position: a choice is not ahead
+    ggml_tensor *choice = ops::choose(ctx, {logits, b.in.ctl, b.cache.drafts(), b.cache.given()});
     ggml_set_output(logits);
     ggml_build_forward_expand(b.graph, choice);
     keep_lists(b, logits);

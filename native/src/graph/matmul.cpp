@@ -2,15 +2,10 @@
 #include "graph/blocks.h"
 
 #include "common/device_limits.h"
-#include "cpu/inputs.h"
-#include "cpu/matmul.h"
-#include "matmul/prompt.h"
-#include "ops/matmul.h"
-#include "ops/prompt_matmul.h"
-#include "ops/row.h"
+#include "ops/attention.h"
+#include "ops/deltanet.h"
 
 #include <algorithm>
-#include <array>
 
 namespace luce {
 
@@ -50,6 +45,46 @@ ggml_tensor *made_input(const StepBuild &b, const MatmulInput &input, bool packe
     return node;
 }
 
+static bool is_dense(const ggml_tensor *t) {
+    return t == nullptr || ggml_is_contiguous(t);
+}
+
+// Makes an input's values {K, T} and their packed form by an op of the CPU, or returns null where it does not take this input.
+// With a residual *sum becomes x + residual {K, T}.
+static ggml_tensor *rows_input_values(const StepBuild &b, const MatmulInput &in, ggml_tensor *residual,
+                                      ggml_tensor **sum) {
+    if (b.model.device().gpu || !is_dense(in.x) || !is_dense(in.y) || !is_dense(residual) ||
+        (in.kind != ROWMM_RMS && in.kind != ROWMM_SWIGLU && in.kind != ROWMM_HEAD_RMS)) {
+        return nullptr;
+    }
+    RowsInputArgs a{};
+    a.eps = in.eps;
+    const bool swiglu = in.kind == ROWMM_SWIGLU;
+    const OpNode y =
+        ops::rows_input(b.ctx, {in.x, in.w, swiglu ? nullptr : in.y, swiglu ? in.y : nullptr, residual}, a);
+    ggml_tensor *values = y[1];
+    if (y.results[2].bytes > 0) {
+        made_input(b, plain(values), true, [&] { return y[2]; });
+    }
+    if (residual != nullptr) {
+        *sum = y[0];
+    }
+    return values;
+}
+
+Stream add_rows(const StepBuild &b, ggml_tensor *x, ggml_tensor *residual, const Norm &next) {
+    ggml_tensor *sum = nullptr;
+    ggml_tensor *values =
+        residual == nullptr ? nullptr : rows_input_values(b, rms(x, next.weight, next.eps), residual, &sum);
+    if (values == nullptr) {
+        sum = residual == nullptr ? x : ggml_add(b.ctx, x, residual);
+        return {sum, rms(sum, next.weight, next.eps)};
+    }
+    const MatmulInput normed = rms(sum, next.weight, next.eps);
+    made_input(b, normed, false, [&] { return values; });
+    return {sum, normed};
+}
+
 ggml_tensor *input_values(const StepBuild &b, const MatmulInput &in) {
     if (in.kind == ROWMM_PLAIN) {
         return in.x;
@@ -77,58 +112,51 @@ ggml_tensor *input_values(const StepBuild &b, const MatmulInput &in) {
 }
 
 ggml_tensor *packed_rows(const StepBuild &b, ggml_tensor *x) {
-    return made_input(b, plain(x), true, [&] {
-        const int64_t bytes = x->ne[0] / 32 * int64_t(sizeof(PackedBlock));
-        return add_op(b.ctx, "pack_rows", GGML_TYPE_I8, bytes, x->ne[1], {x});
-    });
+    return made_input(b, plain(x), true, [&] { return ops::pack_rows(b.ctx, {x}); });
 }
 
 // Multiplies those weights that take x in this form, in one op.
 static void add_rows_matmul(const StepBuild &b, RowsInput form, const std::vector<ggml_tensor *> &weights,
                             ggml_tensor *x, std::vector<ggml_tensor *> &out) {
     std::vector<ggml_tensor *> args = {nullptr};
-    int64_t values = 0;
     for (ggml_tensor *w : weights) {
         if (rows_input(w->type) == form) {
             args.push_back(w);
-            values += w->ne[1] * x->ne[1];
         }
     }
     if (args.size() == 1) {
         return;
     }
     args[0] = form == RowsInput::packed ? packed_rows(b, x) : x;
-    ggml_tensor *y = add_op(b.ctx, *find_op("rows_matmul"), GGML_TYPE_F32, values, 1, args.data(),
-                            int(args.size()), nullptr, 0);
-    size_t offset = 0;
-    for (size_t i = 0; i < weights.size(); i++) {
-        if (const int64_t N = weights[i]->ne[1]; rows_input(weights[i]->type) == form) {
-            out[i] = ggml_view_2d(b.ctx, y, N, x->ne[1], size_t(N) * sizeof(float), offset); // {N, T}
-            offset += size_t(N * x->ne[1]) * sizeof(float);
+    const OpNode y = ops::rows_matmul(b.ctx, args);
+    for (size_t i = 0, n = 0; i < weights.size(); i++) {
+        if (rows_input(weights[i]->type) == form) {
+            out[i] = y[int(n++)]; // {N, T}
         }
     }
 }
 
 #ifdef LUCE_USE_CUDA
 static ggml_tensor *packed(const StepBuild &b, const MatmulInput &in) {
-    const int64_t bytes = rowmm_op_bytes(in.T, in.K);
-    const int32_t eps = bits_of_real(in.eps);
+    RowmmPackArgs a{};
+    a.eps = in.eps;
     switch (in.kind) {
-        case ROWMM_RMS: return add_op(b.ctx, "rowmm_pack_rms", GGML_TYPE_I8, bytes, 1, {in.x, in.w}, {eps});
+        case ROWMM_RMS: return ops::rowmm_pack_rms(b.ctx, {in.x, in.w}, a);
         case ROWMM_SWIGLU:
-            if (in.y == nullptr) {
-                return add_op(b.ctx, "rowmm_parts_swiglu", GGML_TYPE_I8, bytes, 1, {in.x});
-            }
-            return add_op(b.ctx, "rowmm_pack_swiglu", GGML_TYPE_I8, bytes, 1, {in.x, in.y}, {eps});
-        case ROWMM_HEAD_RMS:
-            return add_op(b.ctx, "rowmm_pack_gated", GGML_TYPE_I8, bytes, 1, {in.x, in.w, in.y}, {eps});
-        default: return add_op(b.ctx, "rowmm_pack", GGML_TYPE_I8, bytes, 1, {in.x}, {eps});
+            return in.y == nullptr ? ops::rowmm_parts_swiglu(b.ctx, {in.x})
+                                   : ops::rowmm_pack_swiglu(b.ctx, {in.x, in.y}, a);
+        case ROWMM_HEAD_RMS: return ops::rowmm_pack_gated(b.ctx, {in.x, in.w, in.y}, a);
+        default: return ops::rowmm_pack(b.ctx, {in.x}, a);
     }
 }
 
-// How an input was packed, as the ops rowmm.. take it.
-static std::array<int32_t, 3> params_of(const MatmulInput &in) {
-    return {int32_t(in.T), in.kind == ROWMM_RMS, bits_of_real(in.eps)};
+// Returns how an input was packed, as the ops rowmm.. take it.
+static RowmmArgs packed_so(const MatmulInput &in) {
+    RowmmArgs a{};
+    a.T = int32_t(in.T);
+    a.normed = in.kind == ROWMM_RMS;
+    a.eps = in.eps;
+    return a;
 }
 
 static bool all_packed(const std::vector<ggml_tensor *> &weights) {
@@ -155,17 +183,10 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
     if (residual != nullptr) {
         args.push_back(residual);
     }
-    const int32_t T = int32_t(in.T);
-    int64_t n = 0;
-    for (ggml_tensor *w : weights) {
-        if (is_packed(w)) {
-            args.push_back(w);
-            n += w->ne[1] * T;
-        }
-    }
-    if (n == 0) {
+    if (std::none_of(weights.begin(), weights.end(), is_packed)) {
         return;
     }
+    std::copy_if(weights.begin(), weights.end(), std::back_inserter(args), is_packed);
     // What rowmm_pack does not compute is attention's gate; ggml's matmul needs the values too.
     const bool packs = in.kind != ROWMM_GATED && all_packed(weights);
     const MatmulInput form = packs ? in : plain(input_values(b, in));
@@ -176,15 +197,11 @@ static void add_rowmm(const StepBuild &b, const std::vector<ggml_tensor *> &weig
     } else {
         args[0] = made_input(b, form, true, [&] { return packed(b, form); });
     }
-    const auto params = params_of(form);
-    const CustomOp &op = *find_op(norms ? "rowmm_norm" : residual != nullptr ? "rowmm_add" : "rowmm");
-    ggml_tensor *y = add_op(b.ctx, op, GGML_TYPE_F32, n, 1, args.data(), int(args.size()), params.data(),
-                            int(params.size()));
-    size_t offset = 0;
-    for (size_t i = 0; i < weights.size(); i++) {
-        if (const int64_t N = weights[i]->ne[1]; is_packed(weights[i])) {
-            out[i] = ggml_view_2d(b.ctx, y, N, T, size_t(N) * sizeof(float), offset); // {N, T}
-            offset += size_t(N) * size_t(T) * sizeof(float);
+    const OpRow<RowmmArgs> &op = norms ? ops::rowmm_norm : residual != nullptr ? ops::rowmm_add : ops::rowmm;
+    const OpNode y = op(b.ctx, args, packed_so(form));
+    for (size_t i = 0, n = 0; i < weights.size(); i++) {
+        if (is_packed(weights[i])) {
+            out[i] = y[int(n++)]; // {N, T}
         }
     }
 }
@@ -204,10 +221,57 @@ static ggml_tensor *add_parts(const StepBuild &b, const std::vector<ggml_tensor 
         args = {made_input(b, in, true, [&] { return packed(b, in); })};
     }
     args.insert(args.end(), weights.begin(), weights.end());
-    const int64_t n = rowmm_parts_op_bytes(in.T, weights) / int64_t(sizeof(float));
-    const auto params = params_of(in);
-    return add_op(b.ctx, *find_op(norms ? "rowmm_parts_norm" : "rowmm_parts"), GGML_TYPE_F32, n, 1,
-                  args.data(), int(args.size()), params.data(), int(params.size()));
+    return (norms ? ops::rowmm_parts_norm : ops::rowmm_parts)(b.ctx, args, packed_so(in));
+}
+
+// ---- prompts ----
+
+// Writing out all weights pays for at least this many rows. Fewer rows have the step's own matmul (rowmm),
+// which takes about as long for this many on an H200. The row count alone decides, so that a resumed prompt
+// runs as a cold one.
+constexpr int64_t GEMM_ROWS = 128;
+
+bool uses_gemm(const StepBuild &b, int64_t T) {
+    return b.prefill() && b.model.device().gpu && T >= GEMM_ROWS;
+}
+
+// Returns an input as gemm takes it. What a row's norm or gate gives is packed without being stored.
+static ggml_tensor *packed_for_gemm(const StepBuild &b, const MatmulInput &in) {
+    RowmmPackArgs a{};
+    a.eps = in.eps;
+    const bool side_by_side = is_dense(in.x) && is_dense(in.y);
+    if (in.kind == ROWMM_RMS && side_by_side) {
+        return ops::gemm_pack_norm(b.ctx, {in.x, in.w}, a);
+    }
+    if (in.kind == ROWMM_SWIGLU && side_by_side) {
+        return ops::gemm_pack_swiglu(b.ctx, {in.x, in.y});
+    }
+    if (in.kind == ROWMM_GATED && is_dense(in.x)) {
+        return ops::gemm_pack_gated(b.ctx, {in.x, in.y});
+    }
+    if (in.kind == ROWMM_HEAD_RMS && side_by_side) {
+        if (const int64_t head = in.w->ne[0]; head == 16 || head == 32 || head == 64 || head == 128) {
+            return ops::gemm_pack_heads(b.ctx, {in.x, in.y, in.w}, a);
+        }
+    }
+    ggml_tensor *x = input_values(b, in);
+    return ops::gemm_pack(b.ctx, {is_dense(x) ? x : ggml_cont(b.ctx, x)});
+}
+
+// Returns the product of packed weights {K, N} with an input {K, T} on cuBLAS, with residual {N, T} added where it is not
+// null -> {N, T}. The matrix is written out as F16 in the cache's scratch; then the next one takes its room. It returns null
+// where the product is not done so.
+static ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
+                             ggml_tensor *residual) {
+    const int64_t K = weight->ne[0], N = weight->ne[1];
+    if (!uses_gemm(b, input.T) || !is_packed(weight) || !gemm_has(K) ||
+        size_t(K * N * 2) > ggml_nbytes(b.cache.gemm_scratch())) {
+        return nullptr;
+    }
+    PromptMatmulArgs a{};
+    a.product.T = int32_t(input.T);
+    ggml_tensor *rows = made_input(b, input, true, [&] { return packed_for_gemm(b, input); });
+    return ops::gemm(b.ctx, {rows, weight, b.cache.gemm_scratch(), residual}, a);
 }
 #endif
 
@@ -233,7 +297,7 @@ static ggml_tensor *mul_mat(const StepBuild &b, ggml_tensor *weight, ggml_tensor
 // Chooses who multiplies. Steps have matmuls of luce's own, whose rows do not depend on each other, and of
 // which further rows cost little. On a CPU (rows_matmul) a prefill has them too. On a GPU (rowmm) weights lie
 // in the order of these matmuls, and ggml's matmul could not read them. So there a prefill of few rows has
-// them too. One of many rows writes the weights out for cuBLAS (ops/prompt_matmul.h), but for K that cuBLAS does not
+// them too. One of many rows writes the weights out for cuBLAS (add_gemm), but for K that cuBLAS does not
 // take. ggml multiplies what is left.
 static std::vector<ggml_tensor *> products(const StepBuild &b, const std::vector<ggml_tensor *> &weights,
                                            const MatmulInput &in, ggml_tensor *residual) {
@@ -277,35 +341,29 @@ ggml_tensor *matmul(const StepBuild &b, ggml_tensor *weight, const MatmulInput &
 }
 
 DeltaInputs delta_inputs(const StepBuild &b, const MatmulInput &x, const DeltaNet &w, const DeltaState &state,
-                         const std::vector<int32_t> &params) {
-    const int64_t C = w.shape.conv_dim(), T = x.T;
+                         const DeltaShape &shape) {
     const auto y = matmuls(b, {w.qkv, w.gate, w.beta, w.alpha}, x);
-    ggml_tensor *args[] = {y[0], w.conv, state.window, state.log, b.in.ctl};
-    ggml_tensor *qkv = add_op(b.ctx, *find_op("deltanet_conv"), GGML_TYPE_F32, C, T, args, 5, params.data(),
-                              int(params.size()));
+    ConvArgs a{};
+    a.shape = shape;
+    ggml_tensor *qkv = ops::deltanet_conv(b.ctx, {y[0], w.conv, state.window, state.log, b.in.ctl}, a);
     return {qkv, y[1], y[2], y[3]};
 }
 
 DeltaOutputs delta_of_parts(const StepBuild &b, const MatmulInput &x, const DeltaNet &w,
-                            const DeltaState &state, const std::vector<int32_t> &params) {
+                            const DeltaState &state, const DeltaShape &shape) {
 #ifdef LUCE_USE_CUDA
     const std::vector<ggml_tensor *> weights = {w.qkv, w.gate, w.beta, w.alpha};
     if (w.shape.state_size == 128 && leaves_parts(b, weights)) {
-        const int64_t T = x.T, K = w.gate->ne[1];
-        int64_t n = K * T;
-        for (const ggml_tensor *weight : weights) {
-            n += weight->ne[1] * T;
-        }
-        ggml_tensor *args[] = {
-            add_parts(b, weights, x), w.conv, state.window, state.log, b.in.ctl, w.dt, w.a, state.state,
-            b.cache.rowmm_scratch()};
-        ggml_tensor *y = add_op(b.ctx, *find_op("deltanet_parts"), GGML_TYPE_F32, n, 1, args, 9,
-                                params.data(), int(params.size()));
-        const size_t row = size_t(K) * sizeof(float);
-        return {ggml_view_2d(b.ctx, y, K, T, row, 0), ggml_view_2d(b.ctx, y, K, T, row, row * size_t(T))};
+        DeltaLayerArgs a{};
+        a.conv.shape = shape;
+        const OpNode y = ops::deltanet_parts(b.ctx,
+                                             {add_parts(b, weights, x), w.conv, state.window, state.log,
+                                              b.in.ctl, w.dt, w.a, state.state, b.cache.rowmm_scratch()},
+                                             a);
+        return {y[0], y[1]};
     }
 #else
-    (void) b, (void) x, (void) w, (void) state, (void) params;
+    (void) b, (void) x, (void) w, (void) state, (void) shape;
 #endif
     return {};
 }
@@ -317,29 +375,25 @@ Heads heads_of_parts(const StepBuild &b, const MatmulInput &x, const Attention &
     if (queries) {
         weights.insert(weights.begin(), w.q);
     }
-    const int64_t D = w.shape.head_dim, K = D * w.shape.n_head, T = x.T;
+    const uint32_t D = w.shape.head_dim;
     // luce's op does not blend frequencies
     if ((D == 128 || D == 256) && !(w.shape.yarn.factor > 1) && leaves_parts(b, weights)) {
-        ggml_tensor *args[] = {add_parts(b, weights, x),
-                               w.k_norm,
-                               b.in.positions,
-                               kv.cells.k,
-                               kv.cells.v,
-                               b.in.ctl,
-                               b.in.pages,
-                               w.q_norm};
-        const int32_t params[] = {int32_t(w.shape.rope_dim), bits_of_real(w.shape.rope_base),
-                                  bits_of_real(eps), kv.owner};
-        ggml_tensor *y = add_op(b.ctx, *find_op("attention_heads"), GGML_TYPE_F32, queries ? 2 * K * T : 1, 1,
-                                args, queries ? 8 : 7, params, 4);
+        AttentionHeadsArgs a{};
+        a.rope_dim = int32_t(w.shape.rope_dim);
+        a.base = w.shape.rope_base;
+        a.eps = eps;
+        a.owner = kv.owner;
+        const OpNode y =
+            ops::attention_heads(b.ctx,
+                                 {add_parts(b, weights, x), w.k_norm, b.in.positions, kv.cells.k, kv.cells.v,
+                                  b.in.ctl, b.in.pages, queries ? w.q_norm : nullptr},
+                                 a);
         // It is expanded here, since attention reads the cells and not this node.
-        ggml_build_forward_expand(b.graph, y);
+        ggml_build_forward_expand(b.graph, y.node);
         if (!queries) {
             return {nullptr, nullptr, true};
         }
-        const size_t row = size_t(K) * sizeof(float);
-        return {ggml_view_2d(b.ctx, y, K, T, row, 0), ggml_view_2d(b.ctx, y, K, T, row, row * size_t(T)),
-                true};
+        return {y[0], y[1], true};
     }
 #else
     (void) b, (void) x, (void) w, (void) kv, (void) eps, (void) queries;
@@ -351,14 +405,10 @@ Stream matmul_add(const StepBuild &b, ggml_tensor *weight, const MatmulInput &in
                   const Norm &next) {
 #ifdef LUCE_USE_CUDA
     if (leaves_parts(b, {weight}) && !(next.of_moe && input.T <= ROWMM_WHOLE_ROWS)) {
-        const int64_t E = weight->ne[1], T = input.T, packed = rowmm_op_bytes(T, E) / 4;
-        ggml_tensor *args[] = {next.weight, add_parts(b, {weight}, input), residual};
-        ggml_tensor *y = add_op(b.ctx, *find_op("rowmm_parts_rms"), GGML_TYPE_F32, E * T + packed, 1, args,
-                                residual == nullptr ? 2 : 3, nullptr, 0);
-        ggml_tensor *x = ggml_view_2d(b.ctx, y, E, T, size_t(E) * sizeof(float), 0);
+        const OpNode y = ops::rowmm_parts_rms(b.ctx, {next.weight, add_parts(b, {weight}, input), residual});
+        ggml_tensor *x = y[0]; // {E, T}
         const MatmulInput normed = rms(x, next.weight, next.eps);
-        made_input(b, normed, true,
-                   [&] { return ggml_view_1d(b.ctx, y, packed, size_t(E * T) * sizeof(float)); });
+        made_input(b, normed, true, [&] { return y[1]; });
         return {x, normed};
     }
 #endif

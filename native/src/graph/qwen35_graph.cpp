@@ -3,8 +3,7 @@
 // state and the next token's embedding.
 #include "graph/qwen35.h"
 #include "matmul/layout.h"
-#include "ops/matmul.h"
-#include "ops/row.h"
+#include "ops/sampling.h"
 
 namespace luce {
 
@@ -27,8 +26,9 @@ static ggml_tensor *first_entry(ggml_context *ctx, ggml_tensor *t) {
 static StepOutputs choose(const StepBuild &b, ggml_tensor *logits) {
     StepOutputs out;
     out.logits = logits; // {V, n_out}
-    out.choice = add_op(b.ctx, "choose", GGML_TYPE_I32, CHOICE_WIDTH, out.logits->ne[1],
-                        {out.logits, b.in.ctl, b.cache.drafts(), b.cache.given()}, {/*ahead=*/1});
+    ChooseArgs a{};
+    a.ahead = 1;
+    out.choice = ops::choose(b.ctx, {out.logits, b.in.ctl, b.cache.drafts(), b.cache.given()}, a);
     return out;
 }
 
@@ -45,10 +45,12 @@ static Stream nextn_step_input(const StepBuild &b, const NextN &head) {
 #ifdef LUCE_USE_CUDA
     const int64_t E = head.enorm->ne[0], T = b.in.tokens->ne[0];
     if (is_packed(head.eh_proj) && E % CHUNK == 0 && nextn_has_table(head.token_embd->type)) {
-        ggml_tensor *y = add_op(b.ctx, "nextn_pack", GGML_TYPE_I8, rowmm_op_bytes(T, 2 * E), 1,
-                                {b.in.tokens, b.cache.drafts(), head.token_embd, b.cache.hidden(),
-                                 b.in.hidden_from, head.enorm, head.hnorm},
-                                {bits_of_real(head.rms_eps)});
+        NextnPackArgs a{};
+        a.eps = head.rms_eps;
+        ggml_tensor *y = ops::nextn_pack(b.ctx,
+                                         {b.in.tokens, b.cache.drafts(), head.token_embd, b.cache.hidden(),
+                                          b.in.hidden_from, head.enorm, head.hnorm},
+                                         a);
         const MatmulInput in = {ROWMM_PLAIN, y, nullptr, nullptr, 0, 2 * E, T};
         made_input(b, in, true, [&] { return y; });
         return matmul_add(b, head.eh_proj, in, nullptr, {head.block.attn_norm, head.rms_eps}); // {E, T}
@@ -62,8 +64,9 @@ static void keep_hidden(const StepBuild &b, const MatmulInput &h) {
     ggml_tensor *hidden = b.cache.hidden(), *kept;
 #ifdef LUCE_USE_CUDA
     if (b.model.device().gpu) {
-        kept = add_op(b.ctx, "keep_hidden", GGML_TYPE_I32, 1, 1, {h.x, h.w, hidden, b.in.hidden_to},
-                      {bits_of_real(h.eps)});
+        KeepHiddenArgs a{};
+        a.eps = h.eps;
+        kept = ops::keep_hidden(b.ctx, {h.x, h.w, hidden, b.in.hidden_to}, a);
         ggml_build_forward_expand(b.graph, kept);
         return;
     }

@@ -1,20 +1,19 @@
-// Makes graph ops of luce's matmul on a GPU, over any number of rows. Those of a prefill are done ROWMM_MAX_ROWS at
-// a time, each block of rows as a step of its own.
+// Rows of the ops of matmul, and of what makes their inputs (ops/row.h says how to read them).
 #pragma once
 
-#include "matmul/quantised.h"
+#include "cpu/inputs.h"
+#include "cpu/matmul.h"
+#include "matmul/prompt.h"
+#include "ops/row.h"
 
-#include <ggml.h>
-
-#include <vector>
+#include <algorithm>
 
 namespace luce {
 
-// Returns the bytes that the packed activations of T rows of K values take.
+#ifdef LUCE_USE_CUDA
+// Returns the bytes that the packed activations of T rows of K values take. Those of a prefill are packed, and multiplied,
+// ROWMM_MAX_ROWS at a time, each block of rows as a step of its own.
 int64_t rowmm_op_bytes(int64_t T, int64_t K);
-
-// Returns the bytes of the parts that a step of T rows leaves of these weights.
-int64_t rowmm_parts_op_bytes(int64_t T, const std::vector<ggml_tensor *> &weights);
 
 // This is what an engine's launches share, in the order in which it lies in Cache::rowmm_scratch().
 struct LaunchScratch {
@@ -23,20 +22,243 @@ struct LaunchScratch {
     void *counters; // MoeRouteArgs.counters
 };
 int64_t launch_scratch_bytes();
-LaunchScratch launch_scratch(const ggml_tensor *scratch);
+LaunchScratch launch_scratch(const ggml_tensor &scratch, uint8_t *address);
 
-// These are launchers of the ops rowmm_pack.. and of those whose input is parts, rowmm.. (ops/row.h).
-// `normed` and `eps` say how x was packed.
-int rowmm_pack_op(const ggml_tensor *dst, void *stream, RowmmInput input, float eps);
-int rowmm_parts_rms_op(const ggml_tensor *dst, void *stream);
-int rowmm_parts_swiglu_op(const ggml_tensor *dst, void *stream);
-struct RowmmOp {
-    int32_t T, normed;
-    float eps;
+// A prefill's product on cuBLAS: the weights are written out, then multiplied.
+struct PromptMatmulArgs {
+    RowmmPermuteArgs unpack; // to its dst
+    GemmArgs product; // of which `weights` is that
 };
-RowmmOp rowmm_op_of(const ggml_tensor *dst); // it reads the op from its params
-int rowmm_op(const ggml_tensor *dst, void *stream); // it runs rowmm and rowmm_add
-int rowmm_parts_op(const ggml_tensor *dst, void *stream);
-RowmmArgs parts_launch(const ggml_tensor *node); // it fills the launch of a rowmm_parts
+
+// These launch blocks of rows.
+int pack_blocks(const RowmmPackArgs &all, void *stream);
+int multiply_blocks(const RowmmArgs &all, void *stream);
+int prompt_matmul(const PromptMatmulArgs &args, void *stream);
+#endif
 
 } // namespace luce
+
+namespace luce::ops {
+using namespace extents;
+
+// Rows as blocks of 8 bits.
+inline const auto &pack_rows = row<PackArgs>("pack_rows", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T});
+    op.dims(a.K, K, a.T, T);
+    op.out(FIELD(out), {2 * K, T}); // a block of 64 bytes has 32 values
+    op.even = true;
+    op.runs(cpu_pack_rows, nullptr);
+});
+
+// An input of matmuls, with what is computed into it. Its results are x + residual, where there is one, the values, and
+// the values packed, where K is whole blocks.
+inline const auto &rows_input = row<RowsInputArgs>("rows_input", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T});
+    op.in(FIELD(w), {S}).maybe();
+    op.in(FIELD(z), {K, T}).maybe();
+    op.in(FIELD(up), {K, T}).maybe();
+    op.in(FIELD(residual), {K, T}).maybe();
+    op.dims(a.T, T, a.K, K, a.S, S);
+    op.params(FIELD(eps));
+    op.known(sums, [](const auto &args) { return args.residual == nullptr ? 0 : args.T; });
+    op.known(width, [](const auto &args) { return args.K % 32 == 0 ? 2 * args.K : 0; });
+    op.out(FIELD(sum), {K, sums});
+    op.out(FIELD(values), {K, T});
+    op.out(FIELD(packed), {width, T});
+    op.even = true;
+    op.runs(cpu_rows_input, nullptr);
+});
+
+// Products of one input, packed or F32 as the weights take it, with each of the weights.
+inline const auto &rows_matmul = row<RowsMatmulArgs>("rows_matmul", [](auto &op, auto &a) {
+    op.in(FIELD(x), {ANY, T});
+    op.in("weights", Form::matrix, {K, ANY}, [](auto &args, const ggml_tensor &w, uint8_t *at) {
+          args.weights[args.n_weights++] = rows_weight(w, at);
+      }).up_to(MAX_WEIGHTS);
+    op.dims(a.K, K, a.T, T);
+    op.out_of_weights();
+    op.even = true;
+    op.runs(cpu_rows_matmul, nullptr);
+});
+
+#ifdef LUCE_USE_CUDA
+// Inputs of rowmm, packed: the ops rowmm_pack..
+template <class Row, class A> void packs(Row &op, A &a, RowmmInput input) {
+    op.dims(a.T, T, a.K, K);
+    op.params(FIELD(eps));
+    op.derive([input](auto &args) {
+        args.input = input;
+        args.overlap = 1;
+    });
+    op.room(FIELD(out), [](const auto &args) { return rowmm_op_bytes(args.T, args.K); });
+    op.runs(nullptr, pack_blocks);
+}
+inline const auto &rowmm_pack = row<RowmmPackArgs>("rowmm_pack", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T}).row(a.x_row);
+    packs(op, a, ROWMM_PLAIN);
+});
+inline const auto &rowmm_pack_rms = row<RowmmPackArgs>("rowmm_pack_rms", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T}).row(a.x_row);
+    op.in(FIELD(w), {K});
+    op.dims(a.head, K);
+    packs(op, a, ROWMM_RMS);
+});
+inline const auto &rowmm_pack_swiglu = row<RowmmPackArgs>("rowmm_pack_swiglu", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T}).row(a.x_row);
+    op.in(FIELD(y), {K, T}).row(a.y_row);
+    packs(op, a, ROWMM_SWIGLU);
+});
+inline const auto &rowmm_pack_gated = row<RowmmPackArgs>("rowmm_pack_gated", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T}).row(a.x_row);
+    op.in(FIELD(w), {S});
+    op.in(FIELD(y), {K, T}).row(a.y_row);
+    op.dims(a.head, S);
+    packs(op, a, ROWMM_HEAD_RMS);
+});
+
+// Products with packed weights, of 1 to 4 in one launch: the ops rowmm..
+template <class Row, class A> void multiplies(Row &op, A &a) {
+    op.in("weights", Form::matrix, {K, ANY}, [](auto &args, const ggml_tensor &w, uint8_t *at) {
+          RowmmWeights &weights = args.weights[args.n_weights++];
+          weights.type = w.type;
+          weights.packed = at;
+          weights.N = weights.out_row = w.ne[1];
+      }).up_to(4);
+    op.dims(a.K, K);
+    // normed and eps say how x was packed
+    op.params(FIELD(T), FIELD(normed), FIELD(eps));
+    op.derive([](auto &args) { args.overlap = 1; });
+    op.known(T, a.T);
+}
+template <class Row, class A> void takes_partial(Row &op, A &) {
+    op.in("scratch", Form::rows, {ANY}, [](auto &args, const ggml_tensor &t, uint8_t *at) {
+        args.scratch = launch_scratch(t, at).partial;
+    });
+}
+inline const auto &rowmm = row<RowmmArgs>("rowmm", [](auto &op, auto &a) {
+    op.in(FIELD(x), {ANY});
+    takes_partial(op, a);
+    multiplies(op, a);
+    op.out_of_weights();
+    op.runs(nullptr, multiply_blocks);
+});
+// The same, of one row that it norms and packs itself.
+inline const auto &rowmm_norm = row<RowmmArgs>("rowmm_norm", [](auto &op, auto &a) {
+    op.in(FIELD(row), {K});
+    op.in(FIELD(norm), {K});
+    takes_partial(op, a);
+    multiplies(op, a);
+    op.out_of_weights();
+    op.runs(nullptr, multiply_blocks);
+});
+// The same, of one matrix, with a residual.
+inline const auto &rowmm_add = row<RowmmArgs>("rowmm_add", [](auto &op, auto &a) {
+    op.in(FIELD(x), {ANY});
+    takes_partial(op, a);
+    op.in(FIELD(weights[0].residual), {ANY, T}).row(a.weights[0].residual_row);
+    multiplies(op, a);
+    op.out_of_weights();
+    op.runs(nullptr, multiply_blocks);
+});
+// The same, whose results stay parts for the next op to add.
+inline const auto &rowmm_parts = row<RowmmArgs>("rowmm_parts", [](auto &op, auto &a) {
+    op.in(FIELD(x), {ANY});
+    multiplies(op, a);
+    op.room(FIELD(parts), rowmm_parts_bytes);
+    op.runs(nullptr, cuda::rowmm);
+});
+inline const auto &rowmm_parts_norm = row<RowmmArgs>("rowmm_parts_norm", [](auto &op, auto &a) {
+    op.in(FIELD(row), {K});
+    op.in(FIELD(norm), {K});
+    multiplies(op, a);
+    op.room(FIELD(parts), rowmm_parts_bytes);
+    op.runs(nullptr, cuda::rowmm);
+});
+
+// x + the sum of parts, and that packed for a product that norms it.
+inline const auto &rowmm_parts_rms = row<RowmmPackArgs>("rowmm_parts_rms", [](auto &op, auto &a) {
+    op.in(FIELD(w), {K});
+    op.launch(FIELD(parts));
+    op.in(FIELD(x), {K, T}).maybe().row(a.x_row);
+    op.dims(a.K, K);
+    op.derive([](auto &args) {
+        args.T = args.parts->T;
+        args.input = ROWMM_RMS;
+        args.overlap = 1;
+    });
+    op.known(T, a.T);
+    op.out(FIELD(copy), {K, T});
+    op.room(FIELD(out), [](const auto &args) { return rowmm_op_bytes(args.T, args.K); });
+    op.runs(nullptr, cuda::rowmm_pack);
+});
+// silu(gate) * up of parts, packed.
+inline const auto &rowmm_parts_swiglu = row<RowmmPackArgs>("rowmm_parts_swiglu", [](auto &op, auto &a) {
+    op.launch(FIELD(parts));
+    op.derive([](auto &args) {
+        args.T = args.parts->T;
+        args.K = args.parts->weights[0].N;
+        args.input = ROWMM_SWIGLU;
+        args.overlap = 1;
+    });
+    op.room(FIELD(out), [](const auto &args) { return rowmm_op_bytes(args.T, args.K); });
+    op.runs(nullptr, cuda::rowmm_pack);
+});
+
+// Inputs of gemm, packed: the ops gemm_pack..
+template <class Row, class A> void packs_prompt(Row &op, A &a, RowmmInput input) {
+    op.dims(a.T, T, a.K, K, a.x_row, K);
+    op.derive([input](auto &args) {
+        args.input = input;
+        args.y_row = input == ROWMM_GATED ? 2 * args.K : args.K;
+    });
+    op.room(FIELD(out), [](const auto &args) { return gemm_x_bytes(args.T, args.K); });
+    op.runs(nullptr, cuda::gemm_pack);
+}
+inline const auto &gemm_pack = row<RowmmPackArgs>("gemm_pack", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T});
+    packs_prompt(op, a, ROWMM_PLAIN);
+});
+inline const auto &gemm_pack_norm = row<RowmmPackArgs>("gemm_pack_norm", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T});
+    op.in(FIELD(w), {K});
+    op.params(FIELD(eps));
+    packs_prompt(op, a, ROWMM_RMS);
+});
+inline const auto &gemm_pack_swiglu = row<RowmmPackArgs>("gemm_pack_swiglu", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T});
+    op.in(FIELD(y), {K, T});
+    packs_prompt(op, a, ROWMM_SWIGLU);
+});
+// Heads of the gate lie 2 D apart.
+inline const auto &gemm_pack_gated = row<RowmmPackArgs>("gemm_pack_gated", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T});
+    op.in("y", Form::f32, {D, H, T},
+          [](auto &args, const ggml_tensor &, uint8_t *at) { args.y = reinterpret_cast<const float *>(at); });
+    op.dims(a.head, D);
+    packs_prompt(op, a, ROWMM_GATED);
+});
+inline const auto &gemm_pack_heads = row<RowmmPackArgs>("gemm_pack_heads", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T});
+    op.in(FIELD(y), {K, T});
+    op.in(FIELD(w), {S});
+    op.dims(a.head, S);
+    op.params(FIELD(eps));
+    packs_prompt(op, a, ROWMM_HEAD_RMS);
+});
+
+// A prefill's product with packed weights, and a residual where there is one.
+inline const auto &gemm = row<PromptMatmulArgs>("gemm", [](auto &op, auto &a) {
+    op.in(FIELD(product.x), {ANY});
+    op.matrix(FIELD(unpack.src), {K, N}).type(a.unpack.type);
+    op.in(FIELD(unpack.dst), {ANY});
+    op.in(FIELD(product.residual), {N, T}).maybe();
+    op.dims(a.unpack.K, K, a.unpack.N, N, a.product.K, K, a.product.N, N);
+    op.params(FIELD(product.T));
+    op.derive([](auto &args) { args.product.weights = args.unpack.dst; });
+    op.known(T, a.product.T);
+    op.out(FIELD(product.out), {N, T});
+    op.runs(nullptr, prompt_matmul);
+});
+#endif
+
+} // namespace luce::ops

@@ -1,119 +1,383 @@
-// luce has ops of its own in ggml graphs, each a ggml_custom_4d that ggml itself never runs: step.cpp cuts the graph at
-// it. On a CPU it runs the op's reference implementation there, on CUDA it launches the op's kernel on the same stream.
+// luce has ops of its own in ggml graphs. A row says of an op all that there is to say: its struct of arguments
+// (common/kernels.h and others), which the CPU reference and the CUDA launcher both take, and for the struct's fields
+// which tensor, extent, param or result each stands for. Of that follow the checks of an op's tensors, the shape of its
+// node, what its params hold, and how the struct is filled when it runs. A new op is a struct, a row in its chapter
+// (ops/attention.h and others), a CPU reference and a kernel.
 //
-// name            arguments (ggml shapes, fastest first)                                 params -> result
-// deltanet_conv   x{C,T} w{4,C} window{C,3,slots}* log{n,seqs}* ctl                        R n_slots Hk Hv S mode -> {C,T}
-// deltanet        x{C,T} alpha{Hv,T} beta{Hv,T} dt{Hv} a{Hv} state{S,S,Hv,slots}* log* ctl  the same -> {Hv*S,T}
-// deltanet_chunks  the same, for a long prefill on a GPU                                   the same -> {Hv*S*T, then scratch}
-// norm_rope       k{D*Hkv,T} k_norm{D} positions{T} [q_gate{2*D*H,T} q_norm{D}]            rope_dim base eps
-//                     -> {D*Hkv*T, then D*H*T}
-// kv_store        k{D*Hkv,T} v{D*Hkv,T} pool_k{D,PAGE,Hkv,pages}* pool_v* ctl pages        append owner -> i32{1}
-// attention       q{D*H,T} q_gate{2*D*H,T} or gate{D*H,T} pool_k pool_v ctl pages
-//                     first window max_pages scale softcap gated block -> {D*H*T, then scratch}
-// block_attention the same, of rows that all see each other (block 1), without a gate
-// kv_gather       pool{D,PAGE,Hkv,pages} ctl pages                                         - -> f16 or f32{D*Hkv,n_kv}
-// prefill_mask    ctl                                                                      first window -> f16{n_kv,T}
-// choose          logits{n,T} ctl drafts{2,n}*? given{2,n}*?                               ahead -> i32{WIDTH,T}
-// topk            logits{n,T} ctl lists{2*k,entries}*                                      k -> i32{scratch,T}
-// row_tokens      tokens{T} drafts{2,n}                                                    n_vocab -> i32{T}
-// pack_rows       x{K,T}                                                                   - -> i8{64*K/32,T} blocks
-// rows_input      x{K,T} then w{K} residual{K,T}?, or w{S} z{K,T}, or up{K,T} (cpu/inputs.h) kind eps
-//                     -> {x + residual{K*T}, where there is one, then values{K*T}, then packed{K/2*T}}
-// rows_matmul     packed{64*K/32,T} or x{K,T}, 1 to 4 weights{K,N}: results side by side   - -> {sum of N*T}
-// route           logits{n,T}                                                              - -> i32{2*n_used,T}
-// experts         route{2*n_used,T} packed or x{K,T or n_used*T} w{K,N,n} up{K,N,n}?       own fused -> {N,n_used*T}
-// experts_sum     route y{E,n_used*T}                                                      - -> {E,T}
-// add_shared      y{E,T} shared{E,T} open{1,T}: y + shared * sigmoid(open)                 - -> {E,T}
-// ram_give        routed{bytes}: for ram_experts, which gets this instead of its route and values on a GPU -> i8{1}
-// ram_experts     route values{E,T} down{FF,E,n} gate{E,FF,n} up{E,FF,n}?, on any device   (step/host_experts.h) -> {E,T}
-// Of a GPU with luce's own matmul alone (what is computed of x before it is packed: kernels/rowmm.h):
-// rowmm_pack      x{K,T}                                                                   eps -> i8{bytes}
-// rowmm_pack_rms  x{K,T} w{K}                                                              the same
-// rowmm_pack_swiglu  x{K,T} y{K,T}                                                         the same
-// rowmm_pack_gated   x{K,T} w{S} y{K,T}                                                    the same
-// rowmm           packed{bytes} scratch{bytes}* 1 to 4 packed weights{K,N}: side by side   T normed eps -> {sum of N*T}
-// rowmm_norm      x{K,1} w{K} scratch{bytes}* 1 to 4 packed weights{K,N}: it packs the row itself  the same -> {sum of N*T}
-// rowmm_add       packed{bytes} scratch{bytes}* residual{N,T} packed weight{K,N}           the same -> {N*T}
-// rowmm_parts     packed{bytes} 1 to 4 packed weights{K,N}                                 the same -> {parts}
-// rowmm_parts_norm  x{K,1} w{K} 1 to 4 packed weights{K,N}: it packs the row itself        the same -> {parts}
-// deltanet_parts  parts of qkv, z, beta, alpha; w window* log* ctl as deltanet_conv; dt a state* as deltanet; scratch{bytes}*
-//                     its params -> {Hv*S*T, then z{Hv*S,T}, then scratch}: deltanet_conv and deltanet
-// nextn_pack      e{E,T} hidden{E,n} hidden_from{T} e_norm{E} h_norm{E}                    eps -> i8{bytes} of {2*E,T}
-// keep_hidden     x{E,T} norm{E} hidden{E,n}* i64 hidden_to{T}                             eps -> i32{1}
-// attention_heads parts of q_gate, k, v or of k, v; k_norm{D} positions{T} pool_k* pool_v* ctl pages q_norm{D}?
-//                     rope_dim base eps owner -> {D*H*T of q, then of gate}: norm_rope and kv_store
-// attention_plan  ctl                                                                      T H first window type Hkv D
-//                     -> i32{plan}, which the blocks of all layers' attention_packed read; they count in it, by layer
-// attention_packed  as attention, plan{n}?; its values packed as rowmm takes them        its params, layer for block -> {bytes, then scratch}
-// rowmm_parts_rms x{K,T} w{K} parts                                                        - -> {K*T: x + sum; packed}
-// rowmm_parts_swiglu  parts                                                                - -> i8{bytes}
-// gemm_pack       x{K,T}                                                                   - -> i8{bytes}, of a GPU
-// gemm_pack_norm  x{K,T} w{K}: RMS(x) * w                                                  eps -> i8{bytes}
-// gemm_pack_swiglu  gate{K,T} up{K,T}: silu(gate) * up                                     - -> i8{bytes}
-// gemm_pack_gated x{K,T} gate{D,H,T}, heads 2 D apart: x * sigmoid(gate)                   - -> i8{bytes}
-// gemm_pack_heads x{K,T} z{K,T} w{head}: RMS(x of a head) * w * silu(z)                    eps -> i8{bytes}
-// gemm            packed{bytes} packed weights{K,N} scratch{bytes}*                        - -> {N,T}
-// gemm_add        the same, residual{N,T}, which is added                                  - -> {N,T}
-// moe_route       x{E,T} norm{E} scratch{bytes}* router{E,n} shared_gate{E}?: kernels/moe.h  dims -> i8{bytes}
-// moe_up          routed{bytes} gate{E,FF,n} up{E,FF,n}? shared gate{E,FFs}? shared up?    dims -> {places of FF}
-// moe_down        routed{bytes} h{places of FF} down{FF,E,n} shared down{FFs,E}?           dims -> {places of E}
-// moe_end         routed{bytes} h{places of FF} down{FF,E,n} residual{E,1} shared down{FFs,E}?  dims -> {E,1}
-// moe_sum         routed{bytes} y{places of E} residual{E,T} sums{E,T}?: then y of shared  dims -> {E,T}
-//                     (dims: T n_expert n_used E FF FF_shared fused eps)
-// ctl is {sizeof(StepCtl) / 4}, scale, softcap and eps are the bits of floats.
-// (*: written in place)
+//   inline const auto &row_tokens = row<TokensArgs>("row_tokens", [](auto &op, auto &a) {
+//       op.in(FIELD(tokens), {T});              a tensor, of one extent, which is called T
+//       op.in(FIELD(drafts), {2, entries});
+//       op.dims(a.T, T);                        the field T gets that extent
+//       op.params(FIELD(n_vocab));              the builder gives it, and the node keeps it
+//       op.out(FIELD(out), {T});                the result
+//       op.runs(cpu_row_tokens, LUCE_CUDA(row_tokens));
+//   });
+//
+//   TokensArgs a{};
+//   a.n_vocab = 1000;
+//   ggml_tensor *found = ops::row_tokens(ctx, {tokens, drafts}, a);
+//
+// A tensor's type is that of the field that points to it, and an op writes to those whose field is not const. In a graph
+// the node is a ggml_custom_4d that ggml itself never runs: step.cpp cuts the graph at it.
 #pragma once
 
 #include "abi/status.h"
 #include "common/kernels.h"
-#include "cpu/attention.h"
+#include "matmul/quantised.h"
 
 #include <ggml.h>
 
+#include <functional>
 #include <initializer_list>
+#include <string>
+#include <type_traits>
+#include <vector>
 
 namespace luce {
 
-struct CustomOp {
+// ---- extents ----
+
+struct Symbol {
+    int id;
     const char *name;
-    // The signature gives each argument's extents, fastest first, separated by blanks. An extent is a number,
-    // or a letter that stands for one value throughout, or two letters for the product of theirs; ctl is a
-    // control block. Before the extents stands the type where it is not F32: i is I32, k is that of KV, x is
-    // that of activations, packed or F32, and m is that of a weight matrix. After them stands * where the op
-    // writes to the argument, and ? where it may be absent. Behind > are the extents that the result has at
-    // least.
-    const char *signature;
-    void (*cpu)(const ggml_tensor *dst, int ith, int nth);
-    // Null where luce is built without CUDA; cpu is null where only a GPU has the op.
-    int (*cuda)(const ggml_tensor *dst, void *stream);
+};
+// An extent of a tensor is a number, a symbol, which stands for one value throughout a row, or a product of them.
+struct Extent {
+    int64_t times = 1;
+    Symbol of[3] = {};
+    int n = 0;
+    bool any = false;
+
+    constexpr Extent(int64_t number) : times(number) {}
+    constexpr Extent(int number) : times(number) {}
+    constexpr Extent(Symbol symbol) : of{symbol}, n(1) {}
+    std::string text() const; // "2*D*H"
+};
+constexpr Extent operator*(Extent a, const Extent &b) {
+    a.times *= b.times;
+    for (int i = 0; i < b.n; i++) {
+        a.of[a.n++] = b.of[i];
+    }
+    return a;
+}
+
+// What rows call extents.
+namespace extents {
+constexpr Symbol T{0, "T"}, K{1, "K"}, N{2, "N"}, E{3, "E"}, D{4, "D"}, H{5, "H"}, Hkv{6, "Hkv"}, S{7, "S"},
+    Hv{8, "Hv"}, C{9, "C"}, FF{10, "FF"}, V{11, "V"}, pages{12, "pages"}, slots{13, "slots"},
+    seqs{14, "seqs"}, log_size{15, "log_size"}, entries{16, "entries"}, experts{17, "experts"},
+    used{18, "used"}, cells{19, "cells"}, width{20, "width"}, sums{21, "sums"};
+inline const Extent ANY = [] { // not the same from tensor to tensor
+    Extent any(1);
+    any.any = true;
+    return any;
+}();
+} // namespace extents
+constexpr int N_SYMBOLS = 22;
+struct Extents {
+    int64_t value[N_SYMBOLS] = {}; // 0 where it is not known
+    int64_t of(const Extent &extent) const;
+};
+
+// ---- an op ----
+
+// Forms of a tensor's values: a matrix has any type of weights, and rows are F32 or packed, which is I8.
+enum class Form { f32, i32, i64, matrix, rows, any };
+
+// A field of a struct of arguments, which holds a number.
+struct NumberField {
+    int offset = -1, size = 0;
+
+    NumberField() = default;
+    template <class V>
+    NumberField(const void *base, const V *field)
+        : offset(int(reinterpret_cast<const char *>(field) - static_cast<const char *>(base))),
+          size(sizeof(V)) {}
+    explicit operator bool() const { return size > 0; }
+    int64_t get(const void *args) const;
+    void set(void *args, int64_t value) const;
+};
+
+// Room for an op's struct of arguments, and for that of the launch which left its parts.
+struct OpCall {
+    alignas(16) unsigned char args[1024];
+    alignas(16) unsigned char source[sizeof(RowmmArgs)];
+};
+
+// An op in a graph, and its results as tensors: y[0], y[1] .. in the row's order.
+struct OpNode {
+    struct Result {
+        size_t offset, bytes;
+        int64_t ne[2]; // ne[1] is 0 of one that has no shape
+    };
+    ggml_context *ctx;
+    ggml_tensor *node;
+    Result results[8];
+    int n;
+
+    ggml_tensor *operator[](int i) const;
+    operator ggml_tensor *() const { return n == 0 ? node : (*this)[0]; }
+};
+
+class Op {
+public:
+    const char *const name;
+
+    // Adds the op to a graph over tensors in the row's order, with null for one that is left out; `args` has the params.
+    // It fails with E_ARG, naming the tensor, where shapes and types do not fit the row.
+    OpNode add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, const void *args) const;
+    // The same, where params are the bits of numbers in the row's order.
+    OpNode add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, const int32_t *params,
+               size_t n) const;
+
+    // Says whether a node has the params of `args`.
+    bool same(const ggml_tensor *node, const void *args) const;
+
+    // Fills the struct of arguments that a node stands for.
+    void bind(const ggml_tensor *node, OpCall &call) const;
+    virtual bool on_cpu() const = 0;
+    virtual bool on_cuda() const = 0;
+    virtual void cpu(const OpCall &call, int ith, int nth) const = 0; // it does part ith of nth, in any order
+    virtual int cuda(const OpCall &call, void *stream) const = 0; // it returns a cudaError_t
+
+    // Says how it is called: "row_tokens takes tokens{T} drafts{2,entries}, n_vocab".
+    std::string usage() const;
+    bool writes(size_t i) const { return arg_of(i).written; } // it says so of a tensor
+
     // Any number of parts costs the CPU the same, so more parts than threads spread the work better.
     bool even = false;
-
     bool on_team = false; // the CPU's team runs it, whatever device the step is on (step/host_experts.h)
     bool to_team = false; // it brings rows to it, from a GPU
 
-    int n_args() const; // it counts the arguments that it takes at most
-    int n_required() const; // it counts those that it takes at least
+protected:
+    explicit Op(const char *op_name) : name(op_name) { all().push_back(this); }
+    Op(const Op &) = delete;
+    ~Op() = default;
+
+    struct Arg {
+        const char *field;
+        int offset; // of the pointer to it; -1 where `set` does all
+        Form form;
+        std::vector<Extent> shape;
+        bool written;
+        const unsigned char *base;
+        bool optional = false, launch = false;
+        int most = 1;
+        NumberField type_field = {}, row_field = {}, plane_field = {};
+        std::function<void(void *, const ggml_tensor &, uint8_t *)> set = nullptr; // with its address
+
+        Arg &maybe() { return optional = true, *this; } // it may be left out
+        Arg &up_to(int n) { return most = n, *this; } // of the last one, there may be so many
+        // A field gets ggml's number of its type, or how far one row is from the next: in values of F32, else in bytes.
+        template <class V> Arg &type(V &number) { return type_field = {base, &number}, *this; }
+        template <class V> Arg &row(V &number) { return row_field = {base, &number}, *this; }
+        // A field gets how many bytes one matrix is from the next.
+        template <class V> Arg &plane(V &number) { return plane_field = {base, &number}, *this; }
+    };
+    struct Result {
+        int offset; // of the pointer to it
+        ggml_type type;
+        std::vector<Extent>
+            shape; // it is empty where `bytes` says how many there are; with 0 the pointer is null
+        std::function<int64_t(const void *)> bytes = nullptr;
+        NumberField type_field = {};
+        // Where they are the products of all weights, it sets the i-th's pointer, and returns its rows or -1.
+        std::function<int64_t(void *, int i, void *at)> weight = nullptr;
+        Result &typed(NumberField field) { return type_field = field, *this; }
+    };
+
+    std::vector<Arg> args_;
+    std::vector<std::pair<NumberField, Extent>> dims_;
+    std::vector<std::pair<const char *, NumberField>> params_;
+    std::vector<std::pair<Symbol, std::function<int64_t(const void *)>>> known_;
+    std::vector<Result> results_;
+    std::function<void(void *)> derive_;
+
+private:
+    friend const Op *find_op(const char *name);
+    static std::vector<const Op *> &all();
+    const Arg &arg_of(size_t i) const { return args_[i < args_.size() ? i : args_.size() - 1]; }
+    size_t n_most() const { return args_.size() - 1 + size_t(args_.back().most); }
+    void check(const Arg &arg, const ggml_tensor *tensor) const;
+    Extents solve(ggml_tensor *const *tensors) const;
+    Extents fill(ggml_tensor *const *tensors, OpCall &call) const;
+    OpNode lay_out(void *args, const Extents &known, uint8_t *at) const;
 };
 
-const CustomOp *find_op(const char *name); // it returns nullptr when there is none
+#ifdef LUCE_USE_CUDA
+#define LUCE_CUDA(launcher) cuda::launcher
+#else
+#define LUCE_CUDA(launcher) nullptr
+#endif
+#define FIELD(field) #field, a.field // the name of a field of the struct `a`, and itself
+
+// The row of an op whose struct of arguments is A.
+template <class A> class OpRow : public Op {
+public:
+    using Cpu = void (*)(const A &, int ith, int nth);
+    using Cuda = int (*)(const A &, void *stream);
+
+    template <class Describe> OpRow(const char *op_name, const Describe &describe) : Op(op_name) {
+        static_assert(sizeof(A) <= sizeof(OpCall::args) && std::is_trivially_copyable_v<A>);
+        A a{};
+        base_ = reinterpret_cast<const unsigned char *>(&a);
+        describe(*this, a);
+        base_ = nullptr;
+    }
+
+    OpNode operator()(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors,
+                      const A &params = {}) const {
+        return add(ctx, tensors, &params);
+    }
+    bool same(const ggml_tensor *node, const A &params) const { return Op::same(node, &params); }
+    // Returns what a node of this op stands for. What a source left is not there.
+    A args(const ggml_tensor *node) const {
+        OpCall call;
+        bind(node, call);
+        return of(call);
+    }
+
+    // ---- what a row says ----
+
+    // A tensor of these extents, fastest first.
+    template <class V> Arg &in(const char *field, V *&pointer, std::initializer_list<Extent> shape) {
+        return arg(field, pointer, form_of<std::remove_const_t<V>>(), shape);
+    }
+    Arg &in(const char *field, const StepCtl *&pointer) {
+        return arg(field, pointer, Form::i32, {int64_t(sizeof(StepCtl) / sizeof(int32_t))});
+    }
+    // A matrix of weights of any type.
+    template <class V> Arg &matrix(const char *field, V *&pointer, std::initializer_list<Extent> shape) {
+        return arg(field, pointer, Form::matrix, shape);
+    }
+    // Weights, of which the field's take(field, tensor, address) takes what it wants.
+    template <class F> Arg &in(const char *field, F &weights, std::initializer_list<Extent> shape) {
+        const int at = offset(weights);
+        args_.push_back({field, -1, Form::matrix, shape, false, base_});
+        args_.back().set = [at](void *args, const ggml_tensor &t, uint8_t *address) {
+            take(*reinterpret_cast<F *>(static_cast<uint8_t *>(args) + at), t, address);
+        };
+        return args_.back();
+    }
+    // A tensor of which set(a, tensor, address) takes what the struct wants.
+    template <class Set>
+    Arg &in(const char *field, Form form, std::initializer_list<Extent> shape, const Set &set) {
+        args_.push_back({field, -1, form, shape, false, base_});
+        args_.back().set = [set](void *args, const ggml_tensor &t, uint8_t *at) {
+            set(*static_cast<A *>(args), t, at);
+        };
+        return args_.back();
+    }
+    // A node of an op of RowmmArgs that has left parts: the field points to its launch.
+    Arg &launch(const char *field, const RowmmArgs *&pointer) {
+        Arg &made = arg(field, pointer, Form::f32, {extents::ANY});
+        made.launch = true;
+        return made;
+    }
+    // Fields that get extents: dims(a.T, T, a.K, K).
+    template <class V, class... Rest> void dims(V &field, const Extent &extent, Rest &&...rest) {
+        dims_.push_back({{base_, &field}, extent});
+        if constexpr (sizeof...(rest) > 0) {
+            dims(rest...);
+        }
+    }
+    // Fields that the builder sets: params(FIELD(eps), FIELD(owner)).
+    template <class V, class... Rest> void params(const char *named, V &field, Rest &&...rest) {
+        params_.push_back({named, {base_, &field}});
+        if constexpr (sizeof...(rest) > 0) {
+            params(rest...);
+        }
+    }
+    // A symbol that is a field, or what a function makes of the struct.
+    template <class Of> void known(Symbol symbol, const Of &of) {
+        if constexpr (std::is_arithmetic_v<Of>) {
+            const NumberField field(base_, &of);
+            known_.push_back({symbol, [field](const void *args) { return field.get(args); }});
+        } else {
+            known_.push_back(
+                {symbol, [of](const void *args) { return int64_t(of(*static_cast<const A *>(args))); }});
+        }
+    }
+    // Sets fields that follow from others, pointers to tensors among them, before there are results.
+    template <class Derive> void derive(const Derive &derive) {
+        derive_ = [derive](void *args) { derive(*static_cast<A *>(args)); };
+    }
+    // A result of these extents; where one of them is not known, it is not there.
+    template <class V> Result &out(const char *, V *&pointer, std::initializer_list<Extent> shape) {
+        results_.push_back({offset(pointer), type_of<V>(), shape});
+        return results_.back();
+    }
+    // A result of so many bytes, or room for the launch alone.
+    template <class V, class Bytes> void room(const char *, V *&pointer, const Bytes &bytes) {
+        results_.push_back({offset(pointer), type_of<V>(), {}});
+        results_.back().bytes = [bytes](const void *args) {
+            return int64_t(bytes(*static_cast<const A *>(args)));
+        };
+    }
+    // Room behind the results, which the launcher finds itself.
+    template <class Bytes> void room(const Bytes &bytes) {
+        results_.push_back({-1, GGML_TYPE_I8, {}});
+        results_.back().bytes = [bytes](const void *args) {
+            return int64_t(bytes(*static_cast<const A *>(args)));
+        };
+    }
+    // Results {N, T} of each of the weights.
+    void out_of_weights() {
+        results_.push_back({-1, GGML_TYPE_F32, {extents::N, extents::T}});
+        results_.back().weight = [](void *args, int i, void *at) -> int64_t {
+            A &a = *static_cast<A *>(args);
+            if (i >= a.n_weights) {
+                return -1;
+            }
+            a.weights[i].out = static_cast<float *>(at);
+            return a.weights[i].N;
+        };
+    }
+    template <class V> NumberField number(V &field) const { return {base_, &field}; }
+    void runs(Cpu reference, Cuda launcher) { cpu_ = reference, cuda_ = launcher; }
+
+    bool on_cpu() const override { return cpu_ != nullptr; }
+    bool on_cuda() const override { return cuda_ != nullptr; }
+    void cpu(const OpCall &call, int ith, int nth) const override { cpu_(of(call), ith, nth); }
+    int cuda(const OpCall &call, void *stream) const override { return cuda_(of(call), stream); }
+
+private:
+    static const A &of(const OpCall &call) { return *reinterpret_cast<const A *>(call.args); }
+    template <class V> int offset(V &field) const {
+        return int(reinterpret_cast<const unsigned char *>(&field) - base_);
+    }
+    template <class V>
+    Arg &arg(const char *field, V *&pointer, Form form, std::initializer_list<Extent> shape) {
+        args_.push_back({field, offset(pointer), form, shape, !std::is_const_v<V>, base_});
+        return args_.back();
+    }
+    template <class V> static constexpr Form form_of() {
+        return std::is_same_v<V, float>     ? Form::f32
+               : std::is_same_v<V, int32_t> ? Form::i32
+               : std::is_same_v<V, int64_t> ? Form::i64
+               : std::is_same_v<V, uint8_t> ? Form::matrix
+                                            : Form::rows;
+    }
+    template <class V> static constexpr ggml_type type_of() {
+        return std::is_same_v<V, float>                                     ? GGML_TYPE_F32
+               : std::is_same_v<V, int32_t> || std::is_same_v<V, ChoiceRow> ? GGML_TYPE_I32
+               : std::is_same_v<V, uint16_t>                                ? GGML_TYPE_F16
+                                                                            : GGML_TYPE_I8;
+    }
+
+    const unsigned char *base_ = nullptr; // while it is described
+    Cpu cpu_ = nullptr;
+    Cuda cuda_ = nullptr;
+};
+
+// Makes a row. It is never destroyed: an engine that is left open at exit still has its ops.
+template <class A, class Describe> const OpRow<A> &row(const char *name, const Describe &describe) {
+    return *new OpRow<A>(name, describe);
+}
+
+const Op *find_op(const char *name); // it returns nullptr when there is none
 
 // Returns the op that `node` stands for, and nullptr for ggml's own nodes.
-const CustomOp *custom_op(const ggml_tensor *node);
-
-// Adds an op to a graph, with at most 8 params.
-ggml_tensor *add_op(ggml_context *ctx, const char *name, ggml_type type, int64_t ne0, int64_t ne1,
-                    std::initializer_list<ggml_tensor *> args, std::initializer_list<int32_t> params = {});
-ggml_tensor *add_op(ggml_context *ctx, const CustomOp &op, ggml_type type, int64_t ne0, int64_t ne1,
-                    ggml_tensor **args, int n_args, const int32_t *params, int n_params);
-
-int32_t bits_of_real(float x); // it returns x as params hold it
-
-// These are CPU reference implementations. Each call does part ith of nth, and parts run in any order and on
-// any thread. attention.h has more of them.
-void cpu_topk(const TopkArgs &args, int ith, int nth);
-void cpu_conv(const ConvArgs &args, int ith, int nth);
-void cpu_deltanet(const DeltaArgs &args, int ith, int nth);
-void cpu_norm_rope(const NormRopeArgs &args, int ith, int nth);
+const Op *custom_op(const ggml_tensor *node);
 
 } // namespace luce

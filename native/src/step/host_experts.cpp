@@ -1,7 +1,6 @@
 #include "step/host_experts.h"
 
 #include "ops/moe.h"
-#include "ops/row.h"
 
 #include <algorithm>
 #include <atomic>
@@ -12,22 +11,6 @@ namespace {
 
 // More parts spread the work better. A prefill's are as unequal as the numbers of rows that chose an expert.
 constexpr int PARTS_PER_THREAD = 32;
-
-// These are the params of the node.
-enum Param { FUSED, ROWS, USED, WIDTH, EXPERT_WIDTH, SHARED_WIDTH, EXPERTS };
-int32_t param(const ggml_tensor *node, Param p) {
-    return node->op_params[8 + int(p)];
-}
-
-RowsWeight weight(const ggml_tensor *w, int part, int parts) {
-    const int64_t N = w->ne[1] / parts;
-    return {static_cast<const uint8_t *>(w->data) + size_t(part * N) * w->nb[1],
-            w->type,
-            N,
-            w->nb[1],
-            nullptr,
-            scales_of(w)};
-}
 
 // Returns the bytes of an array that crosses, in pinned memory.
 uint64_t padded(uint64_t bytes) {
@@ -43,53 +26,6 @@ void check_ram_experts(const char *path, const Moe &moe) {
         fail(LUCE_E_UNSUPPORTED, "%s: experts of %s (%s, %s and %s) are not multiplied in host memory", path,
              gate->name, type_name(gate->type), type_name(up->type), type_name(moe.down->type));
     }
-}
-
-static ggml_tensor *add(const StepBuild &b, const char *name, ggml_type type, int64_t ne0, int64_t ne1,
-                        std::vector<ggml_tensor *> args, const Moe &w, int64_t E, int64_t T) {
-    const int64_t shared = w.shared_gate == nullptr ? 0 : w.shared.gate->ne[1];
-    const int32_t params[] = {w.gate_up != nullptr,  int32_t(T),      int32_t(w.shape.n_used),  int32_t(E),
-                              int32_t(w.shape.n_ff), int32_t(shared), int32_t(w.shape.n_expert)};
-    return add_op(b.ctx, *find_op(name), type, ne0, ne1, args.data(), int(args.size()), params, 7);
-}
-
-ggml_tensor *ram_experts_of(const StepBuild &b, ggml_tensor *routed, ggml_tensor *values, const Moe &w,
-                            int64_t E, int64_t T) {
-    std::vector<ggml_tensor *> args = {routed, values == nullptr ? routed : values, w.down};
-    if (w.gate_up != nullptr) {
-        args.push_back(w.gate_up);
-    } else {
-        args.insert(args.end(), {w.gate, w.up});
-    }
-    return add(b, "ram_experts", GGML_TYPE_F32, E, T, args, w, E, T);
-}
-
-ggml_tensor *ram_give(const StepBuild &b, ggml_tensor *routed, const Moe &w, int64_t E, int64_t T) {
-    ggml_tensor *node = add(b, "ram_give", GGML_TYPE_I8, 1, 1, {routed}, w, E, T);
-    ggml_build_forward_expand(b.graph, node);
-    return node;
-}
-
-RamExpertsArgs ram_experts_args(const ggml_tensor *dst) {
-    const ggml_tensor *down = dst->src[2], *gate = dst->src[3];
-    const bool fused = param(dst, FUSED) != 0;
-    const ggml_tensor *up = fused ? gate : dst->src[4];
-    RamExpertsArgs a{};
-    a.route = static_cast<const int32_t *>(dst->src[0]->data);
-    a.x = static_cast<const float *>(dst->src[1]->data);
-    a.T = int32_t(dst->ne[1]);
-    a.n_expert = int32_t(down->ne[2]);
-    a.n_used = param(dst, USED);
-    a.E = dst->ne[0];
-    a.FF = down->ne[0];
-    a.gate = weight(gate, 0, fused ? 2 : 1);
-    a.up = weight(up, fused ? 1 : 0, fused ? 2 : 1);
-    a.down = weight(down, 0, 1);
-    a.gate_bytes = gate->nb[2];
-    a.up_bytes = up->nb[2];
-    a.down_bytes = down->nb[2];
-    a.out = static_cast<float *>(dst->data);
-    return a;
 }
 
 // A Crossing is what crosses, in pinned memory.
@@ -131,7 +67,7 @@ void RamStage::multiply(const RamExpertsArgs &args) {
 }
 
 void RamStage::run(const ggml_tensor *node) {
-    multiply(ram_experts_args(node));
+    multiply(ops::ram_experts.args(node));
 }
 
 #ifdef LUCE_USE_CUDA
@@ -141,36 +77,10 @@ static Crossing crossing(const Buffer &pinned, int32_t rows, int32_t n_used, int
                     uint64_t(E));
 }
 
-static MoeDims dims_of(const ggml_tensor *node) {
-    return {param(node, ROWS),  param(node, EXPERTS),      param(node, USED),
-            param(node, WIDTH), param(node, EXPERT_WIDTH), param(node, SHARED_WIDTH)};
-}
-
 void RamStage::clear() {
     if (pinned_) {
         memset(crossing(pinned_, rows_, n_used_, E_).given, 0, size_t(rows_) * sizeof(uint32_t));
     }
-}
-
-static int give(const ggml_tensor *node, const Crossing &to, void *stream) {
-    const MoeDims all = dims_of(node);
-    const uint8_t *routed = static_cast<const uint8_t *>(node->src[0]->data);
-    const float *values = reinterpret_cast<const float *>(routed + moe_all_routed_bytes(all));
-    return moe_each_launch(all, [&](int32_t t, const MoeDims &dims, int64_t launch) {
-        const uint8_t *from = routed + launch * moe_routed_bytes(moe_full(all));
-        const int64_t first = t;
-        GiveRowsArgs a{};
-        a.T = dims.T;
-        a.n_used = dims.n_used;
-        a.E = dims.E;
-        a.values = values + first * dims.E;
-        a.ids = reinterpret_cast<const int32_t *>(from + moe_ids_offset(dims));
-        a.weights = reinterpret_cast<const float *>(from + moe_weights_offset(dims));
-        a.x = to.x + first * dims.E;
-        a.route = to.route + first * 2 * dims.n_used;
-        a.given = to.given + first;
-        return cuda::give_rows(a, stream);
-    });
 }
 
 int RamStage::enqueue(const ggml_tensor *node, void *stream) {
@@ -178,12 +88,16 @@ int RamStage::enqueue(const ggml_tensor *node, void *stream) {
     if (custom_op(node)->on_team) {
         return cuda::bring(at.out, node->data, int64_t(ggml_nbytes(node)), stream);
     }
-    return give(node, at, stream);
+    GiveRowsArgs to{};
+    to.x = at.x;
+    to.route = at.route;
+    to.given = at.given;
+    return give_blocks(ops::ram_give.args(node), to, stream);
 }
 
 int RamStage::serve(const ggml_tensor *node, void *stream) {
     const Crossing at = crossing(pinned_, rows_, n_used_, E_);
-    RamExpertsArgs a = ram_experts_args(node);
+    RamExpertsArgs a = ops::ram_experts.args(node);
     constexpr int POLLS = 1 << 16; // the device is seldom asked whether it has failed
     for (int32_t t = 0, polls = 0; t < a.T;) {
         const volatile uint32_t &given = at.given[t];

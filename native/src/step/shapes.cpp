@@ -185,8 +185,8 @@ bool is_empty(const ggml_tensor *node) {
 bool is_light(const ggml_tensor *node) {
     constexpr int64_t WORTH_SHARING = 1 << 13;
     int64_t values = 0;
-    for (int i = 0; i < GGML_MAX_SRC && node->src[i] != nullptr; i++) {
-        values += ggml_nelements(node->src[i]);
+    for (const ggml_tensor *source : node->src) {
+        values += source == nullptr ? 0 : ggml_nelements(source);
     }
     return values < WORTH_SHARING;
 }
@@ -197,7 +197,7 @@ void Step::Graph::log_ops() const {
     std::map<std::string, int> ours, ggmls;
     for (int i = 0; i < ggml_graph_n_nodes(nodes); i++) {
         const ggml_tensor *node = ggml_graph_node(nodes, i);
-        if (const CustomOp *op = custom_op(node); op != nullptr) {
+        if (const Op *op = custom_op(node); op != nullptr) {
             ours[op->name]++;
         } else if (!is_empty(node)) {
             ggmls[ggml_op_desc(node)]++;

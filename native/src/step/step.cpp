@@ -150,7 +150,7 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     bool work = false; // it says whether there is work in the segment that began at `first`
     for (int first = 0, i = 0; i <= n; i++) {
         ggml_tensor *node = i < n ? ggml_graph_node(g.nodes, i) : nullptr;
-        const CustomOp *op = node != nullptr ? custom_op(node) : nullptr;
+        const Op *op = node != nullptr ? custom_op(node) : nullptr;
         if (node != nullptr && op == nullptr) {
             work = work || !is_empty(node);
             continue;
@@ -179,13 +179,15 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
 
 void Step::run_cpu(Graph &g) {
     set_row_invariant(backend_.get(), model_.device(), !g.shape.prefill());
-    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
+    run_segments(g, [&](const Op &op, ggml_tensor *node) {
         if (op.on_team) {
             ram_.run(node);
             return;
         }
         const int n_parts = is_light(node) ? 1 : team_.n_threads() * (op.even ? PARTS_PER_THREAD : 1);
-        team_.run(n_parts, [&](int part) { op.cpu(node, part, n_parts); });
+        OpCall call;
+        op.bind(node, call);
+        team_.run(n_parts, [&](int part) { op.cpu(call, part, n_parts); });
     });
 }
 
@@ -204,12 +206,17 @@ void Step::check_wait(int error) const {
 
 // Enqueues a step. Where the host is to run an op in its middle, it calls run_on_host(node).
 template <class OnHost> void Step::enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host) {
-    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
+    run_segments(g, [&](const Op &op, ggml_tensor *node) {
         if (op.on_team) {
             run_on_host(node);
         }
-        const bool team = op.on_team || op.to_team;
-        check(team ? ram_.enqueue(node, stream) : op.cuda(node, stream), op.name);
+        if (op.on_team || op.to_team) {
+            check(ram_.enqueue(node, stream), op.name);
+            return;
+        }
+        OpCall call;
+        op.bind(node, call);
+        check(op.cuda(call, stream), op.name);
     });
 }
 

@@ -1,0 +1,74 @@
+// Rows of the ops of tokens: what rows choose, and what goes into the next (ops/row.h says how to read them).
+#pragma once
+
+#include "cpu/attention.h" // cpu_row_tokens
+#include "cpu/sampler.h"
+#include "ops/matmul.h"
+#include "ops/row.h"
+
+namespace luce::ops {
+using namespace extents;
+
+// The token of each row's logits, which is kept for later rows and for the host.
+inline const auto &choose = row<ChooseArgs>("choose", [](auto &op, auto &a) {
+    op.in(FIELD(logits), {V, T});
+    op.in(FIELD(ctl));
+    op.in(FIELD(drafts), {2, entries}).maybe();
+    op.in(FIELD(given), {2, entries}).maybe();
+    op.dims(a.n, V, a.T, T);
+    op.params(FIELD(ahead));
+    op.out(FIELD(out), {CHOICE_WIDTH, T});
+    op.runs(cpu_choose, LUCE_CUDA(choose));
+});
+
+// The k best candidates of each row.
+inline const auto &topk = row<TopkArgs>("topk", [](auto &op, auto &a) {
+    op.in(FIELD(logits), {V, T});
+    op.in(FIELD(ctl));
+    op.in(FIELD(lists), {ANY, entries});
+    op.dims(a.n, V, a.T, T);
+    op.params(FIELD(k));
+    op.known(width, [](const auto &args) { return topk_scratch(args.k); });
+    op.out(FIELD(scratch), {width, T});
+    op.runs(cpu_topk, LUCE_CUDA(topk));
+});
+
+// The tokens of a step's rows, some of which are drafts.
+inline const auto &row_tokens = row<TokensArgs>("row_tokens", [](auto &op, auto &a) {
+    op.in(FIELD(tokens), {T});
+    op.in(FIELD(drafts), {2, entries});
+    op.dims(a.T, T);
+    op.params(FIELD(n_vocab));
+    op.out(FIELD(out), {T});
+    op.runs(cpu_row_tokens, LUCE_CUDA(row_tokens));
+});
+
+#ifdef LUCE_USE_CUDA
+// The NextN head's input, packed for rowmm: rows of 2 E values.
+inline const auto &nextn_pack = row<NextnPackArgs>("nextn_pack", [](auto &op, auto &a) {
+    op.in(FIELD(tokens), {T});
+    op.in(FIELD(drafts), {2, entries});
+    op.matrix(FIELD(table), {E, V}).type(a.type).row(a.row_bytes);
+    op.in(FIELD(hidden), {E, ANY});
+    op.in(FIELD(hidden_from), {T});
+    op.in(FIELD(e_norm), {E});
+    op.in(FIELD(h_norm), {E});
+    op.dims(a.T, T, a.E, E, a.n_vocab, V);
+    op.params(FIELD(eps));
+    op.room(FIELD(out), [](const auto &args) { return rowmm_op_bytes(args.T, 2 * args.E); });
+    op.runs(nullptr, cuda::nextn_pack);
+});
+
+// Keeps the norms of rows for drafts.
+inline const auto &keep_hidden = row<KeepHiddenArgs>("keep_hidden", [](auto &op, auto &a) {
+    op.in(FIELD(x), {E, T}).row(a.x_row);
+    op.in(FIELD(norm), {E});
+    op.in(FIELD(hidden), {E, ANY});
+    op.in(FIELD(hidden_to), {T});
+    op.dims(a.T, T, a.E, E);
+    op.params(FIELD(eps));
+    op.runs(nullptr, cuda::keep_hidden);
+});
+#endif
+
+} // namespace luce::ops

@@ -1,0 +1,281 @@
+// Builds the graphs of a model's steps for a GPU that is not there (pretended.h), and writes what each would launch:
+// luce's own ops with all that their launchers get, ggml's ops with their params and sources.
+//
+//   steps OUT MODEL [name=value ..]      OUT.launches and OUT.nodes are written (recorder.py says what is in them)
+#include "pretended.h"
+
+#include "graph/architecture.h"
+#include "ops/moe.h"
+#include "step/host_experts.h"
+#include "step/shapes.h"
+
+#include <ggml-alloc.h>
+#include <ggml-impl.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <set>
+
+void show(const luce::RamExpertsArgs &args); // launchers.cpp
+
+namespace {
+
+using namespace luce;
+using pretended::named;
+using pretended::place;
+
+std::map<std::string, std::string> options;
+int64_t option(const std::string &name) {
+    return options.count(name) ? atoll(options[name].c_str()) : 0;
+}
+
+void put(ggml_tensor *t, const std::string &name) {
+    if (t != nullptr) {
+        t->data = place(name, ggml_nbytes(t));
+    }
+}
+
+void place_cache(const Cache &cache, const Model &model) {
+    const auto cells = [](const KvCells &kv, const std::string &name) {
+        put(kv.k, name + ".k");
+        put(kv.v, name + ".v");
+    };
+    for (uint32_t il = 0; il < model.hparams().n_layer; il++) {
+        const std::string layer = std::to_string(il);
+        cells(cache.kv(il), "kv." + layer);
+        put(cache.delta(il).state, "state." + layer);
+        put(cache.delta(il).window, "window." + layer);
+        put(cache.delta(il).log, "log." + layer);
+    }
+    cells(cache.head_kv(), "head_kv");
+    for (size_t il = 0; cache.has_drafter() && il < model.weights().drafter->layers.size(); il++) {
+        cells(cache.drafter_kv(il), "drafter_kv." + std::to_string(il));
+    }
+    put(cache.rowmm_scratch(), "rowmm_scratch");
+    put(cache.gemm_scratch(), "gemm_scratch");
+    put(cache.drafts(), "drafts");
+    put(cache.given(), "given");
+    put(cache.lists(), "lists");
+    put(cache.hidden(), "hidden");
+}
+
+void place_inputs(const StepInputs &in) {
+    put(in.tokens, "tokens");
+    put(in.positions, "positions");
+    put(in.ctl, "ctl");
+    put(in.pages, "pages");
+    put(in.hidden_from, "hidden_from");
+    put(in.hidden_to, "hidden_to");
+}
+
+// Gives a tensor that a graph makes its place, behind that of what it is a view of.
+void place_node(ggml_tensor *t, const std::string &name) {
+    if (t->view_src != nullptr) {
+        if (t->view_src->data == nullptr) {
+            place_node(t->view_src, "made for " + name);
+        }
+        t->data = static_cast<uint8_t *>(t->view_src->data) + t->view_offs;
+    } else if (t->data == nullptr) {
+        put(t, name);
+    }
+}
+
+std::string shape_of(const ggml_tensor *t) {
+    std::string text = std::string(ggml_type_name(t->type)) + "{";
+    for (int d = 0; d < ggml_n_dims(t); d++) {
+        text += (d == 0 ? "" : ",") + std::to_string(t->ne[d]);
+    }
+    text += "}";
+    if (!ggml_is_contiguous(t)) {
+        for (int d = 0; d < GGML_MAX_DIMS; d++) {
+            text += (d == 0 ? "/" : ",") + std::to_string(t->nb[d]);
+        }
+    }
+    return text;
+}
+
+std::string sources_of(const ggml_tensor *node) {
+    std::string text;
+    for (int i = 0; i < GGML_MAX_SRC; i++) {
+        if (const ggml_tensor *s = node->src[i]) {
+            text += (text.empty() ? "" : ", ") + named(s->data) + ":" + shape_of(s);
+        }
+    }
+    return text;
+}
+
+// Params from the first-th on, up to the last that is not 0.
+std::string params_of(const ggml_tensor *node, int first) {
+    int n = int(GGML_MAX_OP_PARAMS / sizeof(int32_t));
+    while (n > first && node->op_params[n - 1] == 0) {
+        n--;
+    }
+    std::string text;
+    for (int i = first; i < n; i++) {
+        text += " " + std::to_string(node->op_params[i]);
+    }
+    return text;
+}
+
+const char *const KINDS[] = {"prefill", "prefill_last", "verify", "draft", "draft_part", "block", "feed"};
+
+struct Lists {
+    std::ofstream launches, nodes;
+};
+
+void write_step(const Model &model, const Cache &cache, Regions &regions, RamStage &ram, const StepShape &shape,
+                Lists &to) {
+    const void *const ram_memory = ram.pinned_ ? ggml_backend_buffer_get_base(ram.pinned_.get()) : nullptr;
+    const auto graph = Step::Graph::build(model, cache, regions.of(shape.kind), shape);
+    const GraphAllocator galloc = new_graph_allocator(model.device());
+    size_t size = 0;
+    ggml_gallocr_reserve_n_size(galloc.get(), graph->nodes, nullptr, nullptr, &size);
+
+    const size_t before = pretended::n_places();
+    place_inputs(graph->inputs);
+    int number = 0;
+    std::map<const ggml_tensor *, std::string> names;
+    for (int i = 0; i < ggml_graph_n_nodes(graph->nodes); i++) {
+        ggml_tensor *node = ggml_graph_node(graph->nodes, i);
+        for (ggml_tensor *source : node->src) {
+            if (source != nullptr) {
+                place_node(source, "a leaf");
+            }
+        }
+        const std::string name = is_empty(node) ? "a view" : "#" + std::to_string(number++);
+        names[node] = name;
+        place_node(node, name);
+    }
+
+    std::string title = std::string("== ") + KINDS[int(shape.kind)] + " of " + std::to_string(shape.rows) + " rows";
+    title += shape.prefill() ? " over " + std::to_string(shape.n_kv) + " cells" : "";
+    title += shape.brief ? ", brief" : "";
+    to.launches << title << "\n";
+    to.nodes << title << ": " << size << " bytes\n";
+    for (int i = 0; i < ggml_graph_n_nodes(graph->nodes); i++) {
+        const ggml_tensor *node = ggml_graph_node(graph->nodes, i);
+        if (is_empty(node)) {
+            continue;
+        }
+        const Op *op = custom_op(node);
+        const std::string place = named(node->data) == names[node] ? "" : " in " + named(node->data);
+        const std::string made = names[node] + " " + (op != nullptr ? op->name : ggml_op_desc(node)) + place;
+        const std::string flags = node->flags & GGML_TENSOR_FLAG_OUTPUT ? ", an output" : "";
+        to.nodes << made << " " << shape_of(node) << flags << " <- " << sources_of(node) << ";"
+                 << params_of(node, op == nullptr ? 0 : 8) << "\n";
+        if (op == nullptr) {
+            to.launches << made << " of ggml " << shape_of(node) << " <- " << sources_of(node) << ";"
+                        << params_of(node, 0) << "\n";
+            continue;
+        }
+        to.launches << made << " " << ggml_nbytes(node) << " bytes\n";
+        std::vector<const void *> allowed = {node->data, ram_memory};
+        for (ggml_tensor *const source : node->src) {
+            if (source != nullptr) {
+                allowed.push_back(source->data);
+            }
+        }
+        pretended::allow(allowed);
+        OpCall call;
+        op->bind(node, call);
+        if (const int error = op->on_team || op->to_team ? ram.enqueue(node, nullptr) : op->cuda(call, nullptr);
+            error != 0) {
+            fail(LUCE_E_DEVICE, "%s: %d", op->name, error);
+        }
+        if (op->on_team) {
+            pretended::launch("on the host:");
+            show(ops::ram_experts.args(node));
+        }
+        to.launches << pretended::take_launches() << "\n";
+    }
+    pretended::forget_after(before);
+}
+
+std::vector<StepShape> shapes_of(const Cache &cache) {
+    std::vector<StepShape> shapes;
+    const CacheParams &p = cache.params();
+    for (const uint32_t rows : {16u, 128u, 512u, 2048u}) {
+        shapes.push_back({StepKind::prefill, rows, kv_bucket(rows)});
+    }
+    for (const uint32_t rows : {1u, 16u, 512u}) {
+        shapes.push_back({StepKind::prefill_last, rows, kv_bucket(rows + 4096)});
+    }
+    for (const uint32_t rows : {1u, 2u, 4u, 5u, 8u, 16u, 32u, 64u}) {
+        shapes.push_back({StepKind::verify, rows, 0});
+    }
+    shapes.push_back({StepKind::verify, 1, 0, true});
+    if (cache.has_head()) {
+        for (const uint32_t rows : {1u, 2u, 4u}) {
+            shapes.push_back({StepKind::draft, rows, 0});
+        }
+        for (const uint32_t rows : {1u, 4u}) {
+            shapes.push_back({StepKind::draft_part, rows, 0});
+        }
+        for (const uint32_t rows : {1u, 8u}) {
+            shapes.push_back({StepKind::feed, rows, 0});
+        }
+    }
+    if (cache.has_drafter()) {
+        for (uint32_t n = 1; n <= blocks_at_once(p); n++) {
+            shapes.push_back({StepKind::block, n * p.n_block, 0});
+        }
+    }
+    return shapes;
+}
+
+void run(const std::string &out, const std::string &path) {
+    const Device &device = find_device("cuda:0");
+    const auto file = GgufFile::open(path);
+    const auto drafter = options.count("drafter") ? GgufFile::open(options["drafter"]) : nullptr;
+    const auto model = Model::describe(file, option("head") ? file : nullptr, drafter, device,
+                                       uint32_t(option("cpu_experts")));
+    for (auto &[tensor, source] : model->tensors_) {
+        put(tensor, tensor->name);
+    }
+
+    EngineParams params{};
+    CacheParams &c = params.cache;
+    c.n_ctx = 8192;
+    c.n_sequences = 4;
+    c.n_rows = 16;
+    c.n_chunk = 2048;
+    c.n_draft = option("head") ? 3 : 0;
+    c.n_part = option("head") ? 256 : 0;
+    c.n_block = drafter ? model->weights().drafter->block_size : 0;
+    c.n_top = uint32_t(option("top"));
+    c.kv_type = ggml_type(option("kv_type"));
+    c.rowmm_scratch = uint64_t(launch_scratch_bytes());
+    c.gemm_scratch = model->largest_layer_matrix() * 2;
+    c.n_pages = c.max_pages() * c.n_sequences;
+    params.n_threads = 1;
+    const Cache cache(model->weights(), model->hparams(), model->weights().head.get(),
+                      model->weights().drafter.get(), c);
+    place_cache(cache, *model);
+    Regions regions(cache, params);
+    Team team(1);
+    RamStage ram(team);
+    if (const Moe *moe = model->in_ram()) {
+        ram.allocate(device, int32_t(c.n_chunk), *moe, model->hparams().n_embd);
+    }
+    Lists lists = {std::ofstream(out + ".launches"), std::ofstream(out + ".nodes")};
+    for (const StepShape &shape : shapes_of(cache)) {
+        write_step(*model, cache, regions, ram, shape, lists);
+    }
+}
+
+} // namespace
+
+int main(int n, char **args) {
+    for (int i = 3; i < n; i++) {
+        const std::string text = args[i];
+        options[text.substr(0, text.find('='))] = text.substr(text.find('=') + 1);
+    }
+    try {
+        run(args[1], args[2]);
+    } catch (const luce::Error &e) {
+        fprintf(stderr, "%s\n", e.what());
+        return 1;
+    }
+}

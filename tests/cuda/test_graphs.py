@@ -1,0 +1,39 @@
+"""Holds what steps launch to recorded lists, on a pretended GPU (graphs/recorder.py): which ops in which order, and
+all that their launchers get. It says nothing of what the kernels compute.
+
+Where another launch is meant, the lists that graphs/recorder.py writes before and after show it line by line, and its
+launches.txt replaces the one here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cuda.graphs import recorder
+
+LAUNCHES = Path(__file__).resolve().parent / "graphs/launches.txt"
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorder")
+    recorder.record(recorder.build(folder / "build"), folder / "lists")
+    return folder / "lists"
+
+
+def models(text: str) -> dict[str, list[str]]:
+    return {part.split("\n", 1)[0]: part.splitlines() for part in text.split("==== ")[1:]}
+
+
+def test_steps_launch_what_is_recorded(lists: Path) -> None:
+    found, expected = models((lists / "launches.txt").read_text()), models(LAUNCHES.read_text())
+    assert found.keys() == expected.keys() == recorder.CASES.keys()
+    for name in expected:
+        assert found[name] == expected[name], f"{name}: compare what recorder.py writes before and after"
+
+
+@pytest.mark.parametrize("name", recorder.CASES)
+def test_a_launch_has_to_do_with_its_ops_tensors_alone(name: str, lists: Path) -> None:
+    """Memory of others may be given to another op before."""
+    text = (lists / f"{name}.launches").read_text()
+    assert "NOT A SOURCE" not in text and "beyond it" not in text
