@@ -17,7 +17,7 @@ from luce.native import File
 from luce.native.structs import Cost, Sampling
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_GAMMA, Options
-from luce.speculate.costs import NO_TIME, Costs, Host, Hosts
+from luce.speculate.costs import NO_TIME, Host, Hosts
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = Options(ctx=128, threads=1)
