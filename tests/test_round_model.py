@@ -98,6 +98,7 @@ class Item:
     tokens: list[int]
     parents: list[int]
     base: Key  # It is what was committed before them.
+    drafts: bool = False  # The round has the device draft them.
     failed: bool = False
 
     def path(self, row: int) -> list[int]:
@@ -131,7 +132,7 @@ class Rounds:
 
     def run(self, calls: Items[tuple[int, int]]) -> None:
         kinds = [
-            *[self.begun] * 5, *[self.waited] * 6, *[self.followed] * 3, *[self.asked_for] * 3, *[self.committed] * 3,
+            *[self.begun] * 5, *[self.waited] * 6, *[self.follows] * 6, *[self.committed] * 3,
             self.drafted, self.drafted, self.opened, self.dumped, self.close, self.restart, self.penalties, self.cancel,
         ]  # fmt: skip
         try:
@@ -323,11 +324,12 @@ class Rounds:
                 each.anchor, each.n_drafted = anchor, n
 
     def next_of(self, line: Line) -> int:
-        return (sum(line.history) * 7 + len(line.key())) % BAD
+        return (sum(line.history) * 7 + len(line.history)) % BAD
 
     def begun(self) -> None:
-        """Begins rows that the host knows, or those of the last draft, in place of all rounds before."""
-        lines, fails = self.drawn(), self.seldom()
+        """Begins rows that the host knows, those of the last draft, or drafts after an anchor, in place of all
+        rounds before."""
+        lines, fails, source = self.drawn(), self.seldom(), self.any([Source.NEXTN, Source.PART])
         if not lines:
             return
         rows, items = [], []
@@ -338,6 +340,11 @@ class Rounds:
                 rows.append(Rows(line.sequence, n=n))
                 items.append(Item(line, [line.anchor] + [-1] * (n - 1), list(range(-1, n - 1)), line.key()))
                 continue
+            if self.int(0, 3) == 0:
+                n, anchor = self.int(1, N_DRAFT + 1), self.int(0, BAD - 1)
+                rows.append(Rows(line.sequence, n=n, anchor=anchor, source=source))
+                items.append(Item(line, [anchor] + [-1] * (n - 1), list(range(-1, n - 1)), line.key(), n > 1))
+                continue
             n = self.any([1, 1, 1, 1, 2, 5])
             parents = drive.random_tree(self.rng, n)
             item = Item(line, [0] * n, parents, line.key())
@@ -346,7 +353,7 @@ class Rounds:
                 right = self.int(0, 1) and row > 0
                 above = [item.tokens[each] for each in drive.root_path(parents, row)[:-1]]
                 found = self.reference.choice(line.key(*above)) if right and above else None
-                item.tokens[row] = (row * 11 + len(line.key())) % BAD if found is None else found
+                item.tokens[row] = (row * 11 + len(line.history)) % BAD if found is None else found
             if bad:
                 item.tokens[-1] = BAD
             rows.append(Rows(line.sequence, item.tokens, parents))
@@ -356,85 +363,80 @@ class Rounds:
         ]
         if self.is_cancelled():
             with pytest.raises(Cancelled):
-                self.engine.start(rows)
+                self.engine.begin(rows)
         elif any(line.failed for line in lines):
             with pytest.raises(StateError):
-                self.engine.start(rows)
+                self.engine.begin(rows)
         elif max(deepest) > N_CTX:
             with pytest.raises(ContextFull):
-                self.engine.start(rows)
+                self.engine.begin(rows)
         elif fails:
             with fault(self.native, round_fault(self.device)), pytest.raises(DeviceError):
-                self.engine.start(rows)
+                self.engine.begin(rows)
             self.lost(lines)
         else:
-            self.engine.start(rows)
+            self.engine.begin(rows)
             self.rounds = [Round(items)]
+            for item in items:
+                if item.drafts:
+                    item.line.rows, item.line.parents, item.line.choices = [], [], []
+                    item.line.anchor, item.line.n_drafted = item.tokens[0], len(item.tokens) - 1
 
-    def followed(self) -> None:
-        """Begins a row of each sequence of the last round after what that chooses, at once."""
-        fails = self.seldom()
-        if not self.rounds and self.int(0, 3):
-            self.begun()
-        if self.is_cancelled():
-            with pytest.raises(Cancelled):
-                self.engine.follow()
-            return
-        before = self.rounds[-1] if self.rounds else None
-        if before is None or len(self.rounds) == 2 or self.asked is not None or before.lost:
-            with pytest.raises(StateError):
-                self.engine.follow()
-            return
-        for item in before.items:
-            line = item.line
-            if line.closed or len(item.tokens) > 1 or (before.landed and len(line.rows) != 1) or line.failed:
-                with pytest.raises(StateError):
-                    self.engine.follow()
-                return
-            if len(line.history) + 1 >= N_CTX:
-                with pytest.raises(ContextFull):
-                    self.engine.follow()
-                return
-        lines = [item.line for item in before.items]
-        if fails:
-            with fault(self.native, round_fault(self.device)), pytest.raises(DeviceError):
-                self.engine.follow()
-            before.booked = True
-        else:
-            self.engine.follow()
-        items = []
-        for item in before.items:
-            found = self.expected(item)[0] if not before.landed else item.line.choices[0]
-            items.append(None)
-            item.line.rows, item.line.parents = item.tokens, item.parents
-            self.commit(item.line, [0])
-            items[-1] = Item(item.line, [BAD if found is None else found], [-1], item.line.key())
-        if fails:
-            self.lost(lines)
-        else:
-            before.booked = True
-            self.rounds.append(Round(items))
+    def chosen(self, drafts: Items[int], source: Source = Source.NEXTN) -> None:
+        """Begins a round after what the round ahead chooses. The core knows whose it is."""
+        drive.follow([self.lines[0].sequence] * len(drafts), drafts, source)
 
-    def asked_for(self) -> None:
-        """Has the next wait begin a round with drafts."""
+    def follows(self) -> None:
+        """Begins a round after what the last one chooses. It is on the device at once where both have a row of
+        each sequence; else the wait for the last one begins it."""
         if not self.rounds and self.int(0, 3):
             self.begun()
         n = len(self.rounds[0].items) if self.rounds else 1
-        drafts = [self.int(0, N_DRAFT) for _ in range(n)]
+        drafts = [0] * n if self.int(0, 1) else [self.int(0, N_DRAFT) for _ in range(n)]
         source = self.any([Source.NEXTN, Source.PART])
         if self.is_cancelled():
             with pytest.raises(Cancelled):
-                self.engine.follow_with(drafts, source)
-        elif len(self.rounds) != 1 or self.asked is not None:
+                self.chosen(drafts, source)
+        elif len(self.rounds) != 1 or self.asked is not None or self.rounds[0].lost:
             with pytest.raises(StateError):
-                self.engine.follow_with(drafts, source)
-        else:
+                self.chosen(drafts, source)
+        elif any(drafts) or any(len(item.tokens) > 1 for item in self.rounds[0].items):
             with pytest.raises(ArgumentError):
-                self.engine.follow_with([*drafts, 1], source)
+                self.chosen([*drafts, 1], source)
             with pytest.raises(ArgumentError):
-                self.engine.follow_with([N_DRAFT + 1] * n, source)
-            self.engine.follow_with(drafts, source)
+                self.chosen([N_DRAFT + 1] * n, source)
+            self.chosen(drafts, source)
             self.asked, self.source = drafts, source
+        else:
+            self.follows_at_once(self.rounds[0])
+
+    def follows_at_once(self, before: Round) -> None:
+        lines, drafts = [item.line for item in before.items], [0] * len(before.items)
+        for line in lines:
+            if line.closed or (before.landed and len(line.rows) != 1) or line.failed:
+                with pytest.raises(StateError):
+                    self.chosen(drafts)
+                return
+            if len(line.history) + 1 >= N_CTX:
+                with pytest.raises(ContextFull):
+                    self.chosen(drafts)
+                return
+        fails = self.seldom()
+        if fails:
+            with fault(self.native, round_fault(self.device)), pytest.raises(DeviceError):
+                self.chosen(drafts)
+        else:
+            self.chosen(drafts)
+        before.booked, items = True, []
+        for item in before.items:
+            found = item.line.choices[0] if before.landed else self.expected(item)[0]
+            item.line.rows, item.line.parents = item.tokens, item.parents
+            self.commit(item.line, [0])
+            items.append(Item(item.line, [BAD if found is None else found], [-1], item.line.key()))
+        if fails:
+            self.lost(lines)
+        else:
+            self.rounds.append(Round(items))
 
     def waited(self) -> None:
         fails = self.any([Fault.WAIT, Fault.OP]) if self.seldom() else None
@@ -499,7 +501,7 @@ class Rounds:
             self.lost([item.line for item in items])
 
     def as_modelled(self) -> None:
-        assert self.engine.under_way == len(self.rounds)
+        assert self.engine.under_way == len(self.rounds) + (self.asked is not None)
         for each in self.open:
             info = each.sequence.info
             assert (info.n_past, bool(info.failed)) == (len(each.history), each.failed)
