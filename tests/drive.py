@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import tiny
 
-from luce.native import Drafts, Engine, File, IntArray, Library, Model, Rows, Source
+from luce.native import CHOSEN, Drafts, Engine, File, IntArray, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import EngineParams, Memory
 
@@ -93,9 +93,7 @@ def open_model(
     return Model(file, device, head=_head_file(file, head), drafter=own, cpu_experts=cpu_experts)
 
 
-def memory(
-    native: Library, path: Path, device: str = "cpu", *, head: Head = None, n_draft: int = 0
-) -> Memory:
+def memory(native: Library, path: Path, device: str = "cpu", *, head: Head = None, n_draft: int = 0) -> Memory:
     """Returns what an engine with a sequence of 64 positions that drafts would need."""
     file = File(path, native)
     params = EngineParams(n_ctx=64, n_draft=n_draft)
@@ -144,6 +142,14 @@ def start(sequence: Timeline, prompt: Sequence[int]) -> int:
 def draft(sequence: Timeline, anchor: int, n: int, source: Source = Source.NEXTN) -> None:
     """Drafts a chain of n, which stay on the device."""
     sequence.engine.draft([Drafts(sequence, anchor, n, source)])
+
+
+def follow(sequences: Sequence[Timeline], drafts: Sequence[int] = (), source: Source = Source.NEXTN) -> None:
+    """Begins a round after what the round ahead chooses, which has these sequences, with so many drafts of
+    each."""
+    counts = drafts or [0] * len(sequences)
+    rows = [Rows(each, n=n + 1, anchor=CHOSEN, source=source) for each, n in zip(sequences, counts, strict=True)]
+    sequences[0].engine.begin(rows)
 
 
 def verify(sequence: Timeline, tokens: IntArray, parents: IntArray | None = None) -> list[int]:
@@ -258,9 +264,7 @@ def decode_together(
         drafting = [at for at in going if gammas[at]]
         if drafting:
             engine.draft([Drafts(sequences[at], out[at].tokens[-1], gammas[at]) for at in drafting])
-        rows = [
-            Rows(sequences[at], None if gammas[at] else out[at].tokens[-1:], n=gammas[at] + 1) for at in going
-        ]
+        rows = [Rows(sequences[at], None if gammas[at] else out[at].tokens[-1:], n=gammas[at] + 1) for at in going]
         for at, choices in zip(going, engine.verify(rows), strict=True):
             if isinstance(choices, Exception):
                 raise choices

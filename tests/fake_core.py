@@ -20,7 +20,7 @@ from luce.decode.loop import MAX_ROWS, Loop
 from luce.decode.request import Request
 from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
 from luce.files.tokenizer import Tokenizer
-from luce.native import Drafts, Lists, Rows, Verified, default
+from luce.native import CHOSEN, Drafts, Lists, Rows, Verified, default
 from luce.native import Source as By
 from luce.native.structs import EngineInfo, SequenceInfo
 from luce.speculate.drafting import Drafter, Fixed
@@ -178,14 +178,22 @@ class FakeEngine:
             return found
         return Verified([history[-1] for history in sequence.rows], found)
 
-    def start(self, items):
+    def begin(self, items):
         assert self.ahead
+        if not all(item.tokens is None and item.anchor == CHOSEN for item in items):
+            return self.start(items)
+        drafts, sequences = [item.n - 1 for item in items], self.begun[0][0] if self.begun else []
+        if any(drafts) or any(len(sequence.rows or ()) > 1 for sequence in sequences):
+            return self.ask(drafts)
+        return self.follow()
+
+    def start(self, items):
         self.begun = []
         self.begun.append(([item.sequence for item in items], self.verified(items)))
 
     @property
     def under_way(self):
-        return len(self.begun)
+        return len(self.begun) + bool(self.following)
 
     def follow(self):
         self.called("verify", [1] * len(self.begun[0][0] if self.begun else ()))
@@ -204,8 +212,9 @@ class FakeEngine:
             found.append(result if failed else self.result(sequence, self.choices(sequence, sequence.rows)))
         self.begun.append((sequences, found))
 
-    def follow_with(self, drafts, source=By.NEXTN):
-        self.called("follow_with", list(drafts))
+    def ask(self, drafts):
+        self.called("ask", list(drafts))
+        self.interruptible()
         if len(self.begun) != 1 or self.following:
             raise StateError("no step, or two")
         if len(drafts) != len(self.begun[0][0]) or not all(0 <= n <= self.n_draft for n in drafts):
@@ -299,8 +308,7 @@ class FakeSequence:
         return self.chain[1:]
 
     def lookup(self, anchor, most):
-        """Finds the newest place where the last four tokens stood before; the core takes the longest match.
-        """
+        """Finds the newest place where the last four tokens stood before; the core takes the longest match."""
         self.engine.called("lookup", most)
         text = [*self.committed, anchor]
         for end in range(len(text) - 1, 3, -1):

@@ -69,7 +69,7 @@ class Stage:
     def started(self) -> None:
         """Begins a verify of one row each, which is to be followed before it has ended."""
         self.begin()
-        self.engine.start([Rows(self.one, [1]), Rows(self.two, [4])])
+        self.engine.begin([Rows(self.one, [1]), Rows(self.two, [4])])
 
     def begun(self) -> None:
         """Begins a verify of sequences that choose by themselves, which is to be followed with drafts."""
@@ -77,8 +77,8 @@ class Stage:
         library = self.engine.library
         for each in (self.one, self.two):
             library.check(library.lib.luce_sequence_set_penalties(each.handle, library.ffi.NULL))
-        self.engine.start([Rows(self.one, [1, 2], [-1, 0]), Rows(self.two, [4])])
-        self.engine.follow_with([2, 0])
+        self.engine.begin([Rows(self.one, [1, 2], [-1, 0]), Rows(self.two, [4])])
+        drive.follow([self.one, self.two], [2, 0])
 
     def on_host(self) -> None:
         """Has the checkpoint in host memory."""
@@ -87,7 +87,7 @@ class Stage:
 
     def follow(self) -> None:
         """Begins the step that follows, and lets both end."""
-        self.engine.follow()
+        drive.follow([self.one, self.two])
         self.engine.wait()
         self.engine.wait()
 
@@ -114,7 +114,7 @@ CALLS: dict[str, tuple[Callable[[Stage], None], Callable[[Stage], object]]] = {
     "draft": (Stage.begin, lambda s: s.engine.draft([Drafts(s.one, 1, 2), Drafts(s.two, 1, 1)])),
     "verify": (Stage.begin, lambda s: s.engine.verify([Rows(s.one, [1, 2], [-1, 0]), Rows(s.two, [4])])),
     "follow": (Stage.started, Stage.follow),
-    "follow_with": (Stage.begun, Stage.go_on),
+    "go_on": (Stage.begun, Stage.go_on),
     "choose": (Stage.rows, lambda s: s.two.choose(1, MASK)),
     "commit": (Stage.rows, lambda s: s.one.commit([0, 2])),
     "lookup": (Stage.rows, lambda s: s.one.lookup(3, 2)),
@@ -127,7 +127,7 @@ CALLS: dict[str, tuple[Callable[[Stage], None], Callable[[Stage], object]]] = {
     "to_host": (Stage.begin, lambda s: s.kept.to_host()),
     "to_device": (Stage.on_host, lambda s: s.kept.to_device()),
 }
-OF_BOTH = ("verify", "follow", "follow_with")  # All sequences are of the one step that can fail.
+OF_BOTH = ("verify", "follow", "go_on")  # All sequences are of the one step that can fail.
 SAVED: list[bytes] = []
 
 

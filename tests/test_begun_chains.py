@@ -90,7 +90,7 @@ def test_texts_that_decode_together_follow_together():
     found = drive(core, texts(core, 3))
     for at, events in enumerate(found):
         assert events[-1].tokens == expected(hashed, 40, (*PROMPT, at))
-    assert [2, 3, 4] in [detail for verb, detail in core.calls if verb == "follow_with"]
+    assert [2, 3, 4] in [detail for verb, detail in core.calls if verb == "ask"]
     assert sum(each.ahead for each in rounds_of(found[0])) > 5
 
 
@@ -106,7 +106,7 @@ def test_a_device_that_fails_in_a_round_that_follows_ends_the_text(verb):
 
 @pytest.mark.parametrize("error", [Cancelled("stray"), StateError("no step"), ArgumentError("rows")])
 def test_a_round_that_cannot_follow_is_begun_in_its_turn(error):
-    core = FakeEngine(ahead=True, fail={"follow_with": (3, error)})
+    core = FakeEngine(ahead=True, fail={"ask": (3, error)})
     events = run(core, nextn(core, 2), max_tokens=31)
     assert events[-1].tokens == expected(hashed, 31)
     assert [each.ahead for each in rounds_of(events)] == [False, *[True] * 3, False, *[True] * 5]
@@ -146,7 +146,7 @@ def test_what_chooses_for_itself_does_not_follow():
     one.sequence.logprobs = lambda row, token, top: (row, token, top)
     (events,) = drive(core, [one])
     assert events[-1].tokens == expected(hashed, 20)
-    assert not any(each.ahead or each.behind for each in rounds_of(events)) and not core.count("follow_with")
+    assert not any(each.ahead or each.behind for each in rounds_of(events)) and not core.count("ask")
 
 
 class Failing(Fixed):

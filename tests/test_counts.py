@@ -133,9 +133,9 @@ def test_steps_that_follow_each_other_cost_a_step_and_a_wait_each(engine: Engine
     sequences = nan_model.started(engine)
     for some in (sequences[:1], sequences[1:]):
         cost = Meter(engine)
-        assert cost(engine.start([Rows(each, [3]) for each in some])) == (1, 0)
+        assert cost(engine.begin([Rows(each, [3]) for each in some])) == (1, 0)
         for _ in range(5):
-            assert cost(engine.follow()) == (1, 0)
+            assert cost(drive.follow(some)) == (1, 0)
             assert cost(engine.wait()) == (0, 1)
         assert cost(engine.wait()) == (0, 1)
 
@@ -337,8 +337,8 @@ def test_rounds_that_follow_with_drafts_cost_their_steps_and_one_wait(engine: En
     head is fed."""
     sequences = nan_model.started(engine)[: 1 if alone else 3]
     cost = Meter(engine)
-    assert cost(engine.start([Rows(each, [3]) for each in sequences])) == (1, 0)
+    assert cost(engine.begin([Rows(each, [3]) for each in sequences])) == (1, 0)
     for at, drafts in enumerate((2, 2, 3)):
-        assert cost(engine.follow_with([drafts] * len(sequences))) == NOTHING
+        assert cost(drive.follow(sequences, [drafts] * len(sequences))) == NOTHING
         assert cost(engine.wait()) == (drafts + 1 + (alone and not at), 1)
     assert cost(engine.wait()) == (0, 1)

@@ -22,14 +22,18 @@ def test_an_item_that_is_not_finite_fails_alone(native: Library, engine: Engine)
     expected = [drive.verify(first, [1, 2]), drive.verify(last, [3])]
     states = [first.dump(), last.dump()]
     ffi = native.ffi
-    items = ffi.new("luce_verify_item[3]")
+    items = ffi.new("luce_round_item[3]")
     rows = [[1, 2], [5, 6, BAD, 8], [3]]
     kept = [native.ints(row) for row in rows]
     for item, sequence, row, tokens in zip(items, sequences, rows, kept, strict=True):
         item.sequence, item.n, item.tokens = sequence.handle, len(row), tokens
     choices, tokens = ffi.new("int32_t[]", [-77] * 7), ffi.new("int32_t[]", [-77] * 7)
     statuses = ffi.new("luce_status[]", [99] * 3)
-    assert native.lib.luce_engine_start(engine.handle, items, 3) == 0
+    verify = native.lib.luce_engine_verify
+    for n_rows in (6, 8):
+        assert verify(engine.handle, items, 3, choices, tokens, n_rows, statuses) == ArgumentError.code
+    assert list(choices) == [-77] * 7 and list(statuses) == [99] * 3 and not bad.info.n_verified
+    assert native.lib.luce_engine_begin(engine.handle, items, 3) == 0
     for n_rows, n_items in ((6, 3), (7, 2), (8, 3)):
         refused = native.lib.luce_engine_wait(
             engine.handle, choices, tokens, n_rows, statuses, n_items, ffi.NULL

@@ -180,8 +180,8 @@ def test_a_wait_that_fails_fails_the_steps_that_it_was_for(
     one, two, other = (engine.sequence() for _ in range(3))
     restarted([one, two, other])
     state = other.dump()
-    engine.start([Rows(one, [1]), Rows(two, [3])])
-    engine.follow()
+    engine.begin([Rows(one, [1]), Rows(two, [3])])
+    drive.follow([one, two])
     with fault(native, Fault.WAIT), pytest.raises(DeviceError, match="asked for it"):
         engine.wait()
     with pytest.raises(DeviceError, match="asked for it"):
@@ -402,9 +402,9 @@ def test_engines_open_keep_and_close_on_their_own_device(
             go()
             checkpoint.to_host()
             go()
-            engine.start([Rows(sequence, [3])])
+            engine.begin([Rows(sequence, [3])])
             go()
-            engine.follow()
+            drive.follow([sequence])
             go()
             choices = [engine.wait()]
             go()

@@ -15,7 +15,7 @@ from op_run import fault, round_fault
 
 from luce.errors import ArgumentError, Cancelled, DeviceError, NumericError, StateError
 from luce.files.tokenizer import Tokenizer
-from luce.native import Drafts, Engine, File, Library, Model, Rows, Source, Verified
+from luce.native import CHOSEN, Drafts, Engine, File, Library, Model, Rows, Source, Verified
 from luce.native import Sequence as Timeline
 from luce.native.structs import Penalties, Sampling
 
@@ -66,14 +66,28 @@ def one_by_one(sequences: Items[Timeline], counts: Items[Items[int]], source: So
     return found
 
 
+def drafting(sequences: Items[Timeline], counts: Items[Items[int]], source: Source) -> list[list[Round]]:
+    """Returns the same rounds, each of which drafts and verifies in one call."""
+    engine, anchors, found = sequences[0].engine, [ANCHOR] * len(sequences), []
+    for drafts in counts:
+        triples = list(zip(sequences, anchors, drafts, strict=True))
+        engine.begin([Rows(each, n=n + 1, anchor=anchor, source=source) for each, anchor, n in triples])
+        results = engine.wait()
+        found.append([done(*each) for each in zip(sequences, results, strict=True)])
+        for sequence, (_, path, _) in zip(sequences, found[-1], strict=True):
+            sequence.commit(path)
+        anchors = [anchor for *_, anchor in found[-1]]
+    return found
+
+
 def following(sequences: Items[Timeline], counts: Items[Items[int]], source: Source) -> list[list[Round]]:
     """Returns the same rounds. The first one has no drafts."""
     engine, found = sequences[0].engine, []
     assert not any(counts[0])
-    engine.start([Rows(sequence, [ANCHOR]) for sequence in sequences])
+    engine.begin([Rows(sequence, [ANCHOR]) for sequence in sequences])
     for drafts in [*counts[1:], None]:
         if drafts is not None:
-            engine.follow_with(drafts, source)
+            drive.follow(sequences, drafts, source)
         results = engine.wait()
         assert engine.under_way == (drafts is not None)
         found.append([done(*each) for each in zip(sequences, results, strict=True)])
@@ -93,11 +107,11 @@ def test_rounds_that_follow_are_those_call_by_call(
     box: Model, counts: list[list[int]], source: Source
 ) -> None:
     found, states = [], []
-    for decode in (one_by_one, following):
+    for decode in (one_by_one, drafting, following):
         sequences = prompted(box, len(counts[0]))
         found.append(decode(sequences, counts, source))
         states.append([each.dump() for each in sequences])
-    assert found[0] == found[1] and states[0] == states[1]
+    assert found[0] == found[1] == found[2] and states[0] == states[1] == states[2]
     assert sum(len(path) > 1 for rounds in found[1] for _, path, _ in rounds) > 2, "drafts were accepted"
 
 
@@ -110,15 +124,15 @@ def test_drafts_that_the_caller_knows_are_followed_too(box: Model, source: Sourc
         engine = sequence.engine
         ((_, _, right),) = one_by_one([sequence], [[0]], source)[0]
         after = drive.verify(sequence, [right])[0]
-        engine.start([Rows(sequence, [right, (after + 1) % 256, after], [-1, 0, 0])])
+        engine.begin([Rows(sequence, [right, (after + 1) % 256, after], [-1, 0, 0])])
         if follows:
-            engine.follow_with([2], source)
+            drive.follow([sequence], [2], source)
         (first,) = engine.wait()
         assert isinstance(first, Verified) and first.tokens == [right, (after + 1) % 256, after]
         if not follows:
             sequence.commit([0, 2])
             engine.draft([Drafts(sequence, first.choices[2], 2, source)])
-            engine.start([Rows(sequence, n=3)])
+            engine.begin([Rows(sequence, n=3)])
         found.append([first, *map(done, [sequence], engine.wait())])
         sequence.commit(found[-1][1][1])
         states.append(sequence.dump())
@@ -127,23 +141,32 @@ def test_drafts_that_the_caller_knows_are_followed_too(box: Model, source: Sourc
 
 def test_what_cannot_be_asked_for_changes_nothing(engine: Engine) -> None:
     one, two, _ = started(engine)
-    with pytest.raises(StateError, match="start one"):
-        engine.follow_with([1])
-    engine.start([Rows(one, [3]), Rows(two, [4])])
-    for drafts in ([1], [1, 1, 1], [5, 0]):
-        with pytest.raises(ArgumentError, match="sequence"):
-            engine.follow_with(drafts)
+    with pytest.raises(StateError, match="no round ahead"):
+        drive.follow([one], [1])
+    engine.begin([Rows(one, [3]), Rows(two, [4])])
+    for drafts, of in (([1], "1 items"), ([1, 1, 1], "3 items"), ([5, 0], "at most 4 drafts")):
+        with pytest.raises(ArgumentError, match=of):
+            drive.follow([one, two, one][: len(drafts)], drafts)
     with pytest.raises(StateError, match="n_part 0"):
-        engine.follow_with([1, 0], Source.PART)
+        drive.follow([one, two], [1, 0], Source.PART)
+    with pytest.raises(ArgumentError, match="source 3"):
+        engine.begin([Rows(each, n=2, anchor=CHOSEN, source=3) for each in (one, two)])
+    with pytest.raises(ArgumentError, match="one source"):
+        sources = (Source.NEXTN, Source.PART)
+        engine.begin([Rows(one, n=2, anchor=CHOSEN, source=each) for each in sources])
+    with pytest.raises(ArgumentError, match="has to be known"):
+        engine.verify([Rows(each, n=2, anchor=CHOSEN) for each in (one, two)])
+    assert not engine.under_way
+    engine.begin([Rows(one, [3]), Rows(two, [4])])
     engine.cancel()
     with pytest.raises(Cancelled):
-        engine.follow_with([1, 1])
+        drive.follow([one, two], [1, 1])
     assert len(engine.wait()) == 2 and not engine.under_way
-    engine.start([Rows(one, [3]), Rows(two, [4])])
-    engine.follow_with([1, 0])
-    for again in (lambda: engine.follow_with([1, 0]), engine.follow):
+    engine.begin([Rows(one, [3]), Rows(two, [4])])
+    drive.follow([one, two], [1, 0])
+    for drafts in ([1, 0], [0, 0]):
         with pytest.raises(StateError, match="follows already"):
-            again()
+            drive.follow([one, two], drafts)
     assert len(engine.wait()) == 2 and engine.under_way == 1
     assert [len(each.tokens) for each in engine.wait() if isinstance(each, Verified)] == [2, 1]
 
@@ -151,10 +174,10 @@ def test_what_cannot_be_asked_for_changes_nothing(engine: Engine) -> None:
 def test_a_step_has_room_for_what_follows(model: Model) -> None:
     engine = drive.open_engine(model, n_ctx=300, n_sequences=17, n_draft=4)
     sequences = started(engine, 17)
-    engine.start([Rows(each, [3]) for each in sequences])
+    engine.begin([Rows(each, [3]) for each in sequences])
     with pytest.raises(ArgumentError, match="64 rows at most, got 65"):
-        engine.follow_with([3] * 14 + [2] * 3)
-    engine.follow_with([3] * 13 + [2] * 4)
+        drive.follow(sequences, [3] * 14 + [2] * 3)
+    drive.follow(sequences, [3] * 13 + [2] * 4)
     assert len(engine.wait()) == 17 and engine.under_way == 1
 
 
@@ -175,8 +198,8 @@ def test_where_a_call_stands_in_the_way_nothing_follows(
 ) -> None:
     """The step's results stay, and so do the rows of the other sequence."""
     one, two, _ = started(engine)
-    engine.start([Rows(one, [3]), Rows(two, [4, 5])])
-    engine.follow_with([2, 2])
+    engine.begin([Rows(one, [3]), Rows(two, [4, 5])])
+    drive.follow([one, two], [2, 2])
     between(engine, one)
     first, second = engine.wait()
     assert not engine.under_way
@@ -192,8 +215,8 @@ def test_what_has_no_room_does_not_follow(model: Model, full: str) -> None:
     drive.prefill(two, tokens_of((297 if full == "context" else 253) - two.info.n_past))
     before = two.info.n_past
     for drafts, fits in ((3, False), (1, True)):
-        engine.start([Rows(one, [3]), Rows(two, [4])])
-        engine.follow_with([0, drafts])
+        engine.begin([Rows(one, [3]), Rows(two, [4])])
+        drive.follow([one, two], [0, drafts])
         assert len(engine.wait()) == 2 and engine.under_way == fits
         assert two.info.n_past == before + fits
     three.close()
@@ -204,11 +227,11 @@ def test_what_has_no_room_does_not_follow(model: Model, full: str) -> None:
 def test_logits_that_are_not_finite_are_not_followed(model: Model, engine: Engine, bad: str) -> None:
     one, two, _ = started(engine)
     if bad == "choices":
-        engine.start([Rows(one, [3]), Rows(two, [BAD])])
+        engine.begin([Rows(one, [3]), Rows(two, [BAD])])
     else:
         engine.draft([Drafts(two, BAD, 2)])
-        engine.start([Rows(one, [3]), Rows(two, n=1)])
-    engine.follow_with([1, 1])
+        engine.begin([Rows(one, [3]), Rows(two, n=1)])
+    drive.follow([one, two], [1, 1])
     results = engine.wait()
     assert not engine.under_way and one.info.n_past == 20
     assert isinstance(results[0], Verified) and isinstance(results[1], NumericError)
@@ -231,8 +254,8 @@ def test_a_device_that_fails_in_what_follows_fails_its_sequences(
 ) -> None:
     """The step before it was done, and its results are told."""
     sequences = started(engine)
-    engine.start([Rows(each, [3]) for each in sequences])
-    engine.follow_with([1, 2, 0])
+    engine.begin([Rows(each, [3]) for each in sequences])
+    drive.follow(sequences, [1, 2, 0])
     with fault(native, round_fault(device), after if device == "cpu" else after // 2):
         assert all(isinstance(each, Verified) for each in engine.wait())
     assert engine.under_way == 1 and all(each.info.failed for each in sequences)
@@ -241,6 +264,6 @@ def test_a_device_that_fails_in_what_follows_fails_its_sequences(
     for each in sequences:
         each.reset()
         drive.prefill(each, tokens_of(20))
-    engine.start([Rows(each, [3]) for each in sequences])
-    engine.follow_with([1, 2, 0])
+    engine.begin([Rows(each, [3]) for each in sequences])
+    drive.follow(sequences, [1, 2, 0])
     assert len(engine.wait()) == len(engine.wait()) == 3

@@ -19,14 +19,14 @@ from luce.errors import (
     OutOfMemory,
     StateError,
 )
-from luce.native import Drafts, Engine, Library, Model, Rows, Verified
+from luce.native import CHOSEN, Drafts, Engine, Library, Model, Rows, Verified
 from luce.native import Sequence as Timeline
 from luce.native.structs import Penalties, Sampling
 
 
 def begin(sequences: Items[Timeline], anchors: Items[int]) -> None:
     pairs = zip(sequences, anchors, strict=True)
-    sequences[0].engine.start([Rows(sequence, [anchor]) for sequence, anchor in pairs])
+    sequences[0].engine.begin([Rows(sequence, [anchor]) for sequence, anchor in pairs])
 
 
 def chosen(engine: Engine) -> list[int]:
@@ -55,7 +55,7 @@ def ahead(sequences: Items[Timeline], anchors: Items[int], rounds: int) -> list[
     engine, found = sequences[0].engine, []
     begin(sequences, anchors)
     for _ in range(rounds):
-        engine.follow()
+        drive.follow(sequences)
         found.append(chosen(engine))
     return found
 
@@ -114,31 +114,31 @@ def test_a_step_that_has_ended_can_be_followed(model: Model, engine: Engine) -> 
     sequences = started(engine, 3)
     begin(sequences, (3, 4, 5))
     sequences[0].set_sampling(Sampling())  # This lets it end.
-    engine.follow()
+    drive.follow(sequences)
     assert [chosen(engine), chosen(engine)] == expected
 
 
 @pytest.mark.sanitize
 def test_what_cannot_be_followed_changes_nothing(engine: Engine) -> None:
     one, two, _ = started(engine)
-    for nothing in (engine.follow, engine.wait):
+    for nothing in (lambda: drive.follow([one, two]), engine.wait):
         with pytest.raises(StateError):
             nothing()
-    engine.start([Rows(one, [3]), Rows(two, [4, 5])])
-    with pytest.raises(StateError, match="item 1 .* more rows"):
-        engine.follow()
-    assert [each.tokens for each in engine.wait() if isinstance(each, Verified)] == [[3], [4, 5]]
-    with pytest.raises(StateError):
-        engine.follow()
     begin([one, two], (3, 4))
-    engine.follow()
+    with pytest.raises(ArgumentError, match="1 items, but the round ahead has 2"):
+        drive.follow([one])
+    with pytest.raises(ArgumentError, match="in all items or in none"):
+        engine.begin([Rows(one, n=1, anchor=CHOSEN), Rows(two, [5])])
+    drive.follow([one, two])
     with pytest.raises(StateError, match="wait"):
-        engine.follow()
+        drive.follow([one, two])
     assert len(chosen(engine)) == 2 == len(chosen(engine))
+    with pytest.raises(StateError, match="no round ahead"):
+        drive.follow([one, two])
     begin([one, two], (3, 4))
     two.reset()
     with pytest.raises(StateError, match="item 1"):
-        engine.follow()
+        drive.follow([one, two])
     assert len(chosen(engine)) == 2 and one.info.n_verified == 1
 
 
@@ -148,11 +148,11 @@ def test_a_full_context_is_not_followed(engine: Engine) -> None:
     drive.prefill(two, tokens_of(299 - two.info.n_past))
     begin([one, two], (3, 4))
     with pytest.raises(ContextFull, match="position 300 of a context of 300"):
-        engine.follow()
+        drive.follow([one, two])
     choices = chosen(engine)
     assert len(choices) == 2 and one.info.n_verified == two.info.n_verified == 1
     begin([one], choices[:1])
-    engine.follow()
+    drive.follow([one])
 
 
 @pytest.mark.sanitize
@@ -163,14 +163,14 @@ def test_pages_that_lack_are_not_followed(model: Model) -> None:
     begin([one, two], (3, 4))
     before = engine.info
     with pytest.raises(OutOfMemory, match="1 KV pages"):
-        engine.follow()
+        drive.follow([one, two])
     assert engine.info == before
     assert len(chosen(engine)) == 2
     two.commit([0])
     assert two.info.n_past == 256 and one.info.n_verified == 1
     three.close()
     begin([one, two], (3, 4))
-    engine.follow()
+    drive.follow([one, two])
 
 
 # A checked build of ggml ends where a norm meets such values.
@@ -178,7 +178,7 @@ def test_logits_that_are_not_finite_fail_one_sequence_in_both_steps(model: Model
     expected = one_by_one(started(open_engine(model)), (3, 4, 5), 2)
     sequences = started(engine)
     begin(sequences, (3, BAD, 5))
-    engine.follow()
+    drive.follow(sequences)
     for right in expected:
         first, failed, third = engine.wait()
         assert isinstance(first, Verified) and isinstance(third, Verified)
@@ -199,7 +199,7 @@ def test_cancelling_stops_the_step_that_would_follow(engine: Engine) -> None:
     begin(sequences, (3, 4, 5))
     engine.cancel()
     with pytest.raises(Cancelled):
-        engine.follow()
+        drive.follow(sequences)
     assert len(chosen(engine)) == 3
     assert [each.info.n_verified for each in sequences] == [1, 1, 1]
 
@@ -208,17 +208,17 @@ def test_a_wait_that_fails_writes_nothing(native: Library, engine: Engine) -> No
     """A step that it was asked for with other rows can be waited for again."""
     sequences, ffi = started(engine), native.ffi
     choices, tokens = ffi.new("int32_t[]", [77] * 3), ffi.new("int32_t[]", [77] * 3)
-    statuses, followed = ffi.new("luce_status[]", [77] * 3), ffi.new("int32_t *", 77)
+    statuses, left = ffi.new("luce_status[]", [77] * 3), ffi.new("uint32_t *", 77)
 
     def wait(rows: int) -> int:
         call = native.lib.luce_engine_wait
-        return int(call(engine.handle, choices, tokens, rows, statuses, 3, followed))
+        return int(call(engine.handle, choices, tokens, rows, statuses, 3, left))
 
     assert wait(3) == StateError.code
     begin(sequences, (3, 4, 5))
     assert wait(2) == ArgumentError.code
-    assert [*choices, *tokens, *statuses, followed[0]] == [77] * 10
-    assert wait(3) == 0 and [*statuses] == [0] * 3 and [*tokens] == [3, 4, 5] and followed[0] == 0
+    assert [*choices, *tokens, *statuses, left[0]] == [77] * 10
+    assert wait(3) == 0 and [*statuses] == [0] * 3 and [*tokens] == [3, 4, 5] and left[0] == 0
 
 
 @pytest.mark.sanitize
@@ -227,7 +227,7 @@ def test_a_device_that_fails_fails_all_sequences(native: Library, engine: Engine
     begin(sequences, (3, 4, 5))
     after = 3 if device == "cpu" else 0
     with fault(native, round_fault(device), after), pytest.raises(DeviceError, match="asked for it"):
-        engine.follow()
+        drive.follow(sequences)
     assert len(chosen(engine)) == 3, "the step before it was done"
     assert all(each.info.failed for each in sequences)
     for each in sequences:
@@ -245,12 +245,12 @@ def test_sequences_and_engines_are_closed_while_a_step_is_under_way(model: Model
     assert len(engine.wait()) == 3
     begin(sequences[::2], (3, 5))
     sequences[0].close()
-    with pytest.raises(StateError, match="item 0 of the last step was closed"):
-        engine.follow()
+    with pytest.raises(StateError, match="item 0 of the round ahead was closed"):
+        drive.follow(sequences[::2])
     again = started(engine, 2)
     assert len(engine.wait()) == 2
     begin([*again, sequences[2]], (3, 4, 5))
-    engine.follow()
+    drive.follow([*again, sequences[2]])
     engine.close()
     assert [each.info.n_past for each in again] == [21, 22]
     for each in again:

@@ -22,7 +22,7 @@ from luce.decode.events import Event, Item
 from luce.decode.generation import NOTHING_DONE, Generation
 from luce.decode.wants import Chunk, Share, Turn
 from luce.errors import Cancelled
-from luce.native import Drafts, Engine, Rows, Verified
+from luce.native import CHOSEN, Drafts, Engine, Rows, Verified
 from luce.speculate.drafting import NOTHING, Draft
 
 MAX_ROWS = 64  # A step has at most so many rows (LUCE_MAX_ROWS).
@@ -51,9 +51,8 @@ class Loop:
         self._cancelled = False
         self._chunk_next = True
         self._happened: list[tuple[Generation, Item]] = []
-        # These verifies were begun, the oldest first, each in so many seconds. A generation among them may
-        # have ended since.
-        self._begun: list[tuple[list[tuple[Generation, Rows]], float]] = []
+        # The round that was begun, in so many seconds. A generation of it may have ended since.
+        self._begun: tuple[list[tuple[Generation, Rows]], float] | None = None
 
     @property
     def running(self) -> int:
@@ -61,8 +60,7 @@ class Loop:
         return len(self._running)
 
     def add(self, generation: Generation) -> None:
-        """Runs a generation that was not started yet beside the others, and closes its sequence at its end.
-        """
+        """Runs a generation that was not started yet beside the others, and closes its sequence at its end."""
         self._cancelled = self._cancelled and bool(self._running)
         self._running.append(generation)
         self._note(generation, generation.start())
@@ -86,7 +84,7 @@ class Loop:
                 if not self._begun:
                     self._begin_round()
                 if self._begun:
-                    self._end_round()
+                    self._end_round(*self._begun)
                 self._owed -= self._clock() - began
                 self._chunk_next = self._owed <= 0
             if self._engine.ahead and not self._begun and not self._wanting(Chunk):
@@ -100,7 +98,7 @@ class Loop:
         """Ends what still runs, without another event."""
         for generation in self._running:
             generation.sequence.close()
-        self._running, self._begun = [], []
+        self._running, self._begun = [], None
 
     def _end_cancelled(self) -> None:
         everything = self._cancelled
@@ -109,8 +107,8 @@ class Loop:
         for generation in list(self._running):
             if everything or generation.cancelled():
                 self._note(generation, generation.cancel())
-        if self._begun and all(generation.want is None for generation, _ in self._begun[0][0]):
-            self._begun = []
+        if self._begun and all(generation.want is None for generation, _ in self._begun[0]):
+            self._begun = None
 
     def _next_to_read(self, reading: Sequence[tuple[Generation, Chunk]]) -> tuple[Generation, Chunk]:
         """Picks in turn the oldest generation and the one with the least left to read. So a short prompt
@@ -148,7 +146,7 @@ class Loop:
     def _begin(self, of: list[tuple[Generation, Rows]]) -> None:
         began = self._clock()
         try:
-            self._engine.start([rows for _, rows in of])
+            self._engine.begin([rows for _, rows in of])
         except Cancelled:
             raise
         except Exception as error:
@@ -157,83 +155,55 @@ class Loop:
             else:
                 self._tell(of, [error] * len(of), self._clock() - began)
         else:
-            self._begun.append((of, self._clock() - began))
+            self._begun = of, self._clock() - began
 
-    def _end_round(self) -> None:
-        """Ends the round that was begun first. Where all take part and go on, the next is begun before, or
-        with it."""
-        of, seconds = self._begun[0]
+    def _end_round(self, of: list[tuple[Generation, Rows]], seconds: float) -> None:
+        """Ends the round that was begun. Where all take part and go on, the next one is begun before, or with
+        it."""
         began = self._clock()
-        drafts, failure = self._ask_for_next(of) if len(self._begun) == 1 else ([], None)
+        following, failure = self._begin_next(of)
         results, waited = list[Any](), self._clock()
         try:
             results += self._engine.wait()
         except Exception as error:
             results += [error] * len(of)
-        self._begun.pop(0)
-        if self._begun:
-            self._begun[0] = of, waited - began
-        elif drafts and self._engine.under_way:
-            following = [(one, Rows(one.sequence, n=draft.size + 1)) for one, draft in drafts]
-            self._begun.append((following, 0.0))
-            for one, draft in drafts:
-                one.begun(draft)
-        else:
-            for one, _ in drafts:
-                one.behind()
+        self._begun = None
+        if following and self._engine.under_way:
+            rows = [(one, Rows(one.sequence, n=draft.size + 1)) for one, draft in following]
+            self._begun = rows, waited - began
+        for one, draft in following:
+            one.begun(draft) if self._begun else one.behind()
         self._tell(of, results, seconds + self._clock() - waited)
         if failure:
             self._tell(of, [failure] * len(of), 0.0)
-        for generation, _ in self._begun[0][0] if self._begun else ():
+        for generation, _ in self._begun[0] if self._begun else ():
             if isinstance(generation.want, Turn):  # Its round has begun, and is only told to its source.
                 self._note(generation, generation.tell(Share(MAX_ROWS // len(of), len(of))))
 
-    def _ask_for_next(
-        self, of: list[tuple[Generation, Rows]]
-    ) -> tuple[list[tuple[Generation, Draft]], Exception | None]:
-        """Begins the next round of those whose round is under way, if all take part and know what they draft
-        in it, or has the wait for this one begin it. Returns the drafts that the wait is to begin, and the
-        error of a step that failed."""
+    def _begin_next(self, of: list[tuple[Generation, Rows]]) -> tuple[list[tuple[Generation, Draft]], Exception | None]:
+        """Begins the next round of those whose round is under way, if all take part and know what they draft in
+        it. Returns their drafts, or none, and the error of a step that failed."""
         theirs = [generation for generation, _ in of]
         if theirs != self._running or not all(one.could_go_on() for one in theirs):
             return [], None
         drafts = [(one, draft) for one in theirs if (draft := one.next_draft()) is not None]
-        if len(drafts) == len(theirs):
-            plain = not any(draft.size for _, draft in drafts)
-            if plain and all(rows.width == 1 for _, rows in of):
-                return [], self._follow(of)
-            if self._follow_with([draft for _, draft in drafts]):
-                return drafts, None
-        for one in theirs:
-            one.behind()
-        return [], None
-
-    def _follow_with(self, drafts: list[Draft]) -> bool:
-        """Has the wait for the round that is under way begin the next one. Returns whether it will try."""
-        sources = {draft.by for draft in drafts if draft.size}
-        if len(sources) > 1 or sum(draft.size + 1 for draft in drafts) > MAX_ROWS:
-            return False
+        sources = {draft.by for _, draft in drafts if draft.size}
+        rows = sum(draft.size + 1 for _, draft in drafts)
+        if len(drafts) < len(theirs) or len(sources) > 1 or rows > MAX_ROWS:
+            for one in theirs:
+                one.behind()
+            return [], None
         try:
-            self._engine.follow_with([draft.size for draft in drafts], *sources)
+            self._engine.begin(
+                [Rows(one.sequence, n=draft.size + 1, anchor=CHOSEN, source=draft.by) for one, draft in drafts]
+            )
         except (Cancelled, *NOTHING_DONE):
-            return False
-        return True
-
-    def _follow(self, of: list[tuple[Generation, Rows]]) -> Exception | None:
-        """Begins the next round of generations whose round is under way, if it can be. Returns the error of
-        one that failed."""
-        failure = None
-        try:
-            self._engine.follow()
-        except (Cancelled, *NOTHING_DONE):
-            return None  # It is begun once this one has ended.
+            return [], None  # It is begun once this one has ended.
         except Exception as error:
-            failure = error
-        else:
-            self._begun.append((of, 0.0))
-        for generation, _ in of:
-            generation.begun(NOTHING)
-        return failure
+            for one in theirs:  # What it committed before it failed is booked.
+                one.begun(NOTHING)
+            return [], error
+        return drafts, None
 
     def _verify(self, of: Sequence[tuple[Generation, Rows]]) -> Sequence[Verified | Exception]:
         return self._engine.verified([rows for _, rows in of])

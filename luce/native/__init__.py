@@ -5,11 +5,13 @@ closed in any order. Every failed call raises the LuceError subclass of its luce
 one-line message.
 """
 
-from luce.native.engine import Checkpoint, Drafts, Engine, Rows, Sequence, Source, Verified
+from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, Rows, Sequence, Source, Verified
 from luce.native.files import File, Model, Progress
 from luce.native.library import Handle, IntArray, Library, Lists, default, load, use
 
 __all__ = [
+    "CHOSEN",
+    "DRAFTED",
     "Checkpoint",
     "Drafts",
     "Engine",

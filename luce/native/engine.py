@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections.abc
-import threading
 from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luce.errors import ArgumentError, NumericError, StateError
 from luce.native.files import Model, engine_params
-from luce.native.library import Handle, IntArray, Lists
+from luce.native.library import Handle, IntArray, Library, Lists
 from luce.native.structs import (
     CheckpointInfo,
     Cost,
@@ -44,15 +43,22 @@ class Drafts(NamedTuple):
     source: Source = Source.NEXTN
 
 
+# What the anchor of Rows without tokens may be, beside a token: that of the sequence's last draft, whose first
+# n - 1 drafts follow it, or what the round ahead chooses.
+DRAFTED, CHOSEN = -2, -1
+
+
 class Rows(NamedTuple):
-    """These are the rows of one sequence in a verify step: `tokens` with their `parents` (None for a chain).
-    Where tokens is None they are the first n rows of the sequence's last draft: its anchor and n - 1
-    drafts."""
+    """The rows of one sequence in a round: `tokens` with their `parents` (None for a chain). Where tokens is
+    None they are the `anchor` and n - 1 drafts, which never left the device: `source` drafts them after a token
+    or CHOSEN."""
 
     sequence: Sequence
     tokens: IntArray | None = None
     parents: IntArray | None = None
     n: int = 0
+    anchor: int = DRAFTED
+    source: Source = Source.NEXTN
 
     @property
     def width(self) -> int:
@@ -66,6 +72,30 @@ class Verified(NamedTuple):
 
     tokens: list[int]
     choices: list[int]
+
+
+class _Results:
+    """What the core writes of a round whose items have `widths` rows."""
+
+    def __init__(self, library: Library, widths: list[int]):
+        new, self.library, self.widths = library.ffi.new, library, widths
+        self.rows = sum(widths)
+        self.choices, self.tokens = new("int32_t[]", self.rows), new("int32_t[]", self.rows)
+        self.statuses = new("luce_status[]", len(widths))
+
+    def read(self, status: int) -> list[Verified | NumericError]:
+        """Returns the results of each item, of a call that returned `status`. Raises what failed all of it."""
+        failed, unpack = status == NumericError.code, self.library.ffi.unpack
+        if not failed:
+            self.library.check(status)
+        message = self.library.text(self.library.lib.luce_last_error()) if failed else ""
+        choices, tokens, at = unpack(self.choices, self.rows), unpack(self.tokens, self.rows), 0
+        results: list[Verified | NumericError] = []
+        for n, own in zip(self.widths, self.statuses, strict=True):
+            done = slice(at, at + n)
+            results.append(Verified(tokens[done], choices[done]) if own == 0 else NumericError(message))
+            at += n
+        return results
 
 
 class Engine(Handle):
@@ -82,9 +112,7 @@ class Engine(Handle):
         self.n_vocab, self.n_embd = model.info.n_vocab, model.info.n_embd
         # The device works while the host does something else, where that computes no experts.
         self.ahead = model.info.device != "cpu" and not model.cpu_experts
-        self._begun: list[list[int]] = []  # These are the rows of the steps that were begun, by item.
-        self._next: list[int] = []  # The round that follows has so many rows, by item.
-        self._verifying = threading.Lock()
+        self._begun: list[list[int]] = []  # The rows of the rounds that were begun, by item.
         # It is looked up now, since cffi locks to do it, and a signal handler may have interrupted who holds
         # that lock.
         self._cancel = library.lib.luce_engine_cancel
@@ -133,68 +161,48 @@ class Engine(Handle):
         return [each.choices if isinstance(each, Verified) else each for each in self.verified(items)]
 
     def verified(self, items: collections.abc.Sequence[Rows]) -> list[Verified | NumericError]:
-        """Runs the same step, and returns the tokens of its rows too. Verifies of several threads wait for
-        each other."""
-        with self._verifying:
-            self.start(items)
-            return self.wait()
-
-    def start(self, items: collections.abc.Sequence[Rows]) -> None:
-        """Begins a verify, whose results wait() returns. Those of earlier ones are dropped."""
+        """Runs the same step, and returns the tokens of its rows too."""
         widths = [item.width for item in items]
         made, _kept = self._made(items, widths)
+        results, verify = _Results(self.library, widths), self.library.lib.luce_engine_verify
         self._begun = []
-        self.library.check(self.library.lib.luce_engine_start(self.handle, made, len(items)))
+        status = verify(self.handle, made, len(items), results.choices, results.tokens, results.rows, results.statuses)
+        return results.read(status)
+
+    def begin(self, items: collections.abc.Sequence[Rows]) -> None:
+        """Begins a round, whose results wait() returns. Those of earlier ones are dropped.
+
+        Where all anchors are CHOSEN, in the order of the round ahead, it goes on from that one instead: it
+        commits the rows that the choices there accept. It is on the device at once where both rounds have one row
+        of each sequence. Else the wait for the round ahead begins it, unless something stands in the way, such as
+        logits that are not finite, pages or a context that run out, or a cancel: under_way then tells that it is
+        gone."""
+        widths = [item.width for item in items]
+        made, _kept = self._made(items, widths)
+        if not any(item.tokens is None and item.anchor == CHOSEN for item in items):
+            self._begun = []
+        self.library.check(self.library.lib.luce_engine_begin(self.handle, made, len(items)))
         self._begun.append(widths)
-
-    def follow(self) -> None:
-        """Begins a step for the sequences of the last one that was begun, which had one row each. It commits
-        these rows and verifies the choices after them, which need not be known yet. At most two steps may be
-        under way."""
-        null = self.library.ffi.NULL
-        self.library.check(self.library.lib.luce_engine_follow(self.handle, null, 0, 0))
-        self._begun.append(self._begun[-1])
-
-    def follow_with(self, drafts: collections.abc.Sequence[int], source: Source = Source.NEXTN) -> None:
-        """Has wait() begin the next round of the sequences of the step that was begun, as soon as that has
-        ended: it commits the rows that the choices accept, and drafts and verifies so many tokens of each.
-        under_way says whether it did. It does not where something stands in the way, such as logits that are
-        not finite, pages or a context that run out, or a cancel."""
-        made = self.library.ffi.new("uint32_t[]", [max(n, 0) for n in drafts])
-        self.library.check(self.library.lib.luce_engine_follow(self.handle, made, len(drafts), source))
-        self._next = [n + 1 for n in drafts]
 
     @property
     def under_way(self) -> int:
-        """Returns how many steps were begun and not waited for."""
+        """Returns how many rounds can be waited for."""
         return len(self._begun)
 
     def wait(self) -> list[Verified | NumericError]:
-        """Returns the results of the first step that was begun, as verified() does."""
+        """Returns the results of the first round that was begun, as verified() does."""
         if not self._begun:
-            raise StateError("there is nothing to wait for: start a step")
-        ffi, widths, lib = self.library.ffi, self._begun.pop(0), self.library.lib
-        following, self._next, total = self._next, [], sum(widths)
-        choices, tokens = ffi.new("int32_t[]", total), ffi.new("int32_t[]", total)
-        statuses, followed = ffi.new("luce_status[]", len(widths)), ffi.new("int32_t *")
-        status = lib.luce_engine_wait(self.handle, choices, tokens, total, statuses, len(widths), followed)
-        failed = status == NumericError.code
-        if not failed:
-            self.library.check(status)
-        if followed[0]:
-            self._begun.append(following)
-        message = self.library.text(lib.luce_last_error()) if failed else ""
-        found, rows, at = ffi.unpack(choices, total), ffi.unpack(tokens, total), 0
-        results: list[Verified | NumericError] = []
-        for n, own in zip(widths, statuses, strict=True):
-            done = slice(at, at + n)
-            results.append(Verified(rows[done], found[done]) if own == 0 else NumericError(message))
-            at += n
-        return results
+            raise StateError("there is nothing to wait for: begin a round")
+        results, left = _Results(self.library, self._begun.pop(0)), self.library.ffi.new("uint32_t *")
+        status = self.library.lib.luce_engine_wait(
+            self.handle, results.choices, results.tokens, results.rows, results.statuses, len(results.widths), left
+        )
+        del self._begun[left[0] :]  # What was to go on from this one may be dropped.
+        return results.read(status)
 
     def _made(self, items: collections.abc.Sequence[Rows], widths: list[int]) -> tuple[Any, list[Any]]:
-        """Returns items as luce_verify_item[], and what they point to."""
-        made = self.library.ffi.new("luce_verify_item[]", max(len(items), 1))
+        """Returns items as luce_round_item[], and what they point to."""
+        made = self.library.ffi.new("luce_round_item[]", max(len(items), 1))
         kept: list[Any] = []
         for struct, item, n in zip(made, items, widths, strict=False):
             if item.parents is not None:
@@ -205,7 +213,15 @@ class Engine(Handle):
             if item.tokens is not None:
                 struct.tokens = tokens = self.library.ints(item.tokens)
                 kept.append(tokens)
-            struct.sequence, struct.n = item.sequence.handle, n
+            else:
+                struct.source = item.source
+                try:
+                    struct.anchor = item.anchor
+                except OverflowError:
+                    raise ArgumentError(f"{item.anchor} does not fit into 32 bits") from None
+            struct.n = n
+            if item.tokens is not None or item.anchor != CHOSEN:  # Else the round ahead has it.
+                struct.sequence = item.sequence.handle
         return made, kept
 
     def load_checkpoint(self, data: bytes | memoryview) -> Checkpoint:

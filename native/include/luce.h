@@ -15,6 +15,10 @@
  *   4 commit  append the accepted rows to the sequence; rejected rows leave no trace
  *   Plain decoding is a round without candidates.
  *
+ * The order below: library, files, models, engines; then the calls of one sequence after the other (open, prefill, verify,
+ * choose, commit); then rounds that are begun and waited for, and drafts; then checkpoints; then functions on host arrays;
+ * last what only inspects.
+ *
  * What is promised: a sequence's tokens depend on the model, its prompt, seed and sampling alone. They depend on no
  * drafts, on no sequences beside it, and not on whether its prompt came from a checkpoint. For that a row of a step has
  * the same bits whatever else is in the step. Tests show it on CPUs and on Hopper GPUs; no others were tried.
@@ -44,7 +48,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 13 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 14 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
@@ -166,15 +170,6 @@ typedef struct luce_model_params {
     uint32_t n_cpu_experts;
 } luce_model_params;
 
-typedef struct luce_sampling {
-    uint64_t struct_size;
-    uint64_t seed;
-    float temperature; /* 0: greedy, the lowest id on a tie; >= 0. Below 6e-39 it counts as 6e-39 */
-    float top_p; /* (0, 1]; 0 = off (1) */
-    float min_p; /* [0, 1); 0 = off */
-    int32_t top_k; /* 0 = off; >= 0 */
-} luce_sampling;
-
 typedef struct luce_engine_params {
     uint64_t struct_size;
     uint32_t n_ctx; /* positions of one sequence; 0: the model's training context, at most 4096 */
@@ -252,78 +247,12 @@ typedef struct luce_engine_info {
 } luce_engine_info;
 LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out);
 
-/* What a step costs over a short context: the time from its begin to its choices on the host, at the opening. */
-typedef struct luce_cost {
-    uint32_t rows; /* of the step */
-    /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows` sequences; 2: a DFlash block
-     * for each of them; 3: as 1, of LUCE_SOURCE_PART; 4: what the head is fed, before it drafts, of `rows` rows that
-     * were verified in steps of one row each */
-    uint32_t drafts;
-    float seconds;
-} luce_cost;
-/* The costs come in the order of drafts, then of rows, for each number of rows from 1 to the most that a step can have.
- * out NULL: *n becomes the number of entries; else *n entries at most are written and counted. */
-LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n);
-
 /* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first, after
  * a step at most. Any thread and signal handlers may call it, also while the engine works. It sets no last error. */
 LUCE_API luce_status luce_engine_cancel(luce_engine *engine);
 
-typedef enum luce_source {
-    LUCE_SOURCE_NEXTN = 0, /* a chain: the head goes on from its own hidden state, a step a draft */
-    LUCE_SOURCE_DFLASH = 1, /* a block: choices for the positions after the anchor, all in one step */
-    LUCE_SOURCE_PART = 2 /* as NEXTN, but the head chooses among the first n_part tokens alone */
-} luce_source;
-
-/* Drafts a chain for each of several sequences, all with one source. The drafts stay on the device, for a verify
- * without tokens. Nothing committed is changed; rows that are verified and not committed are dropped. */
-typedef struct luce_draft_item {
-    luce_sequence *sequence; /* with at least one committed token */
-    int32_t anchor;
-    uint32_t n; /* drafts: 1..n_draft of the head, 1..n_block - 1 of a block */
-} luce_draft_item;
-/* It does not wait for the device. E_CONTEXT when n_past + n would reach n_ctx (a verify of them has a row more),
- * E_STATE in an engine without drafts of the source, E_MEMORY when pages run out: then nothing was done. E_DEVICE,
- * E_INTERNAL: a step failed, and its sequences are failed; others have their drafts, or are as they were. */
-LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* luce_source */,
-                                       const luce_draft_item *items, uint32_t n_items);
-
-/* A verify runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Row 0 of an item is its anchor
- * (parents[0] = -1), and row i > 0 follows row parents[i] < i, in depth-first order. A row sees the committed tokens, its
- * ancestors and itself, at position n_past + depth. It commits nothing; a sequence's second verify replaces its first. */
-typedef struct luce_verify_item {
-    luce_sequence *sequence; /* each at most once */
-    /* n; NULL: the anchor and first n - 1 drafts of the sequence's last draft, with no copy to the host in between */
-    const int32_t *tokens;
-    const int32_t *parents; /* n; NULL: a chain */
-    uint32_t n; /* rows, 1..n_rows */
-} luce_verify_item;
-/* Begins a verify, and drops the results of those before; on a GPU it does not wait for the device. E_ARG, E_CONTEXT
- * (the deepest row would pass n_ctx), E_STATE, E_MEMORY (pages), E_CANCELLED: nothing was done, all sequences are as
- * they were. E_DEVICE, E_INTERNAL: all sequences of the step are failed. */
-LUCE_API luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items, uint32_t n_items);
-/* Begins the next round of the sequences of the last step: of each it commits the rows that the step's choices accept
- * (luce_accept), drafts n_drafts[i] tokens of `source` after the choice behind them, or none, and verifies them.
- * n_drafts NULL (n_items and source are not read): none drafts, and the step had one row each. The round begins at once,
- * and two steps are under way then, which is the most. It fails as luce_engine_start does. With n_drafts (n_items, in the
- * step's order) luce_engine_wait begins it, unless a start comes first. E_ARG: too many drafts for the source, a sequence
- * or a step, or other items. E_CANCELLED. E_STATE: there is no step, one follows already, or no drafts of the source. */
-LUCE_API luce_status luce_engine_follow(luce_engine *engine, const uint32_t *n_drafts, uint32_t n_items,
-                                        int32_t source /* luce_source */);
-/* Waits for the oldest step that was begun. choices (n_rows, item by item) gets the target's token after each row, and
- * tokens (n_rows, or NULL) the rows' own, -1 for a draft whose logits were not finite. status (n_items) says of each item
- * LUCE_OK, or E_NUMERIC where the target's were not: its sequence is failed, and its choices and tokens are not written.
- * The call then returns E_NUMERIC too, and so does the wait for a step that follows. *followed (or NULL) is 1 where it
- * has begun a round that luce_engine_follow asked for, whose errors are those of its own wait, else 0: that commits
- * nothing where logits were not finite, pages, memory or the context run out, a sequence was closed or has penalties, a
- * cancel is due, or a call has dropped its rows. After any other error nothing is written. E_DEVICE, E_INTERNAL: all
- * sequences of the step are failed. E_STATE: there is no step. E_ARG: it has other rows or items, and can be waited for
- * again. Until a step is waited for, other calls on the engine, its sequences and checkpoints let all steps end first,
- * whose results stay; but lookups, infos, saves and closing a sequence leave the steps alone. */
-LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tokens, uint32_t n_rows,
-                                      luce_status *status, uint32_t n_items, int32_t *followed);
-
 /* ---- sequence: one timeline ------------------------------------------------------------------- */
+
 /* Opens an empty timeline, which takes no device memory of its own. E_MEMORY when n_sequences are open. */
 LUCE_API luce_status luce_sequence_open(luce_sequence **out, luce_engine *engine);
 LUCE_API luce_status luce_sequence_close(luce_sequence *sequence);
@@ -340,8 +269,60 @@ typedef struct luce_sequence_info {
 } luce_sequence_info;
 LUCE_API luce_status luce_sequence_get_info(luce_sequence *sequence, luce_sequence_info *out);
 
+typedef struct luce_sampling {
+    uint64_t struct_size;
+    uint64_t seed;
+    float temperature; /* 0: greedy, the lowest id on a tie; >= 0. Below 6e-39 it counts as 6e-39 */
+    float top_p; /* (0, 1]; 0 = off (1) */
+    float min_p; /* [0, 1); 0 = off */
+    int32_t top_k; /* 0 = off; >= 0 */
+} luce_sampling;
+
 /* Sets how choices are made after this call (luce_sample is the rule). The default, and NULL, is greedy. */
 LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const luce_sampling *sampling);
+
+/* Commits the next n >= 1 tokens of a prompt in one step, which may not pass the end of a chunk:
+ * n_past % n_chunk + n <= n_chunk. Where a prompt is cut decides the last bits of what follows: cut prompts that begin
+ * alike at the same places. choice NULL: more of the prompt follows; else it receives the token that is chosen after
+ * the last one. E_ARG, E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */
+LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
+                                           int32_t *choice);
+
+typedef enum luce_source {
+    LUCE_SOURCE_NEXTN = 0, /* a chain: the head goes on from its own hidden state, a step a draft */
+    LUCE_SOURCE_DFLASH = 1, /* a block: choices for the positions after the anchor, all in one step */
+    LUCE_SOURCE_PART = 2 /* as NEXTN, but the head chooses among the first n_part tokens alone */
+} luce_source;
+
+/* The anchor of a round item without tokens, if it is no token. */
+enum {
+    LUCE_CHOSEN = -1, /* what the round ahead chooses; the item is of the same item's sequence there */
+    LUCE_DRAFTED = -2 /* that of the last luce_engine_draft, whose first n - 1 drafts follow it */
+};
+
+/* The rows of one sequence in a round: the anchor and its candidates, LUCE_MAX_ROWS in all of the round's items. A row sees
+ * the committed tokens, its ancestors and itself, at position n_past + depth. */
+typedef struct luce_round_item {
+    luce_sequence *sequence; /* each at most once; not read with LUCE_CHOSEN */
+    const int32_t *tokens; /* (n), row 0 the anchor; NULL: [anchor, n - 1 drafts], on the device */
+    const int32_t *parents; /* (n) in depth-first order: parents[0] = -1, parents[i] < i; NULL: a chain */
+    uint32_t n; /* rows, 1..n_rows */
+    int32_t anchor; /* where tokens is NULL: a token, LUCE_CHOSEN or LUCE_DRAFTED */
+    int32_t source; /* luce_source: who drafts after a token or LUCE_CHOSEN; one in a round */
+} luce_round_item;
+
+/* Runs one forward over the rows of several sequences, and waits for it: luce_engine_begin and luce_engine_wait in one. It
+ * commits nothing; a sequence's second verify replaces its first.
+ *
+ * choices (n_rows, item by item) gets the target's token after each row. tokens (n_rows, or NULL) gets the rows' own: -1 for
+ * a draft whose logits were not finite. status (n_items) says of each item LUCE_OK, or E_NUMERIC where the target's were
+ * not: its sequence is failed, and its choices and tokens are not written. The call then returns E_NUMERIC too.
+ *
+ * E_ARG (n_rows is another sum than the items', ..), E_CONTEXT (the deepest row would pass n_ctx), E_STATE, E_MEMORY (pages),
+ * E_CANCELLED: nothing was done. E_DEVICE, E_INTERNAL: all sequences of the step are failed. */
+LUCE_API luce_status luce_engine_verify(luce_engine *engine, const luce_round_item *items, uint32_t n_items,
+                                        int32_t *choices, int32_t *tokens, uint32_t n_rows,
+                                        luce_status *status);
 
 /* What changes a row's logits before a choice, by the tokens before it. First each bias is added. Then the logit of
  * every token that occurs before is divided by `repetition` where it is positive, and else multiplied by it. Then
@@ -367,18 +348,71 @@ LUCE_API luce_status luce_sequence_set_penalties(luce_sequence *sequence, const 
 
 /* Chooses the token after one row of the engine's last verify, or after its last prefill with a choice (row 0). The
  * sequence's penalties count the tokens before it: committed ones and the row's path. The mask says which tokens are
- * allowed: token i where bit i % 8 of byte i / 8 is set, and none beyond mask_size bytes; NULL allows all. Walk from
- * row 0 to the child whose token was chosen, and on: a row that is not accepted needs no mask. E_ARG where the mask
- * allows none, E_STATE when the engine has run another step since, or the rows are committed: nothing was done. */
+ * allowed: token i where bit i % 8 of byte i / 8 is set, and none beyond mask_size bytes; NULL allows all.
+ *
+ * Walk from row 0 to the child whose token was chosen, and on: a row that is not accepted needs no mask. E_ARG where the
+ * mask allows none, E_STATE when the engine has run another step since, or the rows are committed: nothing was done. */
 LUCE_API luce_status luce_sequence_choose(luce_sequence *sequence, uint32_t row, const uint8_t *mask,
                                           uint64_t mask_size, int32_t *token);
 
-/* Commits the next n >= 1 tokens of a prompt in one step, which may not pass the end of a chunk:
- * n_past % n_chunk + n <= n_chunk. Where a prompt is cut decides the last bits of what follows: cut prompts that begin
- * alike at the same places. choice NULL: more of the prompt follows; else it receives the token that is chosen after
- * the last one. E_ARG, E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */
-LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
-                                           int32_t *choice);
+/* The accept rule: from row 0 step to the child whose token equals choices[row]; stop where there is none. parents
+ * NULL: a chain. path has room for n rows; *next is the choice after the last accepted row: the new anchor. */
+LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices,
+                                 uint32_t n, int32_t *path, uint32_t *n_path, int32_t *next);
+
+/* Appends rows path[0] = 0, path[1], ... of the last verify, each the child of the one before. Bookkeeping on the
+ * host: what has to move on the device is done at the start of the sequence's next step. */
+LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t *path, uint32_t n);
+
+/* Reads the F32 logits of one row; n must be n_vocab. It is a row of the engine's last verify, row 0 of its last
+ * prefill with a choice (the prompt's last token), or row i of its last DFlash block: the drafter's for the token at
+ * the anchor's position + i, -1e30 where it lacks a token. E_STATE when the engine has run another step since. */
+LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
+
+/* ---- rounds: begun here, waited for later ------------------------------------------------------- */
+
+/* A round is a verify, with the drafts that it asks for, that is begun by one call and waited for by another: so the device
+ * works while the host does something else. Two may be begun at once, of which the second goes on from the first. */
+
+/* Begins a round of the items' sequences, and does not wait for the device: it drafts what is to be drafted, and verifies
+ * all rows. The results of earlier rounds are dropped, and may be where it fails.
+ *
+ * With LUCE_CHOSEN, in all items or none, it goes on from the round ahead, the only one that was not waited for: of each
+ * sequence it commits the rows that the choices accept (luce_accept). Where both rounds have one row of each sequence it
+ * is on the device at once; else the wait for the round ahead begins it, or drops it.
+ *
+ * E_ARG, E_CONTEXT, E_STATE (no round is ahead, it failed, one follows it, or a sequence of it was closed or lost its row),
+ * E_MEMORY, E_CANCELLED: nothing was done, all sequences are as they were. E_DEVICE, E_INTERNAL: all sequences of the round
+ * are failed, and nothing is to be waited for but the round ahead. */
+LUCE_API luce_status luce_engine_begin(luce_engine *engine, const luce_round_item *items, uint32_t n_items);
+
+/* Waits for the oldest round, and gives its results as luce_engine_verify does. E_NUMERIC is also the result of the round
+ * that is behind it on the device. *left (or NULL) gets the number of rounds that can be waited for after it: 0 or 1.
+ *
+ * A round that this wait is to begin is dropped after any error, and where a draft's logits were not finite, pages or the
+ * context run out, a sequence was closed or has penalties, a cancel is due, or a call has dropped its rows: nothing of it
+ * was done. Once it has begun, its errors are those of its own wait.
+ *
+ * E_DEVICE, E_INTERNAL: all sequences of the round are failed, and only *left is written. E_STATE: there is no round.
+ * E_ARG: it has other rows or items, and can be waited for again. In both nothing is written.
+ *
+ * Until a round is waited for, other calls on the engine, its sequences and checkpoints let it end first, and its results
+ * stay. Lookups, infos, saves and closing a sequence leave it alone. */
+LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tokens, uint32_t n_rows,
+                                      luce_status *status, uint32_t n_items, uint32_t *left);
+
+/* Drafts a chain for each of several sequences, all with one source. The drafts stay on the device, for a round
+ * of LUCE_DRAFTED. Nothing committed is changed; rows that are verified and not committed are dropped. */
+typedef struct luce_draft_item {
+    luce_sequence *sequence; /* with at least one committed token */
+    int32_t anchor;
+    uint32_t n; /* drafts: 1..n_draft of the head, 1..n_block - 1 of a block */
+} luce_draft_item;
+/* It does not wait for the device. E_CONTEXT when n_past + n would reach n_ctx (a verify of them has a row more),
+ * E_STATE in an engine without drafts of the source, E_MEMORY when pages run out: then nothing was done. E_DEVICE,
+ * E_INTERNAL: a step failed, and its sequences are failed; others have their drafts, or are as they were. */
+LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* luce_source */,
+                                       const luce_draft_item *items, uint32_t n_items);
 
 /* Reads the n tokens of the last draft. It waits for the device only where no verify has done so since. A draft
  * whose logits were not finite is E_NUMERIC; the sequence is not failed by it. */
@@ -390,38 +424,53 @@ LUCE_API luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *t
 LUCE_API luce_status luce_sequence_get_lists(luce_sequence *sequence, int32_t *ids, float *scores,
                                              uint32_t depth, uint32_t k);
 
-/* Appends rows path[0] = 0, path[1], ... of the last verify, each the child of the one before. Bookkeeping on the
- * host: what has to move on the device is done at the start of the sequence's next step. */
-LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t *path, uint32_t n);
-
-/* Reads the F32 logits of one row; n must be n_vocab. It is a row of the engine's last verify, row 0 of its last
- * prefill with a choice (the prompt's last token), or row i of its last DFlash block: the drafter's for the token at
- * the anchor's position + i, -1e30 where it lacks a token. E_STATE when the engine has run another step since. */
-LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
-
-/* Reads the F32 hidden state of one row of the engine's last verify, after the output norm: what the logits are a product
- * of. n must be n_embd. It waits for the device. E_STATE when the engine has run another step since. */
-LUCE_API luce_status luce_sequence_get_hidden(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
-
-/* Writes the committed state as bytes, for tests and inspection: KV, recurrent state, the drafters' KV, the hidden
- * state, tokens. Sequences with the same committed tokens give the same bytes, however their rounds went. data NULL:
- * only the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
-LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
-
 /* Drafts what followed where the text stood before: the committed tokens, then `anchor`. Earlier positions match where
  * their last four tokens are those at the end. The newest 32 are compared, over 256 tokens at most. The longest match
- * is taken, of equal ones the newest; *matched is its length, 0 where there is none. What followed it goes to `draft`;
- * where that reaches the end of the text, it goes on with draft itself. *n: in, the most tokens; out, how many, 0 or
- * all. The first call indexes all tokens. It waits for no device. */
+ * is taken, of equal ones the newest; *matched is its length, 0 where there is none.
+ *
+ * What followed it goes to `draft`; where that reaches the end of the text, it goes on with draft itself. *n: in, the most
+ * tokens; out, how many, 0 or all. The first call indexes all tokens. It waits for no device. */
 LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t anchor, int32_t *draft,
                                           uint32_t *n, uint32_t *matched);
+
+/* The draft tree makes rows for luce_engine_begin. A drafter has a list for each depth, of which `budget` nodes are taken,
+ * best first by the sum of scores along their path. A node comes after its parent and its better siblings; ties go to the
+ * lexicographically smaller path of ranks. Then a chain of n_chain tokens is joined, shared prefixes once.
+ *
+ * tokens, parents, sources: room for 1 + budget + n_chain <= LUCE_MAX_ROWS rows, of which *n are written, depth first, the
+ * anchor first. sources: whose candidate a row is, 1 the lists', 2 the chain's, 3 of both. lists may be NULL where budget
+ * is 0. E_ARG; E_NUMERIC where a score is NaN. */
+typedef struct luce_lists {
+    uint64_t struct_size;
+    const int32_t *ids; /* (depth, k) best first; < 0: the list ends before it */
+    const float *scores; /* (depth, k); -inf: the list ends before it */
+    uint32_t depth, k;
+    int32_t comb; /* 1: lists follow the first choices, which alone have children; 0: any node above */
+} luce_lists;
+LUCE_API luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, const int32_t *chain,
+                               uint32_t n_chain, int32_t *tokens, int32_t *parents, uint8_t *sources,
+                               uint32_t *n);
+
+/* What a step costs over a short context: the time from its begin to its choices on the host, at the opening. */
+typedef struct luce_cost {
+    uint32_t rows; /* of the step */
+    /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows` sequences; 2: a DFlash block
+     * for each of them; 3: as 1, of LUCE_SOURCE_PART; 4: what the head is fed, before it drafts, of `rows` rows that
+     * were verified in steps of one row each */
+    uint32_t drafts;
+    float seconds;
+} luce_cost;
+/* The costs come in the order of drafts, then of rows, for each number of rows from 1 to the most that a step can have.
+ * out NULL: *n becomes the number of entries; else *n entries at most are written and counted. */
+LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n);
 
 /* ---- checkpoint: where sequences start --------------------------------------------------------- */
 
 /* Keeps the sequence's present position, where n_past is a multiple of LUCE_PAGE and nothing but prefill of whole pages
  * brought it there (E_STATE otherwise). A prompt that is resumed there gives the bits of a cold one that is cut at the
- * same places, this one among them. Pages are shared, and the recurrent state is copied on the device: no call waits.
- * E_MEMORY when n_checkpoints are on the device. */
+ * same places, this one among them.
+ *
+ * Pages are shared, and the recurrent state is copied on the device: no call waits. E_MEMORY when n_checkpoints are on the device. */
 LUCE_API luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence);
 LUCE_API luce_status luce_checkpoint_close(luce_checkpoint *checkpoint);
 
@@ -442,6 +491,7 @@ LUCE_API luce_status luce_checkpoint_move(luce_checkpoint *checkpoint, int32_t o
 /* Write a checkpoint as bytes, and load it, into host memory, in any engine of the same model, kv_type, n_chunk and
  * kinds of drafters, of the same build of luce on the same kind of device with the same libraries: elsewhere a prompt has
  * other last bits. The bytes carry all of this, a version and a checksum: E_ARG names what does not fit.
+ *
  * data NULL: only the size. A save keeps the engine waiting for 2 MiB at a time; E_STATE: it was closed meanwhile. */
 LUCE_API luce_status luce_checkpoint_save(luce_checkpoint *checkpoint, void *data, uint64_t *size);
 LUCE_API luce_status luce_checkpoint_load(luce_checkpoint **out, luce_engine *engine, const void *data,
@@ -456,36 +506,15 @@ LUCE_API luce_status luce_sequence_resume(luce_sequence *sequence, luce_checkpoi
 
 /* Chooses the token at `position`. With z = (logit - largest) / temperature it keeps the first top_k in the order
  * (logit descending, id ascending), of these the fewest first ones whose probabilities reach top_p, and of these the
- * ones at least min_p times as probable as the first. The token is the kept id with the largest z + G, the lowest on a
- * tie. G = -log(-log(u)), u = (x + 1/2) / 2^32, and x is word id % 4 of Philox4x32-10(key = seed, counter = (position,
- * id / 4)): an exact sample of the renormalised softmax (Gumbel-max). Probabilities are integers of 2^-40 of the
- * largest; z and G are F32 with luce's own exp and log. So the CPU and a GPU choose alike of the same logits. A logit
- * of -inf is never chosen. E_NUMERIC when one is NaN or +inf, or all are -inf. */
+ * ones at least min_p times as probable as the first. The token is the kept id with the largest z + G, the lowest on a tie.
+ *
+ * G = -log(-log(u)), u = (x + 1/2) / 2^32, and x is word id % 4 of Philox4x32-10(key = seed, counter = (position, id / 4)):
+ * an exact sample of the renormalised softmax (Gumbel-max). Probabilities are integers of 2^-40 of the largest; z and G are
+ * F32 with luce's own exp and log. So the CPU and a GPU choose alike of the same logits.
+ *
+ * A logit of -inf is never chosen. E_NUMERIC when one is NaN or +inf, or all are -inf. */
 LUCE_API luce_status luce_sample(const float *logits, uint32_t n, const luce_sampling *sampling,
                                  uint64_t position, int32_t *token);
-
-/* The accept rule: from row 0 step to the child whose token equals choices[row]; stop where there is none. parents
- * NULL: a chain. path has room for n rows; *next is the choice after the last accepted row: the new anchor. */
-LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices,
-                                 uint32_t n, int32_t *path, uint32_t *n_path, int32_t *next);
-
-/* The draft tree makes rows for luce_engine_start. A drafter has a list for each depth, of which `budget` nodes are
- * taken, best first by the sum of scores along their path. A node comes after its parent and its better siblings; ties
- * go to the lexicographically smaller path of ranks. comb 1: the lists follow the first choices alone, so only these
- * have children; 0: each list holds for every node above it. Then a chain of n_chain tokens is joined, shared prefixes
- * once. tokens, parents, sources: room for 1 + budget + n_chain <= LUCE_MAX_ROWS rows, of which *n are written, depth
- * first, the anchor first. sources: whose candidate a row is, 1 the lists', 2 the chain's, 3 of both. lists may be
- * NULL where budget is 0. E_ARG; E_NUMERIC where a score is NaN. */
-typedef struct luce_lists {
-    uint64_t struct_size;
-    const int32_t *ids; /* (depth, k) best first; < 0: the list ends before it */
-    const float *scores; /* (depth, k); -inf: the list ends before it */
-    uint32_t depth, k;
-    int32_t comb;
-} luce_lists;
-LUCE_API luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, const int32_t *chain,
-                               uint32_t n_chain, int32_t *tokens, int32_t *parents, uint8_t *sources,
-                               uint32_t *n);
 
 typedef struct luce_type_info {
     uint64_t struct_size;
@@ -501,6 +530,17 @@ LUCE_API luce_status luce_type_get(int32_t type, luce_type_info *out);
  * dst_size must be exactly the result's size in bytes. */
 LUCE_API luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row,
                                    void *dst, uint64_t dst_size);
+
+/* ---- inspection: for tests ----------------------------------------------------------------------- */
+
+/* Reads the F32 hidden state of one row of the engine's last verify, after the output norm: what the logits are a product
+ * of. n must be n_embd. It waits for the device. E_STATE when the engine has run another step since. */
+LUCE_API luce_status luce_sequence_get_hidden(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
+
+/* Writes the committed state as bytes, for tests and inspection: KV, recurrent state, the drafters' KV, the hidden
+ * state, tokens. Sequences with the same committed tokens give the same bytes, however their rounds went. data NULL:
+ * only the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
+LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
 
 #ifdef __cplusplus
 }

@@ -5,6 +5,7 @@
 #include "engine/checkpoint.h"
 
 #include <algorithm>
+#include <array>
 
 using namespace luce;
 
@@ -35,7 +36,7 @@ luce_status luce_engine_close(luce_engine *engine) {
         e->cancel().name(0); // sequences may keep it alive
         {
             const std::lock_guard<std::recursive_mutex> lock(e->mutex());
-            e->settle(); // a step that is under way keeps its sequences
+            e->rounds().settle(); // a step that is under way keeps its sequences
         }
         g_engines.remove(engine);
     });
@@ -46,7 +47,7 @@ luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out) {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         check_struct(out, "out");
-        e->let_go();
+        e->rounds().let_go();
         put(out, e->info());
     });
 }
@@ -77,7 +78,7 @@ luce_status luce_engine_poison(luce_engine *engine) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
-        e->settle();
+        e->rounds().settle();
         e->reclaim();
         e->step().poison();
         e->cache().poison();
@@ -89,13 +90,15 @@ luce_status luce_engine_cancel(luce_engine *engine) {
 }
 
 // Returns the sequence of item i of a step, which must be of engine e and not in an item before.
+template <typename Item>
 static std::shared_ptr<Sequence> sequence_of(luce_sequence *handle, const Engine *e, uint32_t i,
-                                             const std::vector<std::shared_ptr<Sequence>> &before) {
+                                             const Item *before) {
     const auto s = g_sequences.get(handle);
     if (s->engine().get() != e) {
         fail(LUCE_E_ARG, "item %u: the sequence is another engine's", i);
     }
-    if (std::find(before.begin(), before.end(), s) != before.end()) {
+    const auto is_it = [&](const Item &item) { return item.sequence == s; };
+    if (std::any_of(before, before + i, is_it)) {
         fail(LUCE_E_ARG, "item %u: the sequence is in the step already", i);
     }
     return s;
@@ -122,60 +125,78 @@ luce_status luce_engine_draft(luce_engine *engine, int32_t source, const luce_dr
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         check_items(items, n_items);
         const Source from = checked_source(source);
-        std::vector<std::shared_ptr<Sequence>> kept;
-        std::vector<DraftItem> list;
+        struct {
+            std::shared_ptr<Sequence> sequence;
+        } kept[LUCE_MAX_ROWS];
+        DraftItem list[LUCE_MAX_ROWS];
         for (uint32_t i = 0; i < n_items; i++) {
-            kept.push_back(sequence_of(items[i].sequence, e.get(), i, kept));
-            list.push_back({kept.back().get(), items[i].anchor, items[i].n});
+            kept[i].sequence = sequence_of(items[i].sequence, e.get(), i, kept);
+            list[i] = {kept[i].sequence.get(), items[i].anchor, items[i].n};
         }
-        e->draft(from, list.data(), n_items);
+        e->rounds().draft(from, list, n_items);
     });
 }
 
-static std::vector<VerifyItem> checked_items(const std::shared_ptr<Engine> &e, const luce_verify_item *items,
-                                             uint32_t n_items) {
+using RoundItems = std::array<RoundItem, LUCE_MAX_ROWS>;
+
+static void check_round(const luce_round_item *items, uint32_t n_items, const Engine *e, RoundItems &out) {
     check_items(items, n_items);
-    std::vector<std::shared_ptr<Sequence>> kept;
-    std::vector<VerifyItem> list;
     for (uint32_t i = 0; i < n_items; i++) {
-        kept.push_back(sequence_of(items[i].sequence, e.get(), i, kept));
-        list.push_back({kept.back(), items[i].tokens, items[i].parents, items[i].n});
+        const luce_round_item &item = items[i];
+        out[i] = {nullptr, item.tokens, item.parents, item.n, item.anchor, Source::nextn};
+        if (!out[i].chosen()) {
+            out[i].sequence = sequence_of(item.sequence, e, i, out.data());
+        }
+        if (out[i].drafts()) {
+            out[i].source = checked_source(item.source);
+        }
     }
-    return list;
 }
 
-luce_status luce_engine_start(luce_engine *engine, const luce_verify_item *items, uint32_t n_items) {
+luce_status luce_engine_verify(luce_engine *engine, const luce_round_item *items, uint32_t n_items,
+                               int32_t *choices, int32_t *tokens, uint32_t n_rows, luce_status *status) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
-        e->start(checked_items(e, items, n_items));
+        RoundItems list;
+        check_round(items, n_items, e.get(), list);
+        need(choices, "choices");
+        need(status, "status");
+        uint64_t rows = 0;
+        for (uint32_t i = 0; i < n_items; i++) {
+            if (list[i].chosen()) {
+                fail(LUCE_E_ARG, "item %u: its anchor has to be known", i);
+            }
+            rows += list[i].n;
+        }
+        if (rows != n_rows) {
+            fail(LUCE_E_ARG, "n_rows is %u, the items have %llu", n_rows, (unsigned long long) rows);
+        }
+        e->rounds().begin(list.data(), n_items);
+        uint32_t left = 0;
+        e->rounds().wait(choices, tokens, n_rows, status, n_items, &left);
     });
 }
 
-luce_status luce_engine_follow(luce_engine *engine, const uint32_t *n_drafts, uint32_t n_items,
-                               int32_t source) {
+luce_status luce_engine_begin(luce_engine *engine, const luce_round_item *items, uint32_t n_items) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
-        if (n_drafts == nullptr) {
-            return e->follow();
-        }
-        check_items(n_drafts, n_items);
-        e->follow_with({std::vector<uint32_t>(n_drafts, n_drafts + n_items), checked_source(source)});
+        RoundItems list;
+        check_round(items, n_items, e.get(), list);
+        e->rounds().begin(list.data(), n_items);
     });
 }
 
 luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tokens, uint32_t n_rows,
-                             luce_status *status, uint32_t n_items, int32_t *followed) {
+                             luce_status *status, uint32_t n_items, uint32_t *left) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         need(choices, "choices");
         need(status, "status");
-        const bool begun = e->wait(choices, tokens, n_rows, status, n_items);
-        if (followed != nullptr) {
-            *followed = begun;
-        }
+        uint32_t unused = 0;
+        e->rounds().wait(choices, tokens, n_rows, status, n_items, left == nullptr ? &unused : left);
     });
 }
 
@@ -189,7 +210,7 @@ template <typename Object, typename F> static void read(const std::shared_ptr<Ob
 }
 template <typename Object, typename F> static void locked(const std::shared_ptr<Object> &object, F &&f) {
     read(object, [&](Object &one) {
-        one.engine()->settle();
+        one.engine()->rounds().settle();
         f(one);
     });
 }
@@ -199,7 +220,7 @@ luce_status luce_sequence_open(luce_sequence **out, luce_engine *engine) {
         need(out, "out");
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
-        e->let_go();
+        e->rounds().let_go();
         *out = g_sequences.add(std::shared_ptr<Sequence>(new Sequence(e), DeleteLocked()));
     });
 }

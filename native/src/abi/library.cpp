@@ -250,9 +250,7 @@ luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int
         }
         parents = parents == nullptr ? chain : parents;
         check_parents(parents, n);
-        const std::vector<int32_t> accepted = accept(tokens, parents, choices, n, next);
-        std::copy(accepted.begin(), accepted.end(), path);
-        *n_path = uint32_t(accepted.size());
+        *n_path = accept(tokens, parents, choices, n, path, next);
     });
 }
 

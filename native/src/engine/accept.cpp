@@ -13,16 +13,19 @@ void check_parents(const int32_t *parents, uint32_t n) {
     }
 }
 
-std::vector<int32_t> accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices, uint32_t n,
-                            int32_t *next) {
-    std::vector<int32_t> path = {0};
+uint32_t accept(const int32_t *tokens, const int32_t *parents, const int32_t *choices, uint32_t n,
+                int32_t *path, int32_t *next) {
+    int32_t last = 0; // of the path
+    uint32_t accepted = 0;
+    path[accepted++] = last;
     for (uint32_t row = 1; row < n; row++) { // children come after their parents
-        if (parents[row] == path.back() && tokens[row] == choices[path.back()]) {
-            path.push_back(int32_t(row));
+        if (parents[row] == last && tokens[row] == choices[last]) {
+            last = int32_t(row);
+            path[accepted++] = last;
         }
     }
-    *next = choices[path.back()];
-    return path;
+    *next = choices[last];
+    return accepted;
 }
 
 } // namespace luce

@@ -66,9 +66,9 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
         d.log = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, log.log_size(), params.n_sequences);
         state_bytes_ += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
     }
-    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, choice_entry(STARTED, 0));
+    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, choice_entry(MAX_ENQUEUED, 0));
     state_bytes_ += ggml_nbytes(drafts_);
-    given_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2, choice_entry(STARTED, 0));
+    given_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2, choice_entry(MAX_ENQUEUED, 0));
     host_bytes_ = ggml_nbytes(given_);
     if (params.n_top > 0) {
         lists_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2 * int64_t(params.n_top), choice_entry(0, 0));
@@ -240,9 +240,6 @@ Timeline::Timeline(Cache &cache) : cache_(cache) {
     // lack memory.
     tokens_.reserve(cache.params().n_ctx);
     pages_.reserve(cache.max_pages());
-    pending_.reserve(MAX_ROWS);
-    parents_.reserve(MAX_ROWS);
-    verified_tokens_.reserve(MAX_ROWS);
     slot_ = cache.sequence_slots.take();
     clear();
 }
@@ -262,13 +259,11 @@ void Timeline::release_pages() {
 void Timeline::clear() {
     release_pages();
     tokens_.clear();
-    paid();
-    fresh_ = prompt_only_ = true;
-    pending_.clear();
-    parents_.clear();
-    bank_ = hidden_bank_ = 0;
+    debts_ = Debts();
+    prompt_only_ = true;
+    verified_.n = 0;
+    hidden_bank_ = 0;
     hidden_ = cache_.hidden_zero();
-    n_owed_ = 0;
     n_drafted_ = 0;
 }
 
@@ -280,7 +275,7 @@ void Timeline::resume(const std::vector<int32_t> &tokens, const std::vector<int3
     tokens_.assign(tokens.begin(), tokens.end());
     pages_.assign(pages.begin(), pages.end());
     hidden_ = cache_.hidden_row(slot_, 0, 0);
-    fresh_ = false;
+    debts_.fresh = false;
 }
 
 uint32_t Timeline::pages_wanted(uint32_t n) const {
@@ -296,72 +291,70 @@ void Timeline::take_pages(uint32_t n) {
 
 void Timeline::fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base) const {
     seq.slot = slot_;
-    seq.fresh = fresh_;
+    seq.fresh = debts_.fresh;
     seq.row0 = row0;
     seq.n_rows = n_rows;
     seq.n_past = int32_t(n_past());
-    seq.bank = bank_;
-    seq.n_replay = int32_t(n_replay_);
-    seq.n_move = int32_t(n_move_);
-    seq.n_move_head = int32_t(n_move_head_);
-    seq.n_move_drafter = int32_t(n_move_drafter_);
+    seq.bank = debts_.replay.bank;
+    seq.n_replay = int32_t(debts_.replay.n);
+    seq.n_move = int32_t(debts_.n_moves(KV_TRUNK));
+    seq.n_move_head = int32_t(debts_.n_moves(KV_HEAD));
+    seq.n_move_drafter = int32_t(debts_.n_moves(KV_DRAFTER));
     seq.n_new = 0;
     seq.pages = page_base;
-    std::copy(pending_.begin(), pending_.end(), seq.pending);
+    std::copy_n(debts_.replay.rows, debts_.replay.n, seq.pending);
 }
 
 int32_t Timeline::next_hidden(int32_t row) const {
-    return n_owed_ > 0 ? owed_row(int32_t(n_owed_) + row) : cache_.hidden_row(slot_, hidden_bank_ ^ 1, row);
-}
-
-void Timeline::paid() {
-    fresh_ = false;
-    n_replay_ = n_move_ = n_move_head_ = n_move_drafter_ = 0;
+    const uint32_t unseen = debts_.unseen.n;
+    return unseen > 0 ? behind_unseen(int32_t(unseen) + row)
+                      : cache_.hidden_row(slot_, hidden_bank_ ^ 1, row);
 }
 
 void Timeline::appended(const int32_t *tokens, uint32_t n) {
-    paid();
+    debts_.pay();
     prompt_only_ = prompt_only_ && n_past() % PAGE == 0;
     tokens_.insert(tokens_.end(), tokens, tokens + n);
-    parents_.clear();
+    verified_.n = 0;
     hidden_ = next_hidden(0);
     hidden_bank_ ^= 1;
     n_drafted_ = 0;
 }
 
-void Timeline::verified(const std::vector<int32_t> &tokens, const std::vector<int32_t> &parents, bool fed) {
-    paid();
-    fed_ = fed;
-    bank_ ^= 1;
-    verified_tokens_.assign(tokens.begin(), tokens.end());
-    parents_.assign(parents.begin(), parents.end());
+void Timeline::verified(const int32_t *tokens, const int32_t *parents, uint32_t n, bool seen) {
+    debts_.pay();
+    debts_.replay.bank ^= 1;
+    verified_.n = n;
+    verified_.seen = seen;
+    std::copy_n(tokens, n, verified_.tokens);
+    std::copy_n(parents, n, verified_.parents);
 }
 
 void Timeline::drafted(int32_t anchor, uint32_t n) {
-    n_move_head_ = 0;
+    debts_.moves[KV_HEAD] = false;
     drafted(anchor, n, cache_.draft_entry(slot_, 0));
 }
 
 void Timeline::drafted_block(int32_t anchor, uint32_t n) {
-    n_move_drafter_ = 0;
+    debts_.moves[KV_DRAFTER] = false;
     drafted(anchor, n, cache_.block_entry(slot_, 0));
 }
 
 void Timeline::drafted(int32_t anchor, uint32_t n, int32_t entry) {
-    parents_.clear(); // the head's or the drafter's KV of the verified rows is overwritten
+    verified_.n = 0; // the head's or the drafter's KV of the verified rows is overwritten
     draft_anchor_ = anchor;
     draft_entry_ = entry;
     n_drafted_ = n;
 }
 
 void Timeline::check_path(const int32_t *path, uint32_t n) const {
-    if (n < 1 || n > parents_.size()) {
-        fail(LUCE_E_ARG, "a path has 1 to %zu rows (the verified ones), got %u", parents_.size(), n);
+    if (n < 1 || n > verified_.n) {
+        fail(LUCE_E_ARG, "a path has 1 to %u rows (the verified ones), got %u", verified_.n, n);
     }
     for (uint32_t i = 0; i < n; i++) {
         const int32_t row = path[i];
-        if (row < 0 || size_t(row) >= parents_.size() ||
-            parents_[size_t(row)] != (i == 0 ? -1 : path[i - 1])) {
+        if (row < 0 || uint32_t(row) >= verified_.n ||
+            verified_.parents[row] != (i == 0 ? -1 : path[i - 1])) {
             fail(LUCE_E_ARG, "path entry %u is row %d, which does not follow %s", i, row,
                  i == 0 ? "the committed tokens" : format("row %d", path[i - 1]).c_str());
         }
@@ -370,8 +363,8 @@ void Timeline::check_path(const int32_t *path, uint32_t n) const {
 
 std::vector<int32_t> Timeline::before(uint32_t row) const {
     std::vector<int32_t> tokens = tokens_;
-    for (int32_t at = parents_.empty() ? -1 : int32_t(row); at >= 0; at = parents_[size_t(at)]) {
-        tokens.push_back(verified_tokens_[size_t(at)]);
+    for (int32_t at = verified_.n == 0 ? -1 : int32_t(row); at >= 0; at = verified_.parents[at]) {
+        tokens.push_back(verified_.tokens[at]);
     }
     std::reverse(tokens.begin() + long(tokens_.size()), tokens.end());
     return tokens;
@@ -379,21 +372,22 @@ std::vector<int32_t> Timeline::before(uint32_t row) const {
 
 void Timeline::commit(const int32_t *path, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
-        tokens_.push_back(verified_tokens_[size_t(path[i])]);
+        tokens_.push_back(verified_.tokens[path[i]]);
     }
-    pending_.assign(path, path + n);
-    n_replay_ = n;
-    n_move_ = path[n - 1] == int32_t(n) - 1 ? 0 : n; // a prefix lies where it belongs
-    n_move_head_ = cache_.has_head() ? n_move_ : 0;
-    n_move_drafter_ = cache_.has_drafter() ? n_move_ : 0;
+    std::copy_n(path, n, debts_.replay.rows);
+    debts_.replay.n = n;
+    const bool skips = path[n - 1] != int32_t(n) - 1; // a prefix lies where it belongs
+    debts_.moves[KV_TRUNK] = skips;
+    debts_.moves[KV_HEAD] = skips && cache_.has_head();
+    debts_.moves[KV_DRAFTER] = skips && cache_.has_drafter();
     const int32_t next = next_hidden(path[n - 1]);
-    if (n_owed_ == 0) {
-        owed_first_ = hidden_;
+    if (debts_.unseen.n == 0) {
+        debts_.unseen.first_hidden = hidden_;
         hidden_bank_ ^= 1;
     }
     hidden_ = next;
-    n_owed_ += fed_ ? 0 : n;
-    parents_.clear();
+    debts_.unseen.n += verified_.seen ? 0 : n;
+    verified_.n = 0;
     prompt_only_ = false;
     n_drafted_ = 0;
 }

@@ -1,29 +1,30 @@
 // The caches hold what an engine remembers: KV pages, recurrent slots and their logs, hidden rows. Graphs
 // write through these tensors; only this file knows what commit and undo mean.
 //
-// A step never waits for another step to tidy up: what a commit leaves undone is noted as a debt of the sequence, and
-// the sequence's next step pays it on the device before it does anything else. The debts:
+// A step never waits for another step to tidy up: what a commit leaves undone is noted as a debt of the sequence (Debts),
+// and the sequence's next steps pay it on the device before they do anything else. The debts:
 //
-//   debt         what it is                                            made by           paid by
-//   replay       accepted rows that are in the DeltaNet log of the     commit            the next verify or prefill
+//   debt         what it is                                             made by            paid by
+//   fresh        slot and window hold another timeline's values and     reset, open        the next verify or prefill
+//                count as zeros
+//   replay       accepted rows that are in the DeltaNet log of the      commit             the next verify or prefill
 //                sequence's slot, and not yet in its state and window
-//   move         accepted rows of a tree whose KV lies where the       commit of a path  the next verify or prefill
-//                verify wrote it (position n_past + row), not where    that skips rows   (trunk); the head's next
-//                it belongs (n_past + depth)                                             draft, the drafter's next
-//                                                                                        block too (their own)
-//   feed         committed rows whose KV of the NextN head is not       commit of a step   a step of its own,
-//                written yet; their hidden states wait in a bank       of one row         before the next draft of
-//                                                                                         the head, prefill, step
-//                                                                                         of more rows, or dump
-//   fresh        slot and window of a new timeline hold another's      reset, open       the next verify or prefill
-//                values and count as zeros
-//   hidden       the last committed row's hidden state lies among      commit, prefill   nobody: it is read there
-//                the rows of the step that computed it
+//   moves        of each owner of KV: the rows of `replay` lie where    commit of a path   trunk: the next verify or
+//                the verify wrote them (position n_past + row), and     that skips rows    prefill; head, drafter: that
+//                not where they belong (n_past + depth)                                    too, or their next draft
+//   unseen       the last committed rows, whose KV of the NextN head    commit of a step   a step of its own, before
+//                is not written yet; a bank keeps their hidden states   that fed no head   the next draft of the head,
+//                                                                                          prefill, step of more rows
+//                                                                                          than one, or dump
+//
+// A step that fails pays nothing: its sequences are failed, and a reset or resume drops their debts. What a cancel, a
+// closed neighbour or a round that is dropped keeps from running leaves debts as they are.
 //
 // The NextN head's KV row of position p comes from the target's hidden state at p - 1 and token p. Both are known in
 // the step that verifies token p, so a step of several rows writes it beside the trunk's rows; it is moved and dropped
-// with them. A step of one row is plain decoding, which may want no drafts for long: it leaves the row as a debt, and
-// many such rows are fed at once. A debt is at most n_rows rows, and no step but one of one row runs while there is one.
+// with them. A step of one row (StepShape::feeds_head) is plain decoding, which may want no drafts for long: it leaves
+// the row unseen, and many such rows are fed at once. At most n_rows rows are, and no other step runs while there is one.
+// A step of one row also moves nothing of the head: where that is due, the round gets a wider one (Step::verify_shape).
 // There is no row 0. What a draft writes there, the verify after it overwrites.
 // A DFlash drafter's KV row of position p comes from what the trunk's blocks put out for token p: the step that
 // verifies it writes it too, and it is moved and dropped with the trunk's rows. A block that is drafted lies behind the
@@ -50,7 +51,7 @@ struct DeltaState {
     ggml_tensor *log; // {log_size, slots of sequences} F32; DeltaShape says what is in it
 };
 
-constexpr uint32_t STARTED = 2; // so many verifies may be under way
+constexpr uint32_t MAX_ENQUEUED = 2; // so many verifies may be on the stream at once
 
 struct CacheParams {
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
@@ -167,6 +168,33 @@ private:
     Buffer buffer_, host_buffer_;
 };
 
+// What a sequence's next steps have to do first; the table above says who makes each debt and who pays it.
+struct Debts {
+    bool fresh = true;
+    struct {
+        uint32_t n = 0;
+        int32_t rows[MAX_ROWS] =
+            {}; // of the last verify, counted from the sequence's first, as they were committed
+        int32_t bank =
+            0; // of the log: it has their keys and decays, and the next verify writes the other one
+    } replay;
+    bool moves[3] = {}; // by KvOwner: the rows of `replay` have to be moved in its pages
+    struct {
+        uint32_t n = 0;
+        int32_t first_hidden =
+            0; // the first one is computed from this hidden row, each other from that of the one before
+    } unseen;
+
+    uint32_t n_moves(KvOwner owner) const { return moves[owner] ? replay.n : 0; }
+    bool any() const { return replay.n > 0 || unseen.n > 0; } // moves are of replayed rows
+    // A verify or prefill of all owners of KV pays these.
+    void pay() {
+        fresh = false;
+        replay.n = 0;
+        std::fill(std::begin(moves), std::end(moves), false);
+    }
+};
+
 // A timeline is one sequence's bookkeeping: its committed tokens, where they lie, and its debts. It touches
 // no device memory.
 class Timeline {
@@ -183,19 +211,19 @@ public:
 
     const std::vector<int32_t> &tokens() const { return tokens_; } // these are the committed ones
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
-    uint32_t n_verified() const { return uint32_t(parents_.size()); }
+    uint32_t n_verified() const {
+        return verified_.n;
+    } // rows that were verified, and neither committed nor dropped
     int32_t slot() const { return slot_; }
     int32_t hidden() const { return hidden_; } // it is the row of the last committed position
     const std::vector<int32_t> &pages() const { return pages_; }
     // True while nothing but prefill of whole pages brought it here.
     bool prompt_only() const { return prompt_only_; }
-    bool in_debt() const {
-        return n_replay_ > 0 || n_move_ > 0 || n_move_head_ > 0 || n_move_drafter_ > 0 || n_owed_ > 0;
+    const Debts &debts() const { return debts_; }
+    // The KV of unseen row i is computed from this hidden row.
+    int32_t unseen_hidden(int32_t i) const {
+        return i == 0 ? debts_.unseen.first_hidden : behind_unseen(i - 1);
     }
-    bool moves_head() const { return n_move_head_ > 0; } // a step of one row does not pay that
-    uint32_t n_owed() const { return n_owed_; } // so many rows at the end are to be fed to the head
-    // Owed row i is computed from this hidden row.
-    int32_t owed_hidden(int32_t i) const { return i == 0 ? owed_first_ : owed_row(i - 1); }
 
     // Returns how many pages `n` more positions need beyond those that it has. take_pages() takes them, and
     // as many have to be free.
@@ -209,20 +237,20 @@ public:
 
     // A step that has run is booked with one of these:
     void appended(const int32_t *tokens, uint32_t n);
-    // Its rows are in the log; `fed` says whether they were fed to the head. No booking takes memory, so that none is done
-    // by half.
-    void verified(const std::vector<int32_t> &tokens, const std::vector<int32_t> &parents, bool fed);
-    void fed() { n_owed_ = 0; } // its owed rows were fed
+    // n rows of a verify are in the log; `seen` says whether they were fed to the head. No booking takes memory, so that
+    // none is done by half.
+    void verified(const int32_t *tokens, const int32_t *parents, uint32_t n, bool seen);
+    void fed() { debts_.unseen.n = 0; } // its unseen rows were fed
     void drafted(int32_t anchor, uint32_t n); // it drafted a chain of the NextN head
     void drafted_block(int32_t anchor, uint32_t n); // it drafted a block, whose first n are wanted
-    void settled() { paid(); } // it had no rows of its own
+    void settled() { debts_.pay(); } // it had no rows of its own
     // Fails with E_ARG unless it is a path from the root.
     void check_path(const int32_t *path, uint32_t n) const;
     void commit(const int32_t *path, uint32_t n);
     // Returns the tokens up to a row of the last verify, itself included. Without a verify it returns the
     // committed ones.
     std::vector<int32_t> before(uint32_t row) const;
-    void discard() { parents_.clear(); } // it says that the verified rows are not wanted any more
+    void discard() { verified_.n = 0; } // the verified rows are not wanted any more
 
     int32_t draft_anchor() const { return draft_anchor_; }
     // Counts those of the last draft, until the timeline moves on.
@@ -230,25 +258,22 @@ public:
     int32_t draft_entry(int32_t i) const { return draft_entry_ + i; } // i counts within the last draft
 
 private:
-    void paid();
     void drafted(int32_t anchor, uint32_t n, int32_t entry); // its drafts lie there
     void release_pages();
-    int32_t owed_row(int32_t i) const { return cache_.hidden_row(slot_, hidden_bank_, i); }
+    int32_t behind_unseen(int32_t i) const { return cache_.hidden_row(slot_, hidden_bank_, i); }
 
     Cache &cache_;
     int32_t slot_;
     std::vector<int32_t> tokens_, pages_;
-    bool fresh_ = true, prompt_only_ = true;
-    std::vector<int32_t> pending_; // these are the accepted rows of the last verify
-    uint32_t n_replay_ = 0, n_move_ = 0, n_move_head_ = 0, n_move_drafter_ = 0;
-    int32_t bank_ = 0; // this bank of the log holds the last verify's keys
+    bool prompt_only_ = true;
+    Debts debts_;
     int32_t hidden_ = 0;
-    int32_t hidden_bank_ = 0; // hidden_ is in this bank; the other one is written next, but by owed rows
-    uint32_t n_owed_ = 0; // hidden_ is the bank's row of the last one
-    int32_t owed_first_ = 0; // the first one is computed from this hidden row
-    bool fed_ = true; // the rows of the last verify were fed to the head
-    // They are those of the last verify, until it is committed or dropped.
-    std::vector<int32_t> parents_, verified_tokens_;
+    int32_t hidden_bank_ = 0; // hidden_ is in this bank; the other one is written next, but by unseen rows
+    struct {
+        uint32_t n = 0;
+        int32_t tokens[MAX_ROWS], parents[MAX_ROWS];
+        bool seen = true; // the head was fed with them
+    } verified_; // the rows of the last verify, until they are committed or dropped
     int32_t draft_anchor_ = 0, draft_entry_ = 0;
     uint32_t n_drafted_ = 0;
 };

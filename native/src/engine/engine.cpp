@@ -140,7 +140,6 @@ Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
             .c_str());
     cache_.allocate(model_->device());
     step_ = std::make_unique<Step>(*model_, cache_, params_, sizes);
-    flights_.reserve(STARTED);
     if (model_->device().gpu) {
         copies_ = make_backend(model_->device(), 1);
     }
@@ -225,146 +224,15 @@ void Engine::need_pages(uint32_t n) {
 }
 
 void Engine::feed_head(Timeline &line) {
-    if (line.n_owed() == 0) {
+    if (line.debts().unseen.n == 0) {
         return;
     }
     Batch batch(step_->feed_host(line.slot()), cache_);
-    batch.add_owed(line);
+    batch.add_unseen(line);
     const uint32_t width = step_->feed_width(batch.n_rows());
     batch.fill_up(width);
     step_->feed(width, uint32_t(line.slot()), batch.n_pages());
     line.fed();
-}
-
-// ---- the round ----
-
-uint32_t Engine::most_drafts(Source source) const {
-    const CacheParams &c = params_.cache;
-    const bool block = source == Source::dflash, part = source == Source::part;
-    if ((block ? c.n_block : part ? c.n_part : c.n_draft) == 0) {
-        fail(LUCE_E_STATE, "the engine was opened without drafts of this source (%s 0)",
-             block  ? "blocks"
-             : part ? "n_part"
-                    : "n_draft");
-    }
-    return block ? c.n_block - 1 : c.n_draft;
-}
-
-void Engine::draft(Source source, const DraftItem *items, uint32_t n_items) {
-    settle();
-    check_cancelled();
-    begin_draft(source, items, n_items);
-}
-
-void Engine::begin_draft(Source source, const DraftItem *items, uint32_t n_items) {
-    const CacheParams &c = params_.cache;
-    const bool block = source == Source::dflash;
-    const uint32_t most = most_drafts(source);
-    uint32_t pages = 0;
-    for (uint32_t i = 0; i < n_items; i++) {
-        const DraftItem &item = items[i];
-        const Timeline &line = item.sequence->line();
-        item.sequence->check_usable();
-        if (item.n < 1 || item.n > most) {
-            fail(LUCE_E_ARG, "a draft has 1 to %u tokens, got %u", most, item.n);
-        }
-        check_tokens(&item.anchor, 1);
-        if (line.n_past() == 0) {
-            fail(LUCE_E_STATE, "a draft needs a committed token: prefill comes first");
-        }
-        if (line.n_past() + item.n >= c.n_ctx) {
-            fail(LUCE_E_CONTEXT, "%u drafts would reach position %u of a context of %u", item.n,
-                 line.n_past() + item.n, c.n_ctx);
-        }
-        pages += line.pages_wanted(block ? c.n_block : item.n);
-    }
-    need_pages(pages);
-    block ? draft_blocks(items, n_items) : draft_chains(items, n_items, source == Source::part);
-}
-
-// A step for each link, of those whose chains are so long: one that fails takes these sequences along alone.
-void Engine::draft_chains(const DraftItem *items, uint32_t n_items, bool part) {
-    uint32_t longest = 0;
-    for (uint32_t i = 0; i < n_items; i++) {
-        longest = std::max(longest, items[i].n);
-    }
-    if (n_items == 1 && longest > 1 && step_->has_chains()) {
-        in_step([&] { draft_chain(items[0], part); });
-        return;
-    }
-    for (uint32_t link = 0; link < longest; link++) {
-        in_step([&] { draft_link(items, n_items, link, part); });
-    }
-}
-
-// A step of all links of one sequence's chain.
-void Engine::draft_chain(const DraftItem &item, bool part) {
-    Sequence &sequence = *item.sequence;
-    sequence.begin_step();
-    for (uint32_t link = 0; link < item.n; link++) {
-        Batch batch(step_->draft_host(link), cache_);
-        if (link == 0) {
-            sequence.line().take_pages(item.n);
-            feed_head(sequence.line());
-        }
-        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link);
-    }
-    step_->draft_chain(item.n, part);
-    sequence.line().drafted(item.anchor, item.n);
-    sequence.fail_with("");
-}
-
-void Engine::draft_link(const DraftItem *items, uint32_t n_items, uint32_t link, bool part) {
-    for (uint32_t i = 0; link == 0 && i < n_items; i++) {
-        items[i].sequence->begin_step(); // all of them fail with it, also those that it has not come to
-    }
-    Batch batch(step_->draft_host(link), cache_);
-    for (uint32_t i = 0; i < n_items; i++) {
-        if (items[i].n > link) {
-            Sequence &sequence = *items[i].sequence;
-            if (link == 0) {
-                sequence.line().take_pages(items[i].n);
-                feed_head(sequence.line());
-            }
-            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link);
-        }
-    }
-    const uint32_t width = step_->draft_width(batch.n_rows());
-    batch.fill_up(width);
-    step_->draft(width, link, batch.n_pages(), part);
-    for (uint32_t i = 0; i < n_items; i++) {
-        if (items[i].n == link + 1) {
-            items[i].sequence->line().drafted(items[i].anchor, items[i].n);
-            items[i].sequence->fail_with("");
-        }
-    }
-}
-
-// A step for as many blocks as it has room for.
-void Engine::draft_blocks(const DraftItem *items, uint32_t n_items) {
-    const uint32_t at_once = blocks_at_once(params_.cache);
-    for (uint32_t first = 0; first < n_items; first += at_once) {
-        in_step(
-            [&] { draft_some_blocks(items + first, std::min(at_once, n_items - first), first / at_once); });
-    }
-}
-
-void Engine::draft_some_blocks(const DraftItem *items, uint32_t n_items, uint32_t index) {
-    const DFlash &drafter = *model_->weights().drafter;
-    for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->begin_step();
-    }
-    Batch batch(step_->block_host(index), cache_);
-    for (uint32_t i = 0; i < n_items; i++) {
-        Sequence &sequence = *items[i].sequence;
-        sequence.line().take_pages(drafter.block_size);
-        batch.add_block(sequence.line(), sequence.choice_ctl(), items[i].anchor, drafter.mask_token);
-    }
-    step_->block(n_items * drafter.block_size, index, batch.n_pages());
-    for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->line().drafted_block(items[i].anchor, items[i].n);
-        items[i].sequence->end_step(Sequence::Rows::block, items[i].n + 1, i * drafter.block_size);
-    }
 }
 
 } // namespace luce

@@ -1,137 +1,119 @@
-// Verifies in two parts: a step is started, and its results are asked for later. A step may follow another one before the
-// host knows what that chose.
+#include "engine/round.h"
+
 #include "engine/accept.h"
 #include "engine/engine.h"
 #include "engine/sequence.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace luce {
 
-// Returns the parents of an item's rows, and writes their depths.
-std::vector<int32_t> Engine::check_item(const VerifyItem &item, uint32_t *depth) const {
-    const CacheParams &c = params_.cache;
-    const Timeline &line = item.sequence->line();
-    item.sequence->check_usable();
-    if (item.n < 1 || item.n > c.n_rows) {
-        fail(LUCE_E_ARG, "a sequence has 1 to %u rows in a step, got %u", c.n_rows, item.n);
-    }
-    if (item.tokens != nullptr) {
-        check_tokens(item.tokens, item.n);
-    } else if (line.n_drafted() == 0 || item.n > line.n_drafted() + 1) {
-        fail(LUCE_E_STATE, "%u rows without tokens: %u drafts are there to verify", item.n, line.n_drafted());
-    } else if (item.parents != nullptr) {
-        fail(LUCE_E_ARG, "drafts on the device are a chain: parents must be null");
-    }
-    std::vector<int32_t> parents(item.n);
-    for (uint32_t i = 0; i < item.n; i++) {
-        parents[i] = item.parents == nullptr ? int32_t(i) - 1 : item.parents[i];
-    }
-    check_parents(parents.data(), item.n);
-    for (uint32_t i = 0; i < item.n; i++) {
-        const int32_t parent = parents[i];
-        // Rows are in depth-first order: each follows the one before it, or one of that row's ancestors.
-        int32_t up = int32_t(i) - 1;
-        while (up >= 0 && up != parent) {
-            up = parents[size_t(up)];
+// ---- begin ----
+
+void Rounds::begin(const RoundItem *items, uint32_t n) {
+    const bool chosen = items[0].chosen();
+    const RoundItem *first = nullptr; // of those that draft
+    for (uint32_t i = 0; i < n; i++) {
+        if (items[i].chosen() != chosen) {
+            fail(LUCE_E_ARG,
+                 "item %u: a round's anchors are what the round ahead chooses in all items or in none", i);
         }
-        if (i > 0 && up < 0) {
-            fail(LUCE_E_ARG, "row %u with parent %d is not in depth-first order", i, parent);
-        }
-        depth[i] = parent < 0 ? 0 : depth[parent] + 1;
-        if (line.n_past() + depth[i] >= c.n_ctx) {
-            fail(LUCE_E_CONTEXT, "row %u would be at position %u of a context of %u", i,
-                 line.n_past() + depth[i], c.n_ctx);
+        first = first == nullptr && items[i].drafts() ? &items[i] : first;
+        if (items[i].drafts() && items[i].source != first->source) {
+            fail(LUCE_E_ARG, "item %u: the drafts of a round come from one source", i);
         }
     }
-    return parents;
+    chosen ? begin_chosen(items, n) : begin_known(items, n);
 }
 
-// Fills in and begins the step of a flight whose items are set, in an in_step().
-void Engine::take_off(Flight &flight) {
-    uint32_t wide = 0;
-    bool moves = false;
-    for (const Flight::Item &item : flight.items) {
-        item.held->begin_step(); // all of them fail with it, also those that it has not come to
-        wide += uint32_t(item.tokens.size());
-        moves = moves || item.held->line().moves_head();
-    }
-    wide = moves ? std::max(wide, 2u) : wide; // a step of one row moves nothing of the head
-    flight.fed = !cache_.has_head() || feeds_head(wide);
-    Batch batch(step_->verify_host(), cache_);
-    for (const Flight::Item &item : flight.items) {
-        Sequence &sequence = *item.held;
-        const uint32_t n = uint32_t(item.tokens.size());
-        sequence.line().take_pages(n);
-        if (flight.fed || sequence.line().n_owed() == params_.cache.n_rows) {
-            feed_head(sequence.line());
-        }
-        batch.add_verify(sequence.line(), sequence.choice_ctl(), n, item.parents.data(), item.tokens.data());
-        if (sequence.chooses()) {
-            step_->fetch_logits(batch.n_rows() - n, n);
-        }
-    }
-    const uint32_t rows = batch.n_rows(), width = step_->verify_width(wide);
-    batch.fill_up(width);
-    flight.number = step_->start_verify(width, rows, batch.n_pages());
-    for (const Flight::Item &item : flight.items) {
-        item.held->fail_with(""); // it waits for its step, and has not failed
-    }
-}
-
-void Engine::start(const std::vector<VerifyItem> &items) {
+void Rounds::begin_known(const RoundItem *items, uint32_t n) {
     settle();
-    flights_.clear(); // nobody has asked for their results
-    next_.reset();
-    check_cancelled();
-    begin_verify(items);
-}
-
-void Engine::begin_verify(const std::vector<VerifyItem> &items) {
+    n_ = 0; // nobody has asked for their results
+    engine_.check_cancelled();
     uint32_t pages = 0, rows = 0;
-    uint32_t depth[MAX_ROWS];
-    Flight flight;
-    for (const VerifyItem &item : items) {
-        if (rows + item.n > MAX_ROWS) {
-            fail(LUCE_E_ARG, "a step has %d rows at most, got %u and more", MAX_ROWS, rows + item.n);
+    for (uint32_t i = 0; i < n; i++) {
+        if (rows + items[i].n > uint32_t(MAX_ROWS)) {
+            fail(LUCE_E_ARG, "a step has %d rows at most, got %u and more", MAX_ROWS, rows + items[i].n);
         }
-        const Timeline &line = item.sequence->line();
-        Flight::Item one{item.sequence, item.sequence, {}, check_item(item, depth + rows), LUCE_OK};
-        for (uint32_t i = 0; i < item.n; i++) {
-            flight.positions.push_back(line.n_past() + depth[rows + i] + 1);
-            one.tokens.push_back(item.tokens != nullptr ? item.tokens[i]
-                                 : i == 0               ? line.draft_anchor()
-                                                        : -1 - line.draft_entry(int32_t(i) - 1));
-        }
-        rows += item.n;
-        pages += line.pages_wanted(item.n);
-        flight.items.push_back(std::move(one));
+        rows += items[i].n;
+        check_known(items[i]);
     }
-    flight.choices.resize(rows);
-    flight.tokens.resize(rows);
-    need_pages(pages);
-    in_step([&] { take_off(flight); });
-    flights_.push_back(std::move(flight));
+    Round &round = at(0);
+    fill(round, items, n);
+    for (uint32_t i = 0; i < n; i++) {
+        const bool block = items[i].drafts() && items[i].source == Source::dflash;
+        pages += items[i].sequence->line().pages_wanted(
+            std::max(items[i].n, block ? engine_.params().cache.n_block : 0));
+    }
+    engine_.need_pages(pages);
+    hold(round, items);
+    enqueue(round, [&] {
+        enqueue_drafts(items, n);
+        enqueue_verify(round);
+    });
+    n_ = 1;
 }
 
-void Engine::follow() {
-    check_cancelled();
-    if (flights_.empty() || flights_.size() == STARTED || next_) {
-        fail(LUCE_E_STATE, flights_.empty() ? "there is no step to follow: start one"
-                                            : "a step follows already: wait for the one before it");
+void Rounds::begin_chosen(const RoundItem *items, uint32_t n) {
+    engine_.check_cancelled();
+    if (n_ != 1 || at(0).state == Round::State::failed) {
+        fail(LUCE_E_STATE, n_ > 1 ? "a round follows already: wait for the one ahead of it"
+                                  : "there is no round ahead: begin one of known anchors");
     }
-    const CacheParams &c = params_.cache;
-    Flight &before = flights_.back();
-    Flight flight;
+    const CacheParams &c = engine_.params().cache;
+    const Round &ahead = at(0);
+    if (n != ahead.n_items) {
+        fail(LUCE_E_ARG, "%u items, but the round ahead has %u", n, ahead.n_items);
+    }
+    uint32_t rows = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        if (items[i].n < 1) {
+            fail(LUCE_E_ARG, "a sequence has 1 to %u rows in a step, got 0", c.n_rows);
+        }
+        const uint32_t most = items[i].n > 1 ? std::min(most_drafts(items[i].source), c.n_rows - 1) : 0;
+        if (items[i].n > most + 1) {
+            fail(LUCE_E_ARG, "a sequence has at most %u drafts in a step, got %u", most, items[i].n - 1);
+        }
+        rows += items[i].n;
+    }
+    if (rows > uint32_t(MAX_ROWS)) {
+        fail(LUCE_E_ARG, "a step has %d rows at most, got %u", MAX_ROWS, rows);
+    }
+    if (ahead.n_rows == n && rows == n) {
+        follow();
+    } else {
+        ask(items, n);
+    }
+}
+
+// Takes note of a round that the wait for the one ahead begins.
+void Rounds::ask(const RoundItem *items, uint32_t n) {
+    Round &round = at(1);
+    round.state = Round::State::asked;
+    round.n_items = n;
+    round.n_rows = 0;
+    round.source = Source::nextn;
+    for (uint32_t i = 0; i < n; i++) {
+        round.items[i].first = round.n_rows;
+        round.items[i].n = items[i].n;
+        round.items[i].status = LUCE_OK;
+        round.n_rows += items[i].n;
+        round.source = items[i].n > 1 ? items[i].source : round.source;
+    }
+    round.error.reset();
+    n_ = 2;
+}
+
+// Enqueues a row of each sequence behind that of the round ahead, whose choices the device has.
+void Rounds::follow() {
+    Round &ahead = at(0), &round = at(1);
+    const bool landed = ahead.state == Round::State::landed;
+    const CacheParams &c = engine_.params().cache;
     uint32_t pages = 0;
-    for (size_t i = 0; i < before.items.size(); i++) {
-        const Flight::Item &item = before.items[i];
-        const std::shared_ptr<Sequence> sequence = item.sequence.lock();
-        if (!sequence || sequence->closed() || item.tokens.size() != 1 ||
-            (before.ended && sequence->line().n_verified() != 1)) {
-            fail(LUCE_E_STATE, "item %zu of the last step %s", i,
-                 item.tokens.size() != 1 ? "had more rows than one" : "was closed, or its row dropped");
+    for (uint32_t i = 0; i < ahead.n_items; i++) {
+        const std::shared_ptr<Sequence> sequence = ahead.items[i].sequence.lock();
+        if (!sequence || sequence->closed() || (landed && sequence->line().n_verified() != 1)) {
+            fail(LUCE_E_STATE, "item %u of the round ahead was closed, or its row dropped", i);
         }
         sequence->check_usable();
         const Timeline &line = sequence->line();
@@ -139,257 +121,502 @@ void Engine::follow() {
             fail(LUCE_E_CONTEXT, "a row would be at position %u of a context of %u", line.n_past() + 1,
                  c.n_ctx);
         }
-        const int32_t token =
-            before.ended ? before.choices[i] : -1 - cache_.choice_entry(before.number, uint32_t(i));
-        flight.items.push_back({sequence, sequence, {token}, {-1}, LUCE_OK});
-        flight.positions.push_back(line.n_past() + 2);
         pages += line.pages_wanted(2);
     }
-    flight.choices.resize(flight.items.size());
-    flight.tokens.resize(flight.items.size());
-    need_pages(pages);
-    in_step([&] {
-        for (const Flight::Item &item : flight.items) {
-            item.held->begin_step();
+    engine_.need_pages(pages);
+    round.n_items = round.n_rows = ahead.n_items;
+    round.error.reset();
+    for (uint32_t i = 0; i < ahead.n_items; i++) {
+        const std::shared_ptr<Sequence> sequence = ahead.items[i].sequence.lock();
+        round.items[i] = {sequence, sequence, i, 1, LUCE_OK};
+        round.tokens[i] = landed ? ahead.choices[i] : -1 - engine_.cache().choice_entry(ahead.number, i);
+        round.parents[i] = -1;
+        round.positions[i] = sequence->line().n_past() + 2;
+    }
+    enqueue(round, [&] {
+        ahead.booked = true; // from here on its landing books nothing, and clears no failure
+        if (!landed) {
+            engine_.step().mark_end(ahead.number);
         }
-        if (!before.ended) {
-            step_->mark_end(before.number);
-        }
-        before.followed = true; // its rows are booked here, and not once more as it lands
-        for (size_t i = 0; i < flight.items.size(); i++) {
-            Timeline &line = flight.items[i].held->line();
-            const Flight::Item &item = before.items[i];
-            const int32_t path = 0;
-            if (!before.ended) {
-                line.verified(item.tokens, item.parents, before.fed);
+        const int32_t path = 0;
+        for (uint32_t i = 0; i < round.n_items; i++) {
+            Timeline &line = round.items[i].held->line();
+            if (!landed) {
+                line.verified(&ahead.tokens[i], &ahead.parents[i], 1, ahead.seen);
             }
             line.commit(&path, 1);
         }
-        take_off(flight);
+        enqueue_verify(round);
     });
-    flights_.push_back(std::move(flight));
+    n_ = 2;
 }
 
-void Engine::follow_with(Next next) {
-    check_cancelled();
-    if (flights_.size() != 1 || next_) {
-        fail(LUCE_E_STATE, flights_.empty() ? "there is no step to follow: start one"
-                                            : "a step follows already: wait for the one before it");
+// Checks an item whose anchor is known. (fill() checks its tree, and that it fits the context.)
+void Rounds::check_known(const RoundItem &item) const {
+    const CacheParams &c = engine_.params().cache;
+    const Timeline &line = item.sequence->line();
+    item.sequence->check_usable();
+    if (item.n < 1 || item.n > c.n_rows) {
+        fail(LUCE_E_ARG, "a sequence has 1 to %u rows in a step, got %u", c.n_rows, item.n);
     }
-    const CacheParams &c = params_.cache;
-    const size_t n_items = flights_.front().items.size();
-    if (next.n_drafts.size() != n_items) {
-        fail(LUCE_E_ARG, "drafts of %zu sequences, but the step was started with %zu", next.n_drafts.size(),
-             n_items);
-    }
-    uint32_t rows = 0;
-    for (const uint32_t n : next.n_drafts) {
-        const uint32_t most = n > 0 ? std::min(most_drafts(next.source), c.n_rows - 1) : 0;
-        if (n > most) {
-            fail(LUCE_E_ARG, "a sequence has at most %u drafts in a step, got %u", most, n);
+    if (item.tokens != nullptr) {
+        engine_.check_tokens(item.tokens, item.n);
+    } else if (item.parents != nullptr) {
+        fail(LUCE_E_ARG, "drafts on the device are a chain: parents must be null");
+    } else if (item.anchor != LUCE_DRAFTED) {
+        engine_.check_tokens(&item.anchor, 1);
+        if (item.drafts()) {
+            check_draft({item.sequence.get(), item.anchor, item.n - 1}, most_drafts(item.source));
         }
-        rows += std::min(n, uint32_t(MAX_ROWS)) + 1;
+    } else if (line.n_drafted() == 0 || item.n > line.n_drafted() + 1) {
+        fail(LUCE_E_STATE, "%u rows without tokens: %u drafts are there to verify", item.n, line.n_drafted());
     }
-    if (rows > MAX_ROWS) {
-        fail(LUCE_E_ARG, "a step has %d rows at most, got %u", MAX_ROWS, rows);
-    }
-    next_ = std::move(next);
 }
 
-// Returns what the choices of a flight accept of each sequence, or nothing where something stands in the way of what
-// comes next.
-std::vector<Engine::Accepted> Engine::accepted(const Flight &flight, const Next &next) const {
-    const CacheParams &c = params_.cache;
-    std::vector<Accepted> all;
-    uint32_t pages = 0;
-    for (size_t i = 0, row = 0; i < flight.items.size(); row += flight.items[i].tokens.size(), i++) {
-        const Flight::Item &item = flight.items[i];
-        const size_t n = item.tokens.size();
-        const std::shared_ptr<Sequence> sequence = item.sequence.lock();
-        const bool finite = std::all_of(&flight.tokens[row], &flight.tokens[row] + n,
-                                        [](int32_t token) { return token >= 0; });
-        if (!sequence || sequence->closed() || sequence->chooses() || sequence->line().n_verified() != n ||
-            !finite) {
-            return {};
-        }
-        const Timeline &line = sequence->line();
-        Accepted one{sequence, {}, 0};
-        one.path =
-            accept(&flight.tokens[row], item.parents.data(), &flight.choices[row], uint32_t(n), &one.anchor);
-        const uint32_t drafts = next.n_drafts[i], kept = uint32_t(one.path.size());
-        if (line.n_past() + kept + drafts >= c.n_ctx) {
-            return {};
-        }
-        const bool block = drafts > 0 && next.source == Source::dflash;
-        pages += line.pages_wanted(kept + std::max(drafts + 1, block ? c.n_block : 0));
-        all.push_back(std::move(one));
+// Writes an item's parents, which have to be in depth-first order: each row follows the one before it, or one of that
+// row's ancestors.
+static void fill_parents(const RoundItem &item, int32_t *parents) {
+    for (uint32_t i = 0; i < item.n; i++) {
+        parents[i] = item.parents == nullptr ? int32_t(i) - 1 : item.parents[i];
     }
-    return pages > cache_.pages.n_free() || cancel_.is_raised() ? std::vector<Accepted>() : all;
+    check_parents(parents, item.n);
+    for (uint32_t i = 1; i < item.n; i++) {
+        int32_t up = int32_t(i) - 1;
+        while (up >= 0 && up != parents[i]) {
+            up = parents[up];
+        }
+        if (up < 0) {
+            fail(LUCE_E_ARG, "row %u with parent %d is not in depth-first order", i, parents[i]);
+        }
+    }
 }
 
-// Commits what a flight's choices accept, and begins the drafts and the verify that come next. Returns false where
-// something stands in the way, and then nothing was done. What fails after that is the error of the round that was begun.
-bool Engine::go_on(const Flight &flight, const Next &next) {
-    std::vector<Accepted> all;
-    std::vector<DraftItem> drafts;
-    std::vector<VerifyItem> rows;
-    Flight lost; // it is the round where it fails, and made before, as there may be no memory then
+// Writes down the rows of items whose anchors are known. Those that are to be drafted have their entries already.
+void Rounds::fill(Round &round, const RoundItem *items, uint32_t n) const {
+    const uint32_t n_ctx = engine_.params().cache.n_ctx;
+    const Cache &cache = engine_.cache();
+    uint32_t first = 0;
+    for (uint32_t i = 0; i < n; first += items[i].n, i++) {
+        const RoundItem &item = items[i];
+        const Timeline &line = item.sequence->line();
+        const bool drafted = item.tokens == nullptr && item.anchor == LUCE_DRAFTED;
+        int32_t *tokens = round.tokens + first, *parents = round.parents + first;
+        fill_parents(item, parents);
+        for (uint32_t row = 0; row < item.n; row++) {
+            uint32_t *positions = round.positions + first;
+            positions[row] = row == 0 ? line.n_past() + 1 : positions[parents[row]] + 1;
+            if (positions[row] > n_ctx) {
+                fail(LUCE_E_CONTEXT, "row %u would be at position %u of a context of %u", row,
+                     positions[row] - 1, n_ctx);
+            }
+            const int32_t at = int32_t(row) - 1;
+            tokens[row] = item.tokens != nullptr          ? item.tokens[row]
+                          : row == 0                      ? (drafted ? line.draft_anchor() : item.anchor)
+                          : drafted                       ? -1 - line.draft_entry(at)
+                          : item.source == Source::dflash ? -1 - cache.block_entry(line.slot(), at)
+                                                          : -1 - cache.draft_entry(line.slot(), at);
+        }
+        round.items[i].first = first;
+        round.items[i].n = item.n;
+        round.items[i].status = LUCE_OK;
+    }
+    round.n_items = n;
+    round.n_rows = first;
+    round.error.reset();
+}
+
+void Rounds::hold(Round &round, const RoundItem *items) {
+    for (uint32_t i = 0; i < round.n_items; i++) {
+        round.items[i].sequence = round.items[i].held = items[i].sequence;
+    }
+}
+
+void Rounds::release(Round &round) {
+    for (uint32_t i = 0; i < round.n_items; i++) {
+        round.items[i].held.reset();
+    }
+}
+
+// Says of all sequences of a round, which holds them, that it failed.
+void Rounds::fail_all(Round &round, const Error &error) {
+    round.error = error;
+    round.state = Round::State::failed;
+    for (uint32_t i = 0; i < round.n_items; i++) {
+        round.items[i].held->fail_with(error.what());
+    }
+}
+
+// Runs what enqueues a round that holds its sequences. All of them fail with it.
+template <typename F> void Rounds::enqueue(Round &round, const F &steps) {
     try {
-        all = accepted(flight, next);
-        uint32_t n_rows = 0;
-        for (size_t i = 0; i < all.size(); i++) {
-            const uint32_t n = next.n_drafts[i];
-            if (n > 0) {
-                drafts.push_back({all[i].sequence.get(), all[i].anchor, n});
-            }
-            rows.push_back({all[i].sequence, n > 0 ? nullptr : &all[i].anchor, nullptr, n + 1});
-            lost.items.push_back({all[i].sequence, nullptr, {}, {}, LUCE_OK});
-            n_rows += n + 1;
-        }
-        lost.choices.resize(n_rows);
-    } catch (const std::bad_alloc &) {
-        return false;
-    }
-    if (all.empty()) {
-        return false;
-    }
-    try {
-        in_step([&] {
-            for (const Accepted &one : all) {
-                one.sequence->line().commit(one.path.data(), uint32_t(one.path.size()));
-            }
-            if (!drafts.empty()) {
-                begin_draft(next.source, drafts.data(), uint32_t(drafts.size()));
-            }
-            begin_verify(rows);
-        });
+        engine_.in_step(steps);
     } catch (const Error &e) {
-        for (const Accepted &one : all) {
-            one.sequence->fail_with(e.what());
-        }
-        lost.error = e;
-        lost.ended = true;
-        flights_.push_back(std::move(lost));
+        fail_all(round, e);
+        release(round);
+        throw;
     }
-    return true;
 }
 
-// Books a step that has ended.
-void Engine::land(Flight &flight, Flight *next) {
-    step_->finish_verify(flight.number);
-    const uint32_t vocab = n_vocab();
-    for (size_t i = 0, row0 = 0; i < flight.items.size(); row0 += flight.items[i].tokens.size(), i++) {
-        Flight::Item &item = flight.items[i];
+// Begins the drafts that a round's items ask for.
+void Rounds::enqueue_drafts(const RoundItem *items, uint32_t n) {
+    DraftItem asked[MAX_ROWS];
+    uint32_t n_asked = 0;
+    Source source = Source::nextn;
+    for (uint32_t i = 0; i < n; i++) {
+        if (items[i].drafts()) {
+            asked[n_asked++] = {items[i].sequence.get(), items[i].anchor, items[i].n - 1};
+            source = items[i].source;
+        }
+    }
+    if (n_asked > 0) {
+        begin_draft(source, asked, n_asked);
+    }
+}
+
+// Begins the step of a round whose rows are filled in and whose sequences it holds, in an in_step().
+void Rounds::enqueue_verify(Round &round) {
+    Step &step = engine_.step();
+    Cache &cache = engine_.cache();
+    bool moves_head = false;
+    for (uint32_t i = 0; i < round.n_items; i++) {
+        round.items[i].held->begin_step(); // all of them fail with it, also those that it has not come to
+        moves_head = moves_head || round.items[i].held->line().debts().moves[KV_HEAD];
+    }
+    const StepShape shape = step.verify_shape(round.n_rows, moves_head);
+    round.seen = !cache.has_head() || shape.feeds_head();
+    Batch batch(step.verify_host(), cache);
+    for (uint32_t i = 0; i < round.n_items; i++) {
+        const Round::Item &item = round.items[i];
         Sequence &sequence = *item.held;
-        const size_t n = item.tokens.size();
-        if (item.status != LUCE_OK) { // the step before it failed
+        sequence.line().take_pages(item.n);
+        if (round.seen || sequence.line().debts().unseen.n == engine_.params().cache.n_rows) {
+            engine_.feed_head(sequence.line());
+        }
+        batch.add_verify(sequence.line(), sequence.choice_ctl(), item.n, round.parents + item.first,
+                         round.tokens + item.first);
+        if (sequence.chooses()) {
+            step.fetch_logits(batch.n_rows() - item.n, item.n);
+        }
+    }
+    batch.fill_up(shape.rows);
+    round.number = step.start_verify(shape.rows, round.n_rows, batch.n_pages());
+    round.booked = false;
+    round.state = Round::State::enqueued;
+    for (uint32_t i = 0; i < round.n_items; i++) {
+        round.items[i].held->fail_with(""); // it waits for its step, and has not failed
+    }
+}
+
+// ---- land ----
+
+// Waits for the step of a round, and books it. Where that fails, so has the round that is enqueued behind it.
+void Rounds::land(Round &round) {
+    if (round.state != Round::State::enqueued) {
+        return;
+    }
+    Round *behind = n_ == 2 && &round == &at(0) && at(1).state == Round::State::enqueued ? &at(1) : nullptr;
+    try {
+        engine_.in_step([&] { book(round, behind); });
+        round.state = Round::State::landed;
+    } catch (const Error &e) {
+        fail_all(round, e);
+        if (behind != nullptr) {
+            land(*behind); // the device is done with it too
+            behind->state = Round::State::failed;
+            behind->error = e;
+            fail_all(round, e); // it has the same sequences
+        }
+    }
+    release(round);
+}
+
+void Rounds::book(Round &round, Round *behind) {
+    Step &step = engine_.step();
+    step.finish_verify(round.number);
+    const uint32_t vocab = engine_.n_vocab();
+    for (uint32_t i = 0; i < round.n_items; i++) {
+        Round::Item &item = round.items[i];
+        Sequence &sequence = *item.held;
+        if (item.status != LUCE_OK) { // the round ahead failed of it
             continue;
         }
-        for (int32_t &token : item.tokens) {
-            int32_t given = token;
+        const uint32_t end = item.first + item.n;
+        for (uint32_t row = item.first; row < end; row++) {
+            int32_t &token = round.tokens[row];
+            bool finite = true;
             if (token < 0) { // the kernel did the same to the draft (TokensArgs)
-                const Choice &draft = step_->drafted(-1 - token);
+                const Choice &draft = step.drafted(-1 - token);
                 token = uint32_t(draft.token) < vocab ? draft.token : 0;
-                given = draft.not_finite ? -1 : token;
+                finite = !draft.not_finite;
             }
-            flight.tokens[row0 + size_t(&token - item.tokens.data())] = given;
+            round.told[row] = finite ? token : -1;
         }
-        if (!flight.followed) {
-            sequence.line().verified(item.tokens, item.parents, flight.fed);
-            sequence.end_step(Sequence::Rows::verified, uint32_t(n), uint32_t(row0));
+        if (!round.booked) {
+            sequence.line().verified(round.tokens + item.first, round.parents + item.first, item.n,
+                                     round.seen);
+            sequence.end_step(Sequence::Rows::verified, item.n, item.first);
         }
         try {
-            for (size_t row = row0; row < row0 + n; row++) {
-                flight.choices[row] = checked(step_->choices(flight.number)[row], flight.positions[row]);
+            for (uint32_t row = item.first; row < end; row++) {
+                round.choices[row] = checked(step.choices(round.number)[row], round.positions[row]);
             }
-            if (next != nullptr) {
-                next->items[i].tokens[0] = flight.choices[row0];
+            if (behind != nullptr) {
+                behind->tokens[i] = round.choices[item.first];
             }
         } catch (const Error &e) {
             item.status = e.code();
             sequence.fail_with(e.what());
-            flight.not_finite = flight.not_finite ? flight.not_finite : e;
-            if (next != nullptr) {
-                next->items[i].status = e.code();
-                next->not_finite = flight.not_finite;
+            round.error = round.error ? round.error : e;
+            if (behind != nullptr) {
+                behind->items[i].status = e.code();
+                behind->error = round.error;
             }
         }
     }
 }
 
-void Engine::end(Flight &flight) {
-    if (flight.ended) {
-        return;
-    }
-    Flight *next = &flight != &flights_.back() ? &flights_.back() : nullptr;
-    try {
-        in_step([&] { land(flight, next); });
-    } catch (const Error &e) {
-        flight.error = e;
-        for (Flight::Item &item : flight.items) {
-            item.held->fail_with(e.what());
-        }
-        if (next != nullptr) {
-            end(*next);
-            next->error = flight.error;
-            for (const Flight::Item &item : flight.items) {
-                item.held->fail_with(e.what());
-            }
-        }
-    }
-    flight.ended = true;
-    for (Flight::Item &item : flight.items) {
-        item.held.reset();
+void Rounds::settle() {
+    for (uint32_t i = 0; i < n_; i++) {
+        land(at(i));
     }
 }
 
-void Engine::let_go() {
-    for (const Flight &flight : flights_) {
-        for (const Flight::Item &item : flight.items) {
-            if (item.held && item.held->closed()) {
+void Rounds::let_go() {
+    for (uint32_t i = 0; i < n_; i++) {
+        for (uint32_t j = 0; j < at(i).n_items; j++) {
+            const std::shared_ptr<Sequence> &held = at(i).items[j].held;
+            if (held && held->closed()) {
                 return settle();
             }
         }
     }
 }
 
-void Engine::settle() {
-    for (Flight &flight : flights_) {
-        end(flight);
-    }
-}
+// ---- wait ----
 
-bool Engine::wait(int32_t *choices, int32_t *tokens, uint32_t n_rows, luce_status *status, uint32_t n_items) {
-    if (flights_.empty()) {
-        fail(LUCE_E_STATE, "there is nothing to wait for: start a step");
+void Rounds::wait(int32_t *choices, int32_t *tokens, uint32_t n_rows, luce_status *status, uint32_t n_items,
+                  uint32_t *left) {
+    if (n_ == 0) {
+        fail(LUCE_E_STATE, "there is nothing to wait for: begin a round");
     }
-    if (flights_.front().choices.size() != n_rows || flights_.front().items.size() != n_items) {
-        fail(LUCE_E_ARG, "%u rows of %u sequences, but the step was started with %zu of %zu", n_rows, n_items,
-             flights_.front().choices.size(), flights_.front().items.size());
+    Round &round = at(0);
+    if (round.n_rows != n_rows || round.n_items != n_items) {
+        fail(LUCE_E_ARG, "%u rows of %u sequences, but the round was begun with %u of %u", n_rows, n_items,
+             round.n_rows, round.n_items);
     }
-    end(flights_.front());
-    const Flight flight = std::move(flights_.front());
-    flights_.erase(flights_.begin());
-    const std::optional<Next> next = std::exchange(next_, std::nullopt);
-    if (flight.error) {
-        throw Error(*flight.error);
+    land(round);
+    Round *asked = n_ == 2 && at(1).state == Round::State::asked ? &at(1) : nullptr;
+    n_ = n_ == 2 && asked == nullptr ? 1 : 0;
+    oldest_ = (oldest_ + 1) % MAX_ENQUEUED;
+    *left = n_;
+    if (round.state == Round::State::failed) {
+        throw Error(*round.error);
     }
-    bool failed = false;
-    for (size_t i = 0, row = 0; i < n_items; row += flight.items[i].tokens.size(), i++) {
-        status[i] = flight.items[i].status;
-        failed = failed || status[i] != LUCE_OK;
-        if (status[i] == LUCE_OK) {
-            const size_t n = flight.items[i].tokens.size();
-            std::copy_n(flight.choices.begin() + long(row), n, choices + row);
+    for (uint32_t i = 0; i < n_items; i++) {
+        const Round::Item &item = round.items[i];
+        status[i] = item.status;
+        if (item.status == LUCE_OK) {
+            std::copy_n(round.choices + item.first, item.n, choices + item.first);
             if (tokens != nullptr) {
-                std::copy_n(flight.tokens.begin() + long(row), n, tokens + row);
+                std::copy_n(round.told + item.first, item.n, tokens + item.first);
             }
         }
     }
-    if (failed) {
-        throw Error(*flight.not_finite);
+    if (round.error) {
+        throw Error(*round.error);
     }
-    return next && go_on(flight, *next);
+    Accepted accepted;
+    if (asked != nullptr && accepts(round, *asked, accepted)) {
+        go_on(round, *asked, accepted);
+        *left = n_ = 1;
+    }
+}
+
+// Finds what a round's choices accept of each sequence. Returns false where something stands in the way of the round
+// that was asked for behind it.
+bool Rounds::accepts(const Round &round, const Round &asked, Accepted &out) const {
+    const CacheParams &c = engine_.params().cache;
+    uint32_t pages = 0;
+    for (uint32_t i = 0; i < round.n_items; i++) {
+        const Round::Item &item = round.items[i];
+        const int32_t *told = round.told + item.first;
+        const std::shared_ptr<Sequence> sequence = item.sequence.lock();
+        const bool finite = std::all_of(told, told + item.n, [](int32_t token) { return token >= 0; });
+        if (!sequence || sequence->closed() || sequence->chooses() ||
+            sequence->line().n_verified() != item.n || !finite) {
+            return false;
+        }
+        const Timeline &line = sequence->line();
+        const uint32_t kept = accept(told, round.parents + item.first, round.choices + item.first, item.n,
+                                     out.path + item.first, &out.anchor[i]);
+        const uint32_t n = asked.items[i].n; // its anchor and its drafts
+        if (line.n_past() + kept + n - 1 >= c.n_ctx) {
+            return false;
+        }
+        const bool block = n > 1 && asked.source == Source::dflash;
+        pages += line.pages_wanted(kept + std::max(n, block ? c.n_block : 0));
+        out.n[i] = kept;
+    }
+    return pages <= engine_.cache().pages.n_free() && !engine_.cancel().is_raised();
+}
+
+// Commits what a round accepts, and enqueues the one that was asked for behind it. What fails is that one's error.
+void Rounds::go_on(const Round &round, Round &asked, const Accepted &accepted) {
+    RoundItem items[MAX_ROWS];
+    for (uint32_t i = 0; i < asked.n_items; i++) {
+        items[i] = {round.items[i].sequence.lock(),
+                    nullptr,
+                    nullptr,
+                    asked.items[i].n,
+                    accepted.anchor[i],
+                    asked.source};
+    }
+    hold(asked, items);
+    try {
+        enqueue(asked, [&] {
+            for (uint32_t i = 0; i < asked.n_items; i++) {
+                asked.items[i].held->line().commit(accepted.path + round.items[i].first, accepted.n[i]);
+            }
+            fill(asked, items, asked.n_items);
+            enqueue_drafts(items, asked.n_items);
+            enqueue_verify(asked);
+        });
+    } catch (const Error &) {
+        // its own wait says so
+    }
+}
+
+// ---- draft ----
+
+uint32_t Rounds::most_drafts(Source source) const {
+    const CacheParams &c = engine_.params().cache;
+    const bool block = source == Source::dflash, part = source == Source::part;
+    if ((block ? c.n_block : part ? c.n_part : c.n_draft) == 0) {
+        fail(LUCE_E_STATE, "the engine was opened without drafts of this source (%s 0)",
+             block  ? "blocks"
+             : part ? "n_part"
+                    : "n_draft");
+    }
+    return block ? c.n_block - 1 : c.n_draft;
+}
+
+void Rounds::check_draft(const DraftItem &item, uint32_t most) const {
+    const uint32_t n_ctx = engine_.params().cache.n_ctx, n_past = item.sequence->line().n_past();
+    item.sequence->check_usable();
+    if (item.n < 1 || item.n > most) {
+        fail(LUCE_E_ARG, "a draft has 1 to %u tokens, got %u", most, item.n);
+    }
+    engine_.check_tokens(&item.anchor, 1);
+    if (n_past == 0) {
+        fail(LUCE_E_STATE, "a draft needs a committed token: prefill comes first");
+    }
+    if (n_past + item.n >= n_ctx) {
+        fail(LUCE_E_CONTEXT, "%u drafts would reach position %u of a context of %u", item.n, n_past + item.n,
+             n_ctx);
+    }
+}
+
+void Rounds::draft(Source source, const DraftItem *items, uint32_t n_items) {
+    settle();
+    engine_.check_cancelled();
+    begin_draft(source, items, n_items);
+}
+
+void Rounds::begin_draft(Source source, const DraftItem *items, uint32_t n_items) {
+    const bool block = source == Source::dflash;
+    const uint32_t most = most_drafts(source), n_block = engine_.params().cache.n_block;
+    uint32_t pages = 0;
+    for (uint32_t i = 0; i < n_items; i++) {
+        check_draft(items[i], most);
+        pages += items[i].sequence->line().pages_wanted(block ? n_block : items[i].n);
+    }
+    engine_.need_pages(pages);
+    block ? draft_blocks(items, n_items) : draft_chains(items, n_items, source == Source::part);
+}
+
+// A step for each link, of those whose chains are so long: one that fails takes these sequences along alone.
+void Rounds::draft_chains(const DraftItem *items, uint32_t n_items, bool part) {
+    uint32_t longest = 0;
+    for (uint32_t i = 0; i < n_items; i++) {
+        longest = std::max(longest, items[i].n);
+    }
+    if (n_items == 1 && longest > 1 && engine_.step().has_chains()) {
+        engine_.in_step([&] { draft_chain(items[0], part); });
+        return;
+    }
+    for (uint32_t link = 0; link < longest; link++) {
+        engine_.in_step([&] { draft_link(items, n_items, link, part); });
+    }
+}
+
+// A step of all links of one sequence's chain.
+void Rounds::draft_chain(const DraftItem &item, bool part) {
+    Sequence &sequence = *item.sequence;
+    sequence.begin_step();
+    for (uint32_t link = 0; link < item.n; link++) {
+        Batch batch(engine_.step().draft_host(link), engine_.cache());
+        if (link == 0) {
+            sequence.line().take_pages(item.n);
+            engine_.feed_head(sequence.line());
+        }
+        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link);
+    }
+    engine_.step().draft_chain(item.n, part);
+    sequence.line().drafted(item.anchor, item.n);
+    sequence.fail_with("");
+}
+
+void Rounds::draft_link(const DraftItem *items, uint32_t n_items, uint32_t link, bool part) {
+    for (uint32_t i = 0; link == 0 && i < n_items; i++) {
+        items[i].sequence->begin_step(); // all of them fail with it, also those that it has not come to
+    }
+    Batch batch(engine_.step().draft_host(link), engine_.cache());
+    for (uint32_t i = 0; i < n_items; i++) {
+        if (items[i].n > link) {
+            Sequence &sequence = *items[i].sequence;
+            if (link == 0) {
+                sequence.line().take_pages(items[i].n);
+                engine_.feed_head(sequence.line());
+            }
+            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link);
+        }
+    }
+    const uint32_t width = engine_.step().draft_width(batch.n_rows());
+    batch.fill_up(width);
+    engine_.step().draft(width, link, batch.n_pages(), part);
+    for (uint32_t i = 0; i < n_items; i++) {
+        if (items[i].n == link + 1) {
+            items[i].sequence->line().drafted(items[i].anchor, items[i].n);
+            items[i].sequence->fail_with("");
+        }
+    }
+}
+
+// A step for as many blocks as it has room for.
+void Rounds::draft_blocks(const DraftItem *items, uint32_t n_items) {
+    const uint32_t at_once = blocks_at_once(engine_.params().cache);
+    for (uint32_t first = 0; first < n_items; first += at_once) {
+        engine_.in_step(
+            [&] { draft_some_blocks(items + first, std::min(at_once, n_items - first), first / at_once); });
+    }
+}
+
+void Rounds::draft_some_blocks(const DraftItem *items, uint32_t n_items, uint32_t index) {
+    const DFlash &drafter = *engine_.model().weights().drafter;
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->begin_step();
+    }
+    Batch batch(engine_.step().block_host(index), engine_.cache());
+    for (uint32_t i = 0; i < n_items; i++) {
+        Sequence &sequence = *items[i].sequence;
+        sequence.line().take_pages(drafter.block_size);
+        batch.add_block(sequence.line(), sequence.choice_ctl(), items[i].anchor, drafter.mask_token);
+    }
+    engine_.step().block(n_items * drafter.block_size, index, batch.n_pages());
+    for (uint32_t i = 0; i < n_items; i++) {
+        items[i].sequence->line().drafted_block(items[i].anchor, items[i].n);
+        items[i].sequence->end_step(Sequence::Rows::block, items[i].n + 1, i * drafter.block_size);
+    }
 }
 
 } // namespace luce

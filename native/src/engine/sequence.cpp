@@ -214,7 +214,7 @@ int32_t Sequence::choose(uint32_t row, const uint8_t *mask, uint64_t mask_size) 
 void Sequence::settle() {
     check_usable();
     line_.discard();
-    if (!line_.in_debt()) {
+    if (!line_.debts().any()) {
         return;
     }
     engine_->in_step([&] {
@@ -223,9 +223,9 @@ void Sequence::settle() {
         engine_->feed_head(line_);
         Batch batch(step.verify_host(), engine_->cache());
         batch.add_verify(line_, choice_, 0, nullptr, nullptr);
-        const uint32_t width = step.verify_width(line_.moves_head() ? 2 : 1);
-        batch.fill_up(width);
-        step.verify(width, 0, batch.n_pages());
+        const StepShape shape = step.verify_shape(0, line_.debts().moves[KV_HEAD]);
+        batch.fill_up(shape.rows);
+        step.verify(shape.rows, 0, batch.n_pages());
         line_.settled();
         fail_with("");
     });

@@ -157,16 +157,16 @@ void Batch::add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anc
     }
 }
 
-void Batch::add_owed(const Timeline &line) {
-    const int32_t index = h_.ctl->n_seqs, n = int32_t(line.n_owed());
-    SeqCtl &seq = add_sequence(line, {}, line.n_owed());
+void Batch::add_unseen(const Timeline &line) {
+    const int32_t index = h_.ctl->n_seqs, n = int32_t(line.debts().unseen.n);
+    SeqCtl &seq = add_sequence(line, {}, uint32_t(n));
     seq.n_past -= n;
     for (int32_t i = 0; i < n; i++) {
         const int32_t row = seq.row0 + i, position = seq.n_past + i;
         h_.ctl->rows[row] = {index, i == 0 ? -1 : row - 1, position, -1};
         h_.tokens[row] = line.tokens()[size_t(position)];
         h_.positions[row] = position;
-        h_.hidden_from[row] = line.owed_hidden(i);
+        h_.hidden_from[row] = line.unseen_hidden(i);
         h_.hidden_to[row] = cache_.hidden_unused();
     }
 }

@@ -90,8 +90,8 @@ public:
     // Adds a DFlash block after what is committed: [anchor, mask, mask ..]. Each row's choice but the
     // anchor's is kept.
     void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, int32_t mask);
-    // Adds the rows that a sequence owes the NextN head.
-    void add_owed(const Timeline &line);
+    // Adds the committed rows that the NextN head has not seen.
+    void add_unseen(const Timeline &line);
     // Adds rows that only fill the step's width.
     void fill_up(uint32_t width);
 

@@ -97,6 +97,12 @@ uint32_t Step::verify_width(uint32_t rows) const {
     return row_bucket(std::max(rows, 1u), most_rows(params_.cache));
 }
 
+StepShape Step::verify_shape(uint32_t rows, bool moves_head) const {
+    const StepShape shape = {StepKind::verify, verify_width(rows), 0};
+    return moves_head && !shape.feeds_head() ? StepShape{StepKind::verify, verify_width(shape.rows + 1), 0}
+                                             : shape;
+}
+
 uint32_t Step::draft_width(uint32_t sequences) const {
     return row_bucket(sequences, params_.cache.n_sequences);
 }
@@ -107,7 +113,7 @@ uint32_t Step::feed_width(uint32_t rows) const {
 
 Regions::Regions(const Cache &cache, const EngineParams &p)
     : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1),
-      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), STARTED),
+      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), MAX_ENQUEUED),
       draft(p.cache.n_sequences, p.cache.n_sequences * cache.max_pages(), std::max(p.cache.n_draft, 1u)),
       feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences),
       block(std::max(blocks_at_once(p.cache) * p.cache.n_block, 1u),

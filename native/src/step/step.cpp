@@ -357,7 +357,7 @@ uint32_t Step::start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     }
     compute(g);
     enqueue_logits(g);
-    turn_ = (number + 1) % STARTED;
+    turn_ = (number + 1) % MAX_ENQUEUED;
     under_way_++;
     return number;
 }

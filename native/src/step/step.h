@@ -36,6 +36,9 @@ struct StepShape {
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
     bool head() const { return draft() || kind == StepKind::feed; } // it runs the NextN head alone
     bool draft() const { return kind == StepKind::draft || kind == StepKind::draft_part; }
+    // A verify writes its rows' KV of the NextN head and moves what lies elsewhere there; one of a single row leaves the
+    // head alone (Debts).
+    bool feeds_head() const { return kind == StepKind::verify && luce::feeds_head(rows); }
 };
 
 struct StepSizes {
@@ -67,6 +70,8 @@ public:
 
     // Returns the width that a step of `rows` rows, or a draft of so many sequences, really has.
     uint32_t verify_width(uint32_t rows) const;
+    // The narrowest verify of so many rows; with `moves_head` it is one that feeds the head and so moves its KV.
+    StepShape verify_shape(uint32_t rows, bool moves_head) const;
     uint32_t draft_width(uint32_t sequences) const;
     uint32_t feed_width(uint32_t rows) const;
 
@@ -83,7 +88,7 @@ public:
     // of the last row.
     void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
     // Begins a step of this width, whose first n_rows rows are wanted, and returns its number for finish_verify(), which
-    // waits for it. A CPU runs it at once. So many as STARTED may be under way, which end in their order.
+    // waits for it. A CPU runs it at once. So many as MAX_ENQUEUED may be under way, which end in their order.
     uint32_t start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);
     void finish_verify(uint32_t number);
     void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
@@ -173,7 +178,7 @@ private:
     std::unique_ptr<void, void (*)(void *)> gemm_; // it is the backend's stream, while cuBLAS is open for it
     Regions in_;
     uint32_t turn_ = 0, under_way_ = 0; // the next verify has this number, and so many have not ended
-    Event ended_[STARTED]; // they are null on the CPU
+    Event ended_[MAX_ENQUEUED]; // they are null on the CPU
     // A stream for what comes to the device while it drafts, and where that ends. They are null on the CPU.
     Backend beside_;
     Event beside_ended_;
