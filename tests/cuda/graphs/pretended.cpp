@@ -1,6 +1,5 @@
 #include "pretended.h"
 
-#include "common/device_limits.h"
 #include "common/kernels.h"
 #include "matmul/prompt.h"
 
@@ -160,11 +159,6 @@ extern "C" void *luce_cuda_stream(ggml_backend_t) {
 namespace luce::cuda {
 
 int compute_capability(int) { return 90; }
-int device_limits(DeviceLimits &limits) {
-    limits = {132, 233472, 232448, 1024, 65536, int64_t(50) << 20, true, true}; // an H200's
-    return 0;
-}
-int device_limits(int, DeviceLimits &limits) { return device_limits(limits); }
 int set_device(int) { return 0; }
 int current_device() { return 0; }
 int device_error() { return 0; }
