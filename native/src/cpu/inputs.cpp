@@ -1,7 +1,7 @@
 #include "cpu/inputs.h"
 
 #include "cpu/exponential.h"
-#include "ops/row.h"
+#include "matmul/quantised.h"
 
 #include <algorithm>
 #include <cmath>
@@ -85,54 +85,7 @@ void make(const RowsInputArgs &a, int64_t t, int64_t k0, int64_t k1) {
     }
 }
 
-bool is_dense(const ggml_tensor *t) {
-    return t == nullptr || ggml_is_contiguous(t);
-}
-
 } // namespace
-
-ggml_tensor *rows_input_values(const StepBuild &b, const MatmulInput &in, ggml_tensor *residual,
-                               ggml_tensor **sum) {
-    if (b.model.device().gpu || !is_dense(in.x) || !is_dense(in.y) || !is_dense(residual) ||
-        (in.kind != ROWMM_RMS && in.kind != ROWMM_SWIGLU && in.kind != ROWMM_HEAD_RMS)) {
-        return nullptr;
-    }
-    const int64_t K = in.K, T = in.T, n_packed = K % BLOCK == 0 ? K / 2 : 0; // a block takes 16 floats
-    std::vector<ggml_tensor *> args = {in.x};
-    for (ggml_tensor *t : {in.w, in.y, residual}) {
-        if (t != nullptr) {
-            args.push_back(t);
-        }
-    }
-    const int64_t values = residual == nullptr ? 0 : K * T;
-    const int32_t params[] = {int32_t(in.kind), bits_of_real(in.eps)};
-    ggml_tensor *y = add_op(b.ctx, *find_op("rows_input"), GGML_TYPE_F32, values + (K + n_packed) * T, 1,
-                            args.data(), int(args.size()), params, 2);
-    const auto view = [&](int64_t n, int64_t offset) {
-        return ggml_view_2d(b.ctx, y, n, T, size_t(n) * sizeof(float), size_t(offset) * sizeof(float));
-    };
-    ggml_tensor *out = view(K, values); // {K, T}
-    if (n_packed > 0) {
-        made_input(b, plain(out), true, [&] { return view(n_packed, values + K * T); });
-    }
-    if (residual != nullptr) {
-        *sum = view(K, 0);
-    }
-    return out;
-}
-
-Stream add_rows(const StepBuild &b, ggml_tensor *x, ggml_tensor *residual, const Norm &next) {
-    ggml_tensor *sum = nullptr;
-    ggml_tensor *values =
-        residual == nullptr ? nullptr : rows_input_values(b, rms(x, next.weight, next.eps), residual, &sum);
-    if (values == nullptr) {
-        sum = residual == nullptr ? x : ggml_add(b.ctx, x, residual);
-        return {sum, rms(sum, next.weight, next.eps)};
-    }
-    const MatmulInput normed = rms(sum, next.weight, next.eps);
-    made_input(b, normed, false, [&] { return values; });
-    return {sum, normed};
-}
 
 RowsInputArgs rows_input_args(const ggml_tensor *dst) {
     const auto kind = RowmmInput(param(dst, KIND));

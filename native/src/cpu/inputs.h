@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cpu/matmul.h"
-#include "graph/blocks.h"
 
 namespace luce {
 
@@ -20,14 +19,6 @@ struct RowsInputArgs {
     float *values; // [T][K]
     PackedBlock *packed; // [K/32][T]; it is null where K is no multiple of 32
 };
-
-// Returns the rows' values {K, T}, as input_values does, or null where the op does not take this input. With a residual
-// *sum becomes x + residual {K, T}.
-ggml_tensor *rows_input_values(const StepBuild &b, const MatmulInput &input, ggml_tensor *residual,
-                               ggml_tensor **sum);
-
-// x + residual (which may be null), and its norm.
-Stream add_rows(const StepBuild &b, ggml_tensor *x, ggml_tensor *residual, const Norm &next);
 
 RowsInputArgs rows_input_args(const ggml_tensor *dst);
 void cpu_rows_input(const RowsInputArgs &args, int ith, int nth);

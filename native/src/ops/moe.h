@@ -1,9 +1,11 @@
-// Makes graph ops of a mixture of experts on a GPU (kernels/moe.h), over any number of rows. Those of a
+// Launches the ops of a mixture of experts on a GPU (moe/moe.h), over any number of rows. Those of a
 // prefill are done MOE_MAX_ROWS at a time, with the arithmetic of a step.
 #pragma once
 
-#include "graph/blocks.h"
+#include "model/model.h"
 #include "moe/moe.h"
+
+#include <ggml.h>
 
 namespace luce {
 
@@ -11,12 +13,8 @@ namespace luce {
 // all of them.
 void check_moe(const Device &device, const char *path, const Moe &moe);
 
-// s.x + the mixture of experts of s.normed, which is an RMS norm of s.x. A step's rows are packed for the next
-// product at once.
-Stream moe_on_gpu(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next);
-
-// Does the same where the experts are in host memory (step/host_experts.h).
-Stream moe_beside_ram(const StepBuild &b, const Stream &s, const Moe &w, const Norm &next);
+// The dims of a mixture over T rows.
+MoeDims dims_of(const Moe &moe, int64_t T);
 
 // These are bits of a param.
 constexpr int32_t MOE_FUSED = 1, MOE_VALUES = 2;

@@ -6,54 +6,6 @@
 #include "ops/row.h"
 
 namespace luce {
-namespace {
-
-// Returns an input as gemm takes it.
-ggml_tensor *pack(const StepBuild &b, const MatmulInput &in) {
-    const int64_t bytes = gemm_x_bytes(in.T, in.K);
-    const auto op = [&](const char *name, std::initializer_list<ggml_tensor *> args) {
-        return add_op(b.ctx, name, GGML_TYPE_I8, bytes, 1, args, {bits_of_real(in.eps)});
-    };
-    const bool side_by_side = ggml_is_contiguous(in.x) && (in.y == nullptr || ggml_is_contiguous(in.y));
-    if (in.kind == ROWMM_RMS && side_by_side) {
-        return op("gemm_pack_norm", {in.x, in.w});
-    }
-    if (in.kind == ROWMM_SWIGLU && side_by_side) {
-        return op("gemm_pack_swiglu", {in.x, in.y});
-    }
-    if (in.kind == ROWMM_GATED && ggml_is_contiguous(in.x)) {
-        return op("gemm_pack_gated", {in.x, in.y});
-    }
-    if (in.kind == ROWMM_HEAD_RMS && side_by_side) {
-        if (const int64_t head = in.w->ne[0]; head == 16 || head == 32 || head == 64 || head == 128) {
-            return op("gemm_pack_heads", {in.x, in.y, in.w});
-        }
-    }
-    ggml_tensor *x = input_values(b, in);
-    return op("gemm_pack", {ggml_is_contiguous(x) ? x : ggml_cont(b.ctx, x)});
-}
-
-} // namespace
-
-bool uses_gemm(const StepBuild &b, int64_t T) {
-    return b.prefill() && b.model.device().gpu && T >= GEMM_ROWS;
-}
-
-ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
-                      ggml_tensor *residual) {
-    const int64_t K = weight->ne[0], N = weight->ne[1], T = input.T;
-    if (!uses_gemm(b, T) || !is_packed(weight) || !gemm_has(K) ||
-        size_t(K * N * 2) > ggml_nbytes(b.cache.gemm_scratch())) {
-        return nullptr;
-    }
-    ggml_tensor *rows = made_input(b, input, true, [&] { return pack(b, input); });
-    if (residual != nullptr) {
-        return add_op(b.ctx, "gemm_add", GGML_TYPE_F32, N, T,
-                      {rows, weight, b.cache.gemm_scratch(), residual});
-    }
-    return add_op(b.ctx, "gemm", GGML_TYPE_F32, N, T, {rows, weight, b.cache.gemm_scratch()}); // {N, T}
-}
-
 int gemm_pack_op(const ggml_tensor *dst, void *stream, int32_t input, float eps) {
     const ggml_tensor *x = dst->src[0], *second = dst->src[1], *third = dst->src[2];
     const auto values = [](const ggml_tensor *t) { return static_cast<const float *>(t->data); };

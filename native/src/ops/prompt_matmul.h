@@ -1,9 +1,11 @@
-// Makes graph ops of a prefill's matmul on a GPU (kernels/gemm.h). A weight matrix is written out as F16 in the cache's
+// Launches the ops of a prefill's matmul on a GPU (matmul/prompt.h). A weight matrix is written out as F16 in the cache's
 // scratch and multiplied with all rows at once; then the next matrix takes its room. What a row's norm or gate gives is
 // packed without being stored.
 #pragma once
 
-#include "graph/blocks.h"
+#include <ggml.h>
+
+#include <cstdint>
 
 namespace luce {
 
@@ -11,14 +13,6 @@ namespace luce {
 // which takes about as long for this many on an H200. The row count alone decides, so that a resumed prompt
 // runs as a cold one.
 constexpr int64_t GEMM_ROWS = 128;
-
-// Says whether a step multiplies so many rows in this way.
-bool uses_gemm(const StepBuild &b, int64_t T);
-
-// Returns the product of packed weights {K, N} with an input {K, T}, with residual {N, T} added where it is
-// not null -> {N, T}. It returns null where the product is not done here.
-ggml_tensor *add_gemm(const StepBuild &b, ggml_tensor *weight, const MatmulInput &input,
-                      ggml_tensor *residual);
 
 // Launchers of the ops gemm_pack.. and gemm.. (ops/row.h).
 int gemm_pack_op(const ggml_tensor *dst, void *stream, int32_t input, float eps);

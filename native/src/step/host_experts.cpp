@@ -45,31 +45,6 @@ void check_ram_experts(const char *path, const Moe &moe) {
     }
 }
 
-static ggml_tensor *add(const StepBuild &b, const char *name, ggml_type type, int64_t ne0, int64_t ne1,
-                        std::vector<ggml_tensor *> args, const Moe &w, int64_t E, int64_t T) {
-    const int64_t shared = w.shared_gate == nullptr ? 0 : w.shared.gate->ne[1];
-    const int32_t params[] = {w.gate_up != nullptr,  int32_t(T),      int32_t(w.shape.n_used),  int32_t(E),
-                              int32_t(w.shape.n_ff), int32_t(shared), int32_t(w.shape.n_expert)};
-    return add_op(b.ctx, *find_op(name), type, ne0, ne1, args.data(), int(args.size()), params, 7);
-}
-
-ggml_tensor *ram_experts_of(const StepBuild &b, ggml_tensor *routed, ggml_tensor *values, const Moe &w,
-                            int64_t E, int64_t T) {
-    std::vector<ggml_tensor *> args = {routed, values == nullptr ? routed : values, w.down};
-    if (w.gate_up != nullptr) {
-        args.push_back(w.gate_up);
-    } else {
-        args.insert(args.end(), {w.gate, w.up});
-    }
-    return add(b, "ram_experts", GGML_TYPE_F32, E, T, args, w, E, T);
-}
-
-ggml_tensor *ram_give(const StepBuild &b, ggml_tensor *routed, const Moe &w, int64_t E, int64_t T) {
-    ggml_tensor *node = add(b, "ram_give", GGML_TYPE_I8, 1, 1, {routed}, w, E, T);
-    ggml_build_forward_expand(b.graph, node);
-    return node;
-}
-
 RamExpertsArgs ram_experts_args(const ggml_tensor *dst) {
     const ggml_tensor *down = dst->src[2], *gate = dst->src[3];
     const bool fused = param(dst, FUSED) != 0;

@@ -7,22 +7,13 @@
 #pragma once
 
 #include "cpu/host_experts.h"
-#include "graph/blocks.h"
-#include "model/device.h"
+#include "model/model.h"
 #include "step/threads.h"
 
 namespace luce {
 
 // E_UNSUPPORTED names a tensor of a mixture in the file at `path` whose type cannot be multiplied in host memory.
 void check_ram_experts(const char *path, const Moe &moe);
-
-// Computes each row's weighted sum of its experts' results {E, T}. On a CPU `routed` is the route {2*n_used,
-// T} of values {E, T}. On a GPU it is what ram_give gives, and values is null.
-ggml_tensor *ram_experts_of(const StepBuild &b, ggml_tensor *routed, ggml_tensor *values, const Moe &w,
-                            int64_t E, int64_t T);
-
-// Brings to the host, on a GPU, what moe_route leaves, with values. It is the next node of the graph.
-ggml_tensor *ram_give(const StepBuild &b, ggml_tensor *routed, const Moe &w, int64_t E, int64_t T);
 
 // Returns what the op's node stands for on a CPU. Elsewhere the caller sets x, route and out.
 RamExpertsArgs ram_experts_args(const ggml_tensor *dst);
