@@ -36,6 +36,8 @@ luce_status luce_recode(int32_t from, const uint8_t *src, uint64_t n, int32_t ta
                         uint8_t *dst, uint64_t dst_size);
 luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                         uint32_t *matched);
+luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t *uses);
+luce_status luce_switch_rule(uint32_t index, int32_t on);
 """
 # These are ggml's blocks of 32 values. The innermost dimension of an array counts blocks.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # Values i and i + 16 are the halves of byte i.
@@ -157,6 +159,39 @@ def fault(native: Library, kind: Fault, after: int = 0) -> Iterator[None]:
         yield
     finally:
         native.check(lib.luce_fault(0, 0))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """This is a rule by which fused ops take the place of patterns in a plain graph (graph/rules.cpp). `same`: a
+    row has the same bits without it. `uses` counts how often it has fused one in this process."""
+
+    index: int
+    name: str
+    same: bool
+    uses: int
+
+
+def rules(native: Library) -> list[Rule]:
+    ffi, lib = core(native.path)
+    name, same, uses = ffi.new("const char **"), ffi.new("int32_t *"), ffi.new("uint64_t *")
+    found: list[Rule] = []
+    while lib.luce_rule(len(found), name, same, uses) == 0:
+        found.append(Rule(len(found), ffi.string(name[0]).decode(), bool(same[0]), int(uses[0])))
+    return found
+
+
+@contextmanager
+def without(native: Library, *off: Rule) -> Iterator[None]:
+    """Switches rules off, for graphs that are built meanwhile."""
+    _, lib = core(native.path)
+    for rule in off:
+        native.check(lib.luce_switch_rule(rule.index, 0))
+    try:
+        yield
+    finally:
+        for rule in off:
+            native.check(lib.luce_switch_rule(rule.index, 1))
 
 
 def leave_device(native: Library, index: int = -1) -> None:

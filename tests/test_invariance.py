@@ -22,7 +22,7 @@ from luce.native import Library, Model
 CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, head_dim=64, rope_dim=16,
                 n_k_head=2, n_v_head=4, state_size=64, n_ctx=2048)  # fmt: skip
 EXPERTS = tiny.with_experts(CONFIG)
-# A GPU's steps fuse most where heads have 128 values (native/src/graph/blocks.h).
+# A GPU's steps fuse most where heads have 128 values (native/src/graph/lower_gpu.cpp).
 FUSED = replace(CONFIG, head_dim=128, state_size=128)
 SEED = 21
 WIDTHS = (2, 5, 8, 16, 33, 64)

@@ -1,4 +1,4 @@
-"""Counts in a step's graph what it launches: it is what the head of native/src/graph/blocks.h lists."""
+"""Counts in a step's graph what it launches: it is what the head of native/src/graph/lower_gpu.cpp lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tiny_dflash
 
 from luce.native import Library
 
-OPS_H = Path(__file__).resolve().parent.parent / "native" / "src" / "graph" / "blocks.h"
+LOWER_GPU = Path(__file__).resolve().parent.parent / "native" / "src" / "graph" / "lower_gpu.cpp"
 CONFIG = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128)
 MOVED = {"GET_ROWS", "SET_ROWS", "CONCAT"}
 FFN = Counter({"rowmm_parts": 2, "rowmm_parts_swiglu": 1, "rowmm_parts_rms": 1})
@@ -95,7 +95,7 @@ def test_a_layers_launches_are_those_that_are_listed(
 def test_what_is_kept_of_ggml_is_listed(
     files: str, drafts: set[str], steps: Callable[..., Steps], native: Library, device: str, tmp_path: Path
 ) -> None:
-    kept = OPS_H.read_text().split("keeps of ggml-cuda")[1].split("test_launches.py")[0]
+    kept = LOWER_GPU.read_text().split("keeps of ggml-cuda")[1].split("test_launches.py")[0]
     listed = set(re.findall(r"\b[A-Z][A-Z_]{2,}\b", kept))
     if files == "box":
         found = steps(box_model.GGUF, True, box_model.DRAFTER)

@@ -73,9 +73,9 @@ def test_near_misses_pass(tmp_path):
 
 def test_an_architecture_is_named_in_its_own_files_and_the_table(tmp_path):
     files = {
-        "native/src/graph/gemma4_graph.cpp": "int Gemma4;\n",
-        "native/src/graph/dflash_graph.cpp": "int gemma3;\n",
-        "native/src/graph/architecture.cpp": '#include "gemma4.h"\nint row = GEMMA4;\n',
+        "native/src/graph/gemma4.cpp": "int Gemma4;\n",
+        "native/src/graph/dflash.cpp": "int gemma3;\n",
+        "native/src/graph/architecture.cpp": '#include "graph/gemma4.h"\nint row = GEMMA4;\n',
         "native/src/step/step.cpp": '#  include "gemma4.h"\nint dflash;\n',
         "luce/convert/gemma4_names.py": "gemma4 = 1\n",
         "luce/convert/cli.py": "from luce.convert import gemma4_names as model\n",

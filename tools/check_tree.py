@@ -33,9 +33,9 @@ _WAIT = re.compile(
 # What kernels of several chapters include, and what stands in for it on a CPU.
 SHARED = {PurePosixPath("native/kernels/common"), PurePosixPath("tests/cuda/emulated/common")}
 
-# An architecture NAME has native/src/graph/NAME_graph.cpp and a row in the table. The drafter goes with any.
+# An architecture NAME has native/src/graph/NAME.cpp, and NAME.h, which the table of them includes.
 ARCHITECTURE_TABLE, PRE_TOKENIZERS = "native/src/graph/architecture.cpp", "luce/files/bpe.py"
-_GRAPH_FILE, NO_ARCHITECTURE = re.compile(r"native/src/graph/(\w+)_graph\.cpp"), {"dflash"}
+_INCLUDED = re.compile(r'^#include "graph/(\w+)\.h"', re.MULTILINE)
 
 Breach = tuple[str, int, str]  # It has the path, the line, and what is wrong there.
 
@@ -125,8 +125,9 @@ def check_architecture(name: str, text: str, architectures: set[str]) -> Iterato
 def check_tree(root: Path) -> list[Breach]:
     breaches: list[Breach] = []
     names = tree_files(root)
-    graphs = [match.group(1) for match in map(_GRAPH_FILE.fullmatch, names) if match]
-    architectures = set(graphs) - NO_ARCHITECTURE
+    table = root / ARCHITECTURE_TABLE
+    included = _INCLUDED.findall(table.read_text(encoding="utf-8")) if table.exists() else []
+    architectures = set(included) - {table.stem}
     for name in names:
         breaches += check_names(name)
         suffix = PurePosixPath(name).suffix

@@ -4,6 +4,7 @@
 #include "cpu/sampler.h"
 #include "engine/lookup.h"
 #include "engine/penalties.h"
+#include "graph/rules.h"
 #include "model/model.h"
 #include "model/recode.h"
 #include "ops/row.h"
@@ -40,7 +41,7 @@ ggml_tensor *make_tensor(ggml_context *ctx, const luce_array &array) {
 void run_op(const char *device_name, const char *name, luce_array *args, uint32_t n_args,
             const int32_t *params, uint32_t n_params, luce_array *out) {
     const Device &device = find_device(device_name);
-    const Op *op = find_op(name);
+    const CustomOp *op = find_op(name);
     if (op == nullptr) {
         fail(LUCE_E_ARG, "there is no op %s", name);
     }
@@ -122,6 +123,33 @@ luce_status luce_fault(int32_t fault, uint64_t after) {
             fail(LUCE_E_ARG, "there is no fault %d", fault);
         }
         ask_for(Fault(fault), after);
+    });
+}
+
+static const luce::Rule &rule_of(uint32_t index) {
+    if (index >= luce::rules().size()) {
+        luce::fail(LUCE_E_ARG, "there are %zu rules, no rule %u", luce::rules().size(), index);
+    }
+    return luce::rules()[index];
+}
+
+luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t *uses) {
+    using namespace luce;
+    return guarded([&] {
+        need(name, "name");
+        need(same, "same");
+        need(uses, "uses");
+        *name = rule_of(index).name;
+        *same = rule_of(index).bits == Bits::same;
+        *uses = uses_of_rule(index);
+    });
+}
+
+luce_status luce_switch_rule(uint32_t index, int32_t on) {
+    using namespace luce;
+    return guarded([&] {
+        rule_of(index);
+        switch_rule(index, on != 0);
     });
 }
 

@@ -51,4 +51,12 @@ LUCE_API luce_status luce_recode(int32_t from, const uint8_t *src, uint64_t n, i
 // Does what luce_sequence_lookup does over n_tokens >= 1 tokens, of which the last is the anchor.
 LUCE_API luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft, uint32_t *n,
                                  uint32_t *matched);
+
+// Gives rule `index` of the lowering (graph/rules.h): its name, whether a row has the same bits without it, and how often it
+// has fused a pattern in this process. E_ARG: there is no such rule.
+LUCE_API luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t *uses);
+
+// Switches a rule off for the process, or on again. Graphs that are built from then on follow it; E_UNSUPPORTED then says that
+// a device has no other op.
+LUCE_API luce_status luce_switch_rule(uint32_t index, int32_t on);
 }

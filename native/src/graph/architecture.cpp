@@ -4,7 +4,7 @@
 
 namespace luce {
 
-// This is the table. An architecture is a row here and has files of its own.
+// This is the table. An architecture is a row here and has a file of its own.
 static const Architecture *const ARCHITECTURES[] = {&QWEN35, &QWEN35MOE};
 
 const Architecture &architecture_of(const GgufFile &file) {

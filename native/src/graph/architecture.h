@@ -1,9 +1,9 @@
 // Says for each architecture that luce runs how it is read from a file, and how its steps are built. A new
-// architecture is a row of the table in architecture.cpp and has files of its own. No other file knows an
+// architecture is a row of the table in architecture.cpp and has a file of its own. No other file knows an
 // architecture's name.
 #pragma once
 
-#include "graph/drafter.h"
+#include "graph/plain.h"
 #include "model/weights.h"
 
 namespace luce {
@@ -22,12 +22,12 @@ struct Architecture {
     std::unique_ptr<NextN> (*read_head)(Model &model, const GgufFile &file, const HParams &trunk,
                                         const Weights &weights);
 
-    StepOutputs (*build_step)(const StepBuild &build);
-    void (*build_draft)(const StepBuild &build);
+    // They write the plain graph of a step: of the target, and of the head.
+    void (*build_step)(Plain &graph);
+    void (*build_draft)(Plain &graph);
 };
 
-// Returns whether general.architecture is that of a DFlash drafter, in any of its layouts (dflash.cpp,
-// graph/dflash_graph.cpp).
+// Returns whether general.architecture is that of a DFlash drafter, in any of its layouts (dflash.cpp).
 bool is_dflash(const std::string &architecture);
 // Reads the drafter of a file. E_UNSUPPORTED names what luce does not implement. E_FILE names a key or tensor
 // that is missing, or both values where the drafter does not fit the trunk.

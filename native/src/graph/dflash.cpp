@@ -3,7 +3,14 @@
 // precede), whose keys may have `dflash.` before their name and whose tensors may begin with it. Nothing that a file
 // leaves out is guessed. What luce does not implement is refused by name: dropped in silence, it would show as low
 // acceptance and nothing else.
-#include "graph/architecture.h"
+//
+// The graphs stand at the end:
+//   context   F = RMS(fc [outputs of the tapped blocks]) * hidden_norm of each committed position; a layer's K and V
+//             are k_norm(Wk F), rotated to the position, and Wv F, without the layer's own norm
+//   block     rows [anchor, mask, mask ..] at the anchor's position and those after it; a layer's rows see the context
+//             and, where it is not causal, all of the block; row i predicts the token at its own position
+#include "graph/drafter.h"
+#include "graph/qwen35.h"
 
 #include <cmath>
 
@@ -293,6 +300,45 @@ std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HP
     read_ends(r, f, trunk, weights, *d);
     r.finish("", "DFlash drafters");
     return d;
+}
+
+// ---- graphs ----
+
+static KvLayer kv_of(const Plain &g, size_t il) {
+    return {g.cache.drafter_kv(il), KV_DRAFTER};
+}
+
+void feed_dflash(const DFlash &d, const std::vector<Val> &outputs) {
+    Val features = outputs[d.taps[0] - 1]; // {E, T}
+    for (size_t i = 1; i < d.taps.size(); i++) {
+        features = concat(features, outputs[d.taps[i] - 1]);
+    }
+    const Val f = named(own_rows(norm(matmul(features, d.fc), d.hidden_norm, d.rms_eps)), "dflash_features");
+    for (size_t il = 0; il < d.layers.size(); il++) {
+        write_kv(f, d.layers[il].attention, kv_of(*f.graph, il), d.rms_eps);
+    }
+}
+
+// Attention of a block's rows x, whose K and V lie behind the context's.
+static Val attention(Val x, const DFlash &d, size_t il) {
+    const DFlashLayer &layer = d.layers[il];
+    const Attention &w = layer.attention;
+    const Val cells = write_kv(x, w, kv_of(*x.graph, il), d.rms_eps);
+    const Val q = rope(head_norm(matmul(x, w.q), w.q_norm, d.rms_eps), w.shape); // {D*H, T}
+    return matmul(attend(q, cells, w.shape, !layer.causal), w.out);
+}
+
+void draft_dflash(Plain &g) {
+    const DFlash &d = *g.model.weights().drafter;
+    Val x = scale(embed(g, d.token_embd), d.embedding_scale); // {E, T}
+    for (size_t il = 0; il < d.layers.size(); il++) {
+        x = add(x, attention(norm(x, d.layers[il].attn_norm, d.rms_eps), d, il));
+        x = add(x, ffn(norm(x, d.layers[il].ffn_norm, d.rms_eps), d.layers[il].ffn));
+    }
+    const Val own = softcap(matmul(norm(x, d.norm, d.rms_eps), d.output), d.softcap); // {rows of d2t or V, T}
+    g.logits = spread(own, d.d2t, g.model.hparams().n_vocab); // {V, T}
+    choose(g.logits, /*ahead=*/false);
+    keep_best(g.logits);
 }
 
 } // namespace luce

@@ -1,24 +1,27 @@
-// Declares what a step's graph puts out, and the builders for a DFlash drafter. Each architecture has a file
-// with its graph builders (architecture.h is the table of them), and so has the DFlash drafter, which goes
-// with any. Builders only add nodes to the graph and return its outputs.
+// The graphs of drafters: what a step of the target does for them, and their own steps.
 #pragma once
 
-#include "graph/blocks.h"
+#include "graph/plain.h"
 
 namespace luce {
 
-struct StepOutputs {
-    ggml_tensor *logits = nullptr; // {V, n_out} F32; it is null where none were asked for
-    ggml_tensor *hidden = nullptr; // {E, T} F32 of a verify, before the output norm
-    ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32; a row is a ChoiceRow (kernels.h)
-};
+// Writes K and V of rows x {E, T} into their cells, without attention over them.
+Val write_kv(Val x, const Attention &w, const KvLayer &kv, float eps);
+
+// Keeps the hidden states h {E, T} of a target's rows, after its output norm, and writes the NextN head's KV rows: row p
+// comes from the hidden state at p - 1 and token p. A verify of one row leaves that to a feed (cache.h).
+void feed_nextn(const NextN &head, Val h);
+
+// A feed, or one link of the NextN chains of the step's sequences: a row each, whose choice and hidden state are
+// kept for the next link.
+void draft_nextn(Plain &g);
 
 // Computes the rows' context for a DFlash drafter: K and V of each of its layers, from what the trunk's
 // blocks put out (outputs[il] {E, T}).
-void feed_dflash(const StepBuild &build, const DFlash &drafter, const std::vector<ggml_tensor *> &outputs);
+void feed_dflash(const DFlash &drafter, const std::vector<Val> &outputs);
 
 // Computes a block for each of the step's sequences, whose rows are [anchor, mask, mask ..]. The choices of
 // all rows are kept but the anchors'. Logits are of all rows, over the target's vocabulary.
-StepOutputs build_dflash_block(const StepBuild &build);
+void draft_dflash(Plain &g);
 
 } // namespace luce

@@ -1,8 +1,9 @@
-// Reads qwen35 and qwen35moe (Qwen3.5 and Qwen3.6, dense and with experts) from a file's names to
-// hyperparameters and checked tensors. Names and shapes follow llama.cpp's GGUF conventions for the two.
+// qwen35 and qwen35moe (Qwen3.5 and Qwen3.6, dense and with experts), whole: hyperparameters and checked tensors from a
+// file's names, which follow llama.cpp's GGUF conventions for the two, and the graph of a step at the end.
 #include "graph/qwen35.h"
 
 #include "cpu/experts.h"
+#include "graph/drafter.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -397,8 +398,85 @@ std::unique_ptr<NextN> read_head(Model &model, const GgufFile &file, const HPara
 
 } // namespace
 
-const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build_qwen35, build_qwen35_draft};
-const Architecture QWEN35MOE = {"qwen35moe", hparams,      read_trunk,
-                                read_head,   build_qwen35, build_qwen35_draft};
+// ---- the graph: T rows x of E values pass through blocks of DeltaNet or full attention, each with a feed-forward part ----
+
+Val attention(Val x, const Attention &w, const KvLayer &kv, float eps) {
+    const auto [q_gate, k, v] = matmul(x, {w.q, w.k, w.v});
+    const auto [q, gate] = split_heads(q_gate, w.shape); // {D*H, T} each
+    const Val cells = kv_write(kv, rope(head_norm(k, w.k_norm, eps), w.shape), v);
+    const Val o = attend(rope(head_norm(q, w.q_norm, eps), w.shape), cells, w.shape);
+    return matmul(gated(o, gate), w.out); // {E, T}
+}
+
+static Val deltanet(Val x, const DeltaNet &w, const DeltaState &state, float eps) {
+    const auto [qkv, z, beta, alpha] = matmul(x, {w.qkv, w.gate, w.beta, w.alpha});
+    const Val o = delta_rule(conv(qkv, w, state), alpha, beta, w, state); // {Hv*S, T}
+    return matmul(mul(head_norm(o, w.norm, eps), silu(z)), w.out); // {E, T}
+}
+
+Val ffn(Val x, const Ffn &w) {
+    const auto [gate, up] = matmul(x, {w.gate, w.up}); // {FF, T} each
+    return matmul(glu(gate, up), w.down); // {E, T}
+}
+
+// Each row has the experts that the router chose for it, and the shared expert, scaled by a gate of its own.
+static Val moe(Val x, const Moe &w) {
+    const auto mixed = [&](Val logits) {
+        const Val chosen = route(logits, w);
+        const auto [gate, up] = experts_up(x, chosen, w);
+        return mix(experts_down(glu(gate, up), chosen, w), chosen, w); // {E, T}
+    };
+    if (w.shared_gate == nullptr) {
+        return mixed(matmul(x, w.router));
+    }
+    const auto [logits, open] = matmul(x, {w.router, w.shared_gate}); // {n, T}, {1, T}
+    const Val y = mixed(logits);
+    return add(y, gated(ffn(x, w.shared), open));
+}
+
+Val feed_forward(Val x, const Block &block) {
+    return block.moe() != nullptr ? moe(x, *block.moe()) : ffn(x, *block.dense());
+}
+
+// A prefill has logits of its last row or none, and a verify of all rows. Where the engine drafts, what its drafters read
+// of the rows is kept.
+static void build(Plain &g) {
+    const Weights &w = g.model.weights();
+    const float eps = g.model.hparams().rms_eps;
+    Val x = embed(g, w.token_embd); // {E, T}
+    std::vector<Val> outputs; // these are what the blocks put out
+    for (uint32_t il = 0; il < g.model.hparams().n_layer; il++) {
+        if (g.has_layer(il)) {
+            const Block &block = w.blocks[il];
+            const Val y = norm(x, block.attn_norm, eps);
+            x = add(x, block.attention() != nullptr
+                           ? attention(y, *block.attention(), {g.cache.kv(il), KV_TRUNK}, eps)
+                           : deltanet(y, *block.deltanet(), g.cache.delta(il), eps));
+            x = add(x, feed_forward(norm(x, block.post_norm, eps), block));
+            named(x, "l_out-" + std::to_string(il));
+        }
+        outputs.push_back(x);
+    }
+    const Val h = norm(x, w.output_norm, eps);
+    if (g.cache.has_drafter()) {
+        feed_dflash(*w.drafter, outputs);
+    }
+    if (g.cache.has_head()) {
+        feed_nextn(*w.head, h);
+    }
+    if (g.kind == StepKind::prefill) {
+        compute(x);
+        return;
+    }
+    const bool one = g.kind == StepKind::prefill_last && g.T > 1;
+    g.logits = matmul(one ? norm(last(x), w.output_norm, eps) : h, w.output); // {V, T or 1}
+    if (g.kind == StepKind::verify) {
+        g.hidden = compute(x);
+    }
+    g.choice = choose(g.logits, /*ahead=*/true);
+}
+
+const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build, draft_nextn};
+const Architecture QWEN35MOE = {"qwen35moe", hparams, read_trunk, read_head, build, draft_nextn};
 
 } // namespace luce

@@ -5,7 +5,7 @@
 #include "step/host_experts.h"
 
 #ifdef LUCE_USE_CUDA
-#include "graph/blocks.h"
+#include "ops/moe.h"
 #include "matmul/quantised.h"
 #endif
 

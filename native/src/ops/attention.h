@@ -46,7 +46,7 @@ inline const auto &kv_store = row<KvStoreArgs>("kv_store", [](auto &op, auto &a)
 // Attention of a step's rows over what they see. gate has D values for each head, or those of q and then its own.
 template <class Row, class A> void attends(Row &op, A &a) {
     op.in(FIELD(q), {D * H, T});
-    op.in("gate", Form::f32, {ANY, T}, [](auto &args, const ggml_tensor &t, uint8_t *at) {
+    op.in("gate", ArgForm::f32, {ANY, T}, [](auto &args, const ggml_tensor &t, uint8_t *at) {
           args.gate_row = t.ne[0];
           args.gate_head = t.ne[0] / args.H;
           args.gate = reinterpret_cast<const float *>(at) + args.gate_head - args.pool.D;

@@ -64,7 +64,7 @@ inline const auto &deltanet_parts = row<DeltaLayerArgs>("deltanet_parts", [](aut
     op.in(FIELD(delta.dt), {Hv});
     op.in(FIELD(delta.a), {Hv});
     op.in(FIELD(delta.state), {S, S, Hv, slots});
-    op.in("turns", Form::rows, {ANY},
+    op.in("turns", ArgForm::rows, {ANY},
           [](auto &args, const ggml_tensor &t, uint8_t *at) { args.turns = launch_scratch(t, at).turns; });
     takes_shape(op, a.conv.shape);
     op.derive([](auto &args) { args.conv.shape.T = args.conv.parts->T; });

@@ -72,7 +72,7 @@ inline const auto &rows_input = row<RowsInputArgs>("rows_input", [](auto &op, au
 // Products of one input, packed or F32 as the weights take it, with each of the weights.
 inline const auto &rows_matmul = row<RowsMatmulArgs>("rows_matmul", [](auto &op, auto &a) {
     op.in(FIELD(x), {ANY, T});
-    op.in("weights", Form::matrix, {K, ANY}, [](auto &args, const ggml_tensor &w, uint8_t *at) {
+    op.in("weights", ArgForm::matrix, {K, ANY}, [](auto &args, const ggml_tensor &w, uint8_t *at) {
           args.weights[args.n_weights++] = rows_weight(w, at);
       }).up_to(MAX_WEIGHTS);
     op.dims(a.K, K, a.T, T);
@@ -118,7 +118,7 @@ inline const auto &rowmm_pack_gated = row<RowmmPackArgs>("rowmm_pack_gated", [](
 
 // Products with packed weights, of 1 to 4 in one launch: the ops rowmm..
 template <class Row, class A> void multiplies(Row &op, A &a) {
-    op.in("weights", Form::matrix, {K, ANY}, [](auto &args, const ggml_tensor &w, uint8_t *at) {
+    op.in("weights", ArgForm::matrix, {K, ANY}, [](auto &args, const ggml_tensor &w, uint8_t *at) {
           RowmmWeights &weights = args.weights[args.n_weights++];
           weights.type = w.type;
           weights.packed = at;
@@ -131,7 +131,7 @@ template <class Row, class A> void multiplies(Row &op, A &a) {
     op.known(T, a.T);
 }
 template <class Row, class A> void takes_partial(Row &op, A &) {
-    op.in("scratch", Form::rows, {ANY}, [](auto &args, const ggml_tensor &t, uint8_t *at) {
+    op.in("scratch", ArgForm::rows, {ANY}, [](auto &args, const ggml_tensor &t, uint8_t *at) {
         args.scratch = launch_scratch(t, at).partial;
     });
 }
@@ -232,7 +232,7 @@ inline const auto &gemm_pack_swiglu = row<RowmmPackArgs>("gemm_pack_swiglu", [](
 // Heads of the gate lie 2 D apart.
 inline const auto &gemm_pack_gated = row<RowmmPackArgs>("gemm_pack_gated", [](auto &op, auto &a) {
     op.in(FIELD(x), {K, T});
-    op.in("y", Form::f32, {D, H, T},
+    op.in("y", ArgForm::f32, {D, H, T},
           [](auto &args, const ggml_tensor &, uint8_t *at) { args.y = reinterpret_cast<const float *>(at); });
     op.dims(a.head, D);
     packs_prompt(op, a, ROWMM_GATED);

@@ -1,5 +1,8 @@
 #include "ops/moe.h"
 
+#include "model/model.h"
+#include "moe/launch_plan.h"
+
 namespace luce {
 
 void cpu_ram_experts(const RamExpertsArgs &args, int ith, int) {
@@ -115,6 +118,42 @@ int give_blocks(const RamGiveArgs &all, const GiveRowsArgs &to, void *stream) {
         a.given += t;
         return cuda::give_rows(a, stream);
     });
+}
+
+MoeDims dims_of(const Moe &w, int64_t T) {
+    const int64_t shared = w.shared_gate == nullptr ? 0 : w.shared.gate->ne[1];
+    return {int32_t(T), int32_t(w.shape.n_expert), int32_t(w.shape.n_used), w.router->ne[0], w.shape.n_ff,
+            shared};
+}
+
+void check_moe(const Device &device, const char *path, const Moe &moe) {
+    if (!device.gpu) {
+        return;
+    }
+    const char *const remedy = "choose the device cpu";
+    for (const ggml_tensor *w :
+         {moe.gate, moe.up, moe.gate_up, moe.down, moe.shared.gate, moe.shared.up, moe.shared.down}) {
+        if (w != nullptr && !is_packed(w) && !(moe.in_ram && w->ne[2] > 1)) {
+            fail(LUCE_E_UNSUPPORTED, "%s: tensor %s has type %s, of which luce has no experts on a GPU: %s",
+                 path, w->name, type_name(w->type), remedy);
+        }
+    }
+    const auto unit = [](std::initializer_list<const ggml_tensor *> weights) {
+        int64_t most = 0;
+        for (const ggml_tensor *w : weights) {
+            most = std::max(most, w == nullptr ? 0 : int64_t(fragment_bytes(w->type)));
+        }
+        return most;
+    };
+    // Where the experts stay in host memory, only the shared one is the device's.
+    const bool own = !moe.in_ram;
+    const std::string lack = moe_lacks(limits_of(device), device.name, dims_of(moe, 1),
+                                       unit({own ? moe.gate : nullptr, own ? moe.up : nullptr,
+                                             own ? moe.gate_up : nullptr, moe.shared.gate, moe.shared.up}),
+                                       unit({own ? moe.down : nullptr, moe.shared.down}));
+    if (!lack.empty()) {
+        fail(LUCE_E_UNSUPPORTED, "%s: %s: %s", path, lack.c_str(), remedy);
+    }
 }
 
 #endif

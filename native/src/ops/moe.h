@@ -10,6 +10,9 @@
 
 namespace luce {
 
+struct Device;
+struct Moe;
+
 // What a GPU's rows bring to the host: what moe_route_values leaves.
 struct RamGiveArgs {
     MoeDims dims;
@@ -20,6 +23,11 @@ void cpu_ram_experts(const RamExpertsArgs &args, int ith,
                      int nth); // one thread runs all; a step has its team run it
 
 #ifdef LUCE_USE_CUDA
+// E_UNSUPPORTED names what the device has no kernel for, of a mixture in the file at `path`. A CPU can run all of them.
+void check_moe(const Device &device, const char *path, const Moe &moe);
+
+MoeDims dims_of(const Moe &moe, int64_t T); // those of a mixture over T rows
+
 // Returns the bytes of what route leaves of all rows, launch after launch. Then come the rows' values, where they are left.
 int64_t moe_all_routed_bytes(const MoeDims &all);
 
@@ -99,7 +107,7 @@ inline const auto &add_shared = row<AddSharedArgs>("add_shared", [](auto &op, au
 
 // The weighted sum of what experts in host memory give a row. On a GPU the rows and their route come from ram_give.
 inline const auto &ram_experts = row<RamExpertsArgs>("ram_experts", [](auto &op, auto &a) {
-    op.in("route", Form::any, {ANY, ANY}, [](auto &args, const ggml_tensor &, uint8_t *at) {
+    op.in("route", ArgForm::any, {ANY, ANY}, [](auto &args, const ggml_tensor &, uint8_t *at) {
         args.route = reinterpret_cast<const int32_t *>(at);
     });
     op.in(FIELD(x), {E, T}).maybe();
@@ -135,7 +143,7 @@ inline const auto &ram_give = row<RamGiveArgs>("ram_give", [](auto &op, auto &a)
 template <class Row, class A> void routes(Row &op, A &a) {
     op.in(FIELD(x), {E, T});
     op.in(FIELD(norm), {E});
-    op.in("counters", Form::rows, {ANY}, [](auto &args, const ggml_tensor &t, uint8_t *at) {
+    op.in("counters", ArgForm::rows, {ANY}, [](auto &args, const ggml_tensor &t, uint8_t *at) {
         args.counters = launch_scratch(t, at).counters;
     });
     op.in(FIELD(router), {E, experts});
@@ -156,7 +164,7 @@ inline const auto &moe_route_values = row<MoeRouteArgs>("moe_route_values", [](a
 // Gate and up may be one tensor, an expert's gate and then its up.
 inline const auto &moe_up = row<MoeMatmulArgs>("moe_up", [](auto &op, auto &a) {
     op.in(FIELD(routed), {ANY});
-    op.in("first", Form::matrix, {E, ANY, experts}, [](auto &args, const ggml_tensor &w, uint8_t *at) {
+    op.in("first", ArgForm::matrix, {E, ANY, experts}, [](auto &args, const ggml_tensor &w, uint8_t *at) {
         const int64_t parts = w.ne[1] / args.dims.FF;
         args.first = moe_matrix(w, at, 0, parts);
         args.second = moe_matrix(w, at, parts - 1, parts);
@@ -196,7 +204,7 @@ inline const auto &moe_end = row<MoeEndArgs>("moe_end", [](auto &op, auto &a) {
 
 template <class Row, class A> void sums_up(Row &op, A &a) {
     op.in(FIELD(routed), {ANY});
-    op.in("y", Form::f32, {ANY, ANY}, [](auto &args, const ggml_tensor &, uint8_t *at) {
+    op.in("y", ArgForm::f32, {ANY, ANY}, [](auto &args, const ggml_tensor &, uint8_t *at) {
         args.y = reinterpret_cast<const float *>(at); // places of E, or the shared expert's {E, T}
     });
     op.in(FIELD(residual), {E, T});

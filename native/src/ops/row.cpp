@@ -83,13 +83,13 @@ ggml_tensor *OpNode::operator[](int i) const {
                         : ggml_view_2d(ctx, node, n_values, r.ne[1], row, r.offset);
 }
 
-std::vector<const Op *> &Op::all() {
-    static auto &list = *new std::vector<const Op *>;
+std::vector<const CustomOp *> &CustomOp::all() {
+    static auto &list = *new std::vector<const CustomOp *>;
     return list;
 }
 
-const Op *find_op(const char *name) {
-    for (const Op *op : Op::all()) {
+const CustomOp *find_op(const char *name) {
+    for (const CustomOp *op : CustomOp::all()) {
         if (strcmp(op->name, name) == 0) {
             return op;
         }
@@ -97,7 +97,7 @@ const Op *find_op(const char *name) {
     return nullptr;
 }
 
-const Op *custom_op(const ggml_tensor *node) {
+const CustomOp *custom_op(const ggml_tensor *node) {
     if (node->op != GGML_OP_CUSTOM) {
         return nullptr;
     }
@@ -108,10 +108,10 @@ const Op *custom_op(const ggml_tensor *node) {
     } header;
     static_assert(sizeof(header) <= PARAMS_AT * sizeof(int32_t), "our params must not overlap ggml's");
     memcpy(&header, node->op_params, sizeof(header));
-    return static_cast<const Op *>(header.userdata);
+    return static_cast<const CustomOp *>(header.userdata);
 }
 
-std::string Op::usage() const {
+std::string CustomOp::usage() const {
     std::string text = std::string(name) + " takes";
     for (const Arg &arg : args_) {
         text += " " + std::string(arg.field) + "{";
@@ -128,12 +128,12 @@ std::string Op::usage() const {
 
 // ---- from tensors to a struct of arguments ----
 
-void Op::check(const Arg &arg, const ggml_tensor *t) const {
-    const bool fits = arg.form == Form::any   ? true
-                      : arg.form == Form::f32 ? t->type == GGML_TYPE_F32
-                      : arg.form == Form::i32 ? t->type == GGML_TYPE_I32
-                      : arg.form == Form::i64 ? t->type == GGML_TYPE_I64
-                      : arg.form == Form::rows
+void CustomOp::check(const Arg &arg, const ggml_tensor *t) const {
+    const bool fits = arg.form == ArgForm::any   ? true
+                      : arg.form == ArgForm::f32 ? t->type == GGML_TYPE_F32
+                      : arg.form == ArgForm::i32 ? t->type == GGML_TYPE_I32
+                      : arg.form == ArgForm::i64 ? t->type == GGML_TYPE_I64
+                      : arg.form == ArgForm::rows
                           ? t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_I8
                           : t->type != GGML_TYPE_I32 && t->type != GGML_TYPE_I64 && t->type != GGML_TYPE_I8;
     if (!fits) {
@@ -145,7 +145,7 @@ void Op::check(const Arg &arg, const ggml_tensor *t) const {
 }
 
 // Returns what the symbols of the row stand for. Products are known when other extents are.
-Extents Op::solve(ggml_tensor *const *tensors) const {
+Extents CustomOp::solve(ggml_tensor *const *tensors) const {
     Extents known;
     const auto misfit = [&](const Arg &arg, size_t d, int64_t found, const Extent &extent) {
         const int64_t expected = known.of(extent);
@@ -183,7 +183,7 @@ Extents Op::solve(ggml_tensor *const *tensors) const {
 }
 
 // Fills a struct that has the params.
-Extents Op::fill(ggml_tensor *const *tensors, OpCall &call) const {
+Extents CustomOp::fill(ggml_tensor *const *tensors, OpCall &call) const {
     Extents known = solve(tensors);
     for (const auto &[field, extent] : dims_) {
         field.set(call.args, known.of(extent));
@@ -225,7 +225,7 @@ Extents Op::fill(ggml_tensor *const *tensors, OpCall &call) const {
 }
 
 // Gives the results their places from `at` on.
-OpNode Op::lay_out(void *args, const Extents &known, uint8_t *at) const {
+OpNode CustomOp::lay_out(void *args, const Extents &known, uint8_t *at) const {
     OpNode made{};
     size_t offset = 0;
     const auto place = [&](size_t bytes, int64_t ne0, int64_t ne1) {
@@ -252,14 +252,14 @@ OpNode Op::lay_out(void *args, const Extents &known, uint8_t *at) const {
     return made;
 }
 
-bool Op::same(const ggml_tensor *node, const void *args) const {
+bool CustomOp::same(const ggml_tensor *node, const void *args) const {
     size_t i = 0;
     return std::all_of(params_.begin(), params_.end(), [&](const auto &param) {
         return node->op_params[PARAMS_AT + i++] == int32_t(param.second.get(args));
     });
 }
 
-void Op::bind(const ggml_tensor *node, OpCall &call) const {
+void CustomOp::bind(const ggml_tensor *node, OpCall &call) const {
     memset(call.args, 0, sizeof(call.args));
     for (size_t i = 0; i < params_.size(); i++) {
         params_[i].second.set(call.args, node->op_params[PARAMS_AT + i]);
@@ -270,7 +270,7 @@ void Op::bind(const ggml_tensor *node, OpCall &call) const {
 
 // ---- in a graph ----
 
-OpNode Op::add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, const void *args) const {
+OpNode CustomOp::add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, const void *args) const {
     std::vector<int32_t> params;
     for (const auto &[field, number] : params_) {
         params.push_back(int32_t(number.get(args)));
@@ -278,7 +278,7 @@ OpNode Op::add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, con
     return add(ctx, tensors, params.data(), params.size());
 }
 
-OpNode Op::add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, const int32_t *params,
+OpNode CustomOp::add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, const int32_t *params,
                size_t n) const {
     if (tensors.size() > n_most() || n != params_.size() || n > MOST_PARAMS) {
         fail(LUCE_E_ARG, "%s, got %zu tensors and %zu params", usage().c_str(), tensors.size(), n);
@@ -313,7 +313,7 @@ OpNode Op::add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, con
     }
     made.ctx = ctx;
     made.node = ggml_custom_4d(ctx, type, ne[0], ne[1], 1, 1, sources, int(n_most()), not_run_by_ggml,
-                               GGML_N_TASKS_MAX, const_cast<Op *>(this));
+                               GGML_N_TASKS_MAX, const_cast<CustomOp *>(this));
     for (size_t i = 0; i < n; i++) {
         made.node->op_params[PARAMS_AT + i] = params[i];
     }

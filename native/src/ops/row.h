@@ -82,7 +82,7 @@ struct Extents {
 // ---- an op ----
 
 // Forms of a tensor's values: a matrix has any type of weights, and rows are F32 or packed, which is I8.
-enum class Form { f32, i32, i64, matrix, rows, any };
+enum class ArgForm { f32, i32, i64, matrix, rows, any };
 
 // A field of a struct of arguments, which holds a number.
 struct NumberField {
@@ -119,7 +119,7 @@ struct OpNode {
     operator ggml_tensor *() const { return n == 0 ? node : (*this)[0]; }
 };
 
-class Op {
+class CustomOp {
 public:
     const char *const name;
 
@@ -150,14 +150,14 @@ public:
     bool to_team = false; // it brings rows to it, from a GPU
 
 protected:
-    explicit Op(const char *op_name) : name(op_name) { all().push_back(this); }
-    Op(const Op &) = delete;
-    ~Op() = default;
+    explicit CustomOp(const char *op_name) : name(op_name) { all().push_back(this); }
+    CustomOp(const CustomOp &) = delete;
+    ~CustomOp() = default;
 
     struct Arg {
         const char *field;
         int offset; // of the pointer to it; -1 where `set` does all
-        Form form;
+        ArgForm form;
         std::vector<Extent> shape;
         bool written;
         const unsigned char *base;
@@ -194,8 +194,8 @@ protected:
     std::function<void(void *)> derive_;
 
 private:
-    friend const Op *find_op(const char *name);
-    static std::vector<const Op *> &all();
+    friend const CustomOp *find_op(const char *name);
+    static std::vector<const CustomOp *> &all();
     const Arg &arg_of(size_t i) const { return args_[i < args_.size() ? i : args_.size() - 1]; }
     size_t n_most() const { return args_.size() - 1 + size_t(args_.back().most); }
     void check(const Arg &arg, const ggml_tensor *tensor) const;
@@ -212,12 +212,12 @@ private:
 #define FIELD(field) #field, a.field // the name of a field of the struct `a`, and itself
 
 // The row of an op whose struct of arguments is A.
-template <class A> class OpRow : public Op {
+template <class A> class OpRow : public CustomOp {
 public:
     using Cpu = void (*)(const A &, int ith, int nth);
     using Cuda = int (*)(const A &, void *stream);
 
-    template <class Describe> OpRow(const char *op_name, const Describe &describe) : Op(op_name) {
+    template <class Describe> OpRow(const char *op_name, const Describe &describe) : CustomOp(op_name) {
         static_assert(sizeof(A) <= sizeof(OpCall::args) && std::is_trivially_copyable_v<A>);
         A a{};
         base_ = reinterpret_cast<const unsigned char *>(&a);
@@ -229,7 +229,7 @@ public:
                       const A &params = {}) const {
         return add(ctx, tensors, &params);
     }
-    bool same(const ggml_tensor *node, const A &params) const { return Op::same(node, &params); }
+    bool same(const ggml_tensor *node, const A &params) const { return CustomOp::same(node, &params); }
     // Returns what a node of this op stands for. What a source left is not there.
     A args(const ggml_tensor *node) const {
         OpCall call;
@@ -244,16 +244,16 @@ public:
         return arg(field, pointer, form_of<std::remove_const_t<V>>(), shape);
     }
     Arg &in(const char *field, const StepCtl *&pointer) {
-        return arg(field, pointer, Form::i32, {int64_t(sizeof(StepCtl) / sizeof(int32_t))});
+        return arg(field, pointer, ArgForm::i32, {int64_t(sizeof(StepCtl) / sizeof(int32_t))});
     }
     // A matrix of weights of any type.
     template <class V> Arg &matrix(const char *field, V *&pointer, std::initializer_list<Extent> shape) {
-        return arg(field, pointer, Form::matrix, shape);
+        return arg(field, pointer, ArgForm::matrix, shape);
     }
     // Weights, of which the field's take(field, tensor, address) takes what it wants.
     template <class F> Arg &in(const char *field, F &weights, std::initializer_list<Extent> shape) {
         const int at = offset(weights);
-        args_.push_back({field, -1, Form::matrix, shape, false, base_});
+        args_.push_back({field, -1, ArgForm::matrix, shape, false, base_});
         args_.back().set = [at](void *args, const ggml_tensor &t, uint8_t *address) {
             take(*reinterpret_cast<F *>(static_cast<uint8_t *>(args) + at), t, address);
         };
@@ -261,7 +261,7 @@ public:
     }
     // A tensor of which set(a, tensor, address) takes what the struct wants.
     template <class Set>
-    Arg &in(const char *field, Form form, std::initializer_list<Extent> shape, const Set &set) {
+    Arg &in(const char *field, ArgForm form, std::initializer_list<Extent> shape, const Set &set) {
         args_.push_back({field, -1, form, shape, false, base_});
         args_.back().set = [set](void *args, const ggml_tensor &t, uint8_t *at) {
             set(*static_cast<A *>(args), t, at);
@@ -270,7 +270,7 @@ public:
     }
     // A node of an op of RowmmArgs that has left parts: the field points to its launch.
     Arg &launch(const char *field, const RowmmArgs *&pointer) {
-        Arg &made = arg(field, pointer, Form::f32, {extents::ANY});
+        Arg &made = arg(field, pointer, ArgForm::f32, {extents::ANY});
         made.launch = true;
         return made;
     }
@@ -347,16 +347,16 @@ private:
         return int(reinterpret_cast<const unsigned char *>(&field) - base_);
     }
     template <class V>
-    Arg &arg(const char *field, V *&pointer, Form form, std::initializer_list<Extent> shape) {
+    Arg &arg(const char *field, V *&pointer, ArgForm form, std::initializer_list<Extent> shape) {
         args_.push_back({field, offset(pointer), form, shape, !std::is_const_v<V>, base_});
         return args_.back();
     }
-    template <class V> static constexpr Form form_of() {
-        return std::is_same_v<V, float>     ? Form::f32
-               : std::is_same_v<V, int32_t> ? Form::i32
-               : std::is_same_v<V, int64_t> ? Form::i64
-               : std::is_same_v<V, uint8_t> ? Form::matrix
-                                            : Form::rows;
+    template <class V> static constexpr ArgForm form_of() {
+        return std::is_same_v<V, float>     ? ArgForm::f32
+               : std::is_same_v<V, int32_t> ? ArgForm::i32
+               : std::is_same_v<V, int64_t> ? ArgForm::i64
+               : std::is_same_v<V, uint8_t> ? ArgForm::matrix
+                                            : ArgForm::rows;
     }
     template <class V> static constexpr ggml_type type_of() {
         return std::is_same_v<V, float>                                     ? GGML_TYPE_F32
@@ -375,9 +375,9 @@ template <class A, class Describe> const OpRow<A> &row(const char *name, const D
     return *new OpRow<A>(name, describe);
 }
 
-const Op *find_op(const char *name); // it returns nullptr when there is none
+const CustomOp *find_op(const char *name); // it returns nullptr when there is none
 
 // Returns the op that `node` stands for, and nullptr for ggml's own nodes.
-const Op *custom_op(const ggml_tensor *node);
+const CustomOp *custom_op(const ggml_tensor *node);
 
 } // namespace luce

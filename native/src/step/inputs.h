@@ -4,7 +4,7 @@
 // the host's memory, or beside a draft by a copy engine.
 #pragma once
 
-#include "graph/blocks.h"
+#include "graph/lower.h"
 
 namespace luce {
 

@@ -1,6 +1,7 @@
 #include "step/shapes.h"
 
 #include "graph/architecture.h"
+#include "graph/drafter.h"
 #include "ops/row.h"
 #include "step/faults.h"
 
@@ -172,14 +173,15 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     ggml_context *ctx = g->context.get();
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
     g->inputs = in.tensors(ctx, shape.rows);
-    const StepBuild build = {ctx, g->nodes, model, cache, g->inputs, shape.kind, shape.n_kv, shape.brief};
+    Plain plain(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief);
     if (shape.head()) {
-        model.architecture().build_draft(build);
+        model.architecture().build_draft(plain);
     } else if (shape.kind == StepKind::block) {
-        g->outputs = build_dflash_block(build);
+        draft_dflash(plain);
     } else {
-        g->outputs = model.architecture().build_step(build);
+        model.architecture().build_step(plain);
     }
+    g->outputs = lower(plain, g->inputs, ctx, g->nodes);
     return g;
 }
 
@@ -203,7 +205,7 @@ void Step::Graph::log_ops() const {
     std::map<std::string, int> ours, ggmls;
     for (int i = 0; i < ggml_graph_n_nodes(nodes); i++) {
         const ggml_tensor *node = ggml_graph_node(nodes, i);
-        if (const Op *op = custom_op(node); op != nullptr) {
+        if (const CustomOp *op = custom_op(node); op != nullptr) {
             ours[op->name]++;
         } else if (!is_empty(node)) {
             ggmls[ggml_op_desc(node)]++;

@@ -150,7 +150,7 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     bool work = false; // it says whether there is work in the segment that began at `first`
     for (int first = 0, i = 0; i <= n; i++) {
         ggml_tensor *node = i < n ? ggml_graph_node(g.nodes, i) : nullptr;
-        const Op *op = node != nullptr ? custom_op(node) : nullptr;
+        const CustomOp *op = node != nullptr ? custom_op(node) : nullptr;
         if (node != nullptr && op == nullptr) {
             work = work || !is_empty(node);
             continue;
@@ -179,7 +179,7 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
 
 void Step::run_cpu(Graph &g) {
     set_row_invariant(backend_.get(), model_.device(), !g.shape.prefill());
-    run_segments(g, [&](const Op &op, ggml_tensor *node) {
+    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
         if (op.on_team) {
             ram_.run(node);
             return;
@@ -206,7 +206,7 @@ void Step::check_wait(int error) const {
 
 // Enqueues a step. Where the host is to run an op in its middle, it calls run_on_host(node).
 template <class OnHost> void Step::enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host) {
-    run_segments(g, [&](const Op &op, ggml_tensor *node) {
+    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
         if (op.on_team) {
             run_on_host(node);
         }

@@ -12,7 +12,7 @@
 //   captured CUDA graph, or several where the host computes experts in its middle (step/host_experts.h).
 #pragma once
 
-#include "graph/drafter.h"
+#include "graph/lower.h"
 #include "step/host_experts.h"
 #include "step/inputs.h"
 #include "step/threads.h"

@@ -1,0 +1,406 @@
+#include "graph/lowering.h"
+
+#include "cpu/matmul.h"
+#include "ops/moe.h"
+#include "ops/sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace luce {
+
+Lowering::Lowering(Plain &graph_, const StepInputs &inputs, ggml_context *context, ggml_cgraph *nodes)
+    : plain(graph_), in(inputs), ctx(context), graph(nodes), gpu(graph_.model.device().gpu) {}
+
+StepOutputs lower(Plain &plain, const StepInputs &in, ggml_context *ctx, ggml_cgraph *nodes) {
+#ifdef LUCE_USE_CUDA
+    if (plain.model.device().gpu) {
+        return gpu_lowering(plain, in, ctx, nodes)->run();
+    }
+#endif
+    return cpu_lowering(plain, in, ctx, nodes)->run();
+}
+
+StepOutputs Lowering::run() {
+    fuse(plain, {plain, gpu, [this](ggml_type type) { return looks_up(type); }});
+    made_.assign(plain.nodes.size() * MAX_OUT * size_t(Form::count), nullptr);
+    for (int32_t i = 0; size_t(i) < plain.nodes.size(); i++) {
+        switch (plain.nodes[size_t(i)].dead ? Op::any : plain.nodes[size_t(i)].op) {
+            case Op::kv_write:
+            case Op::heads:
+            case Op::norm_rope:
+            case Op::keep_hidden:
+            case Op::compute:
+            case Op::choose:
+            case Op::keep_best: emit(i); break;
+            default: break; // it comes where a reader asks for it
+        }
+    }
+    StepOutputs out;
+    const auto shown = [&](Val v) {
+        ggml_tensor *t = v.graph == nullptr ? nullptr : rows(v);
+        if (t != nullptr) {
+            ggml_set_output(t);
+        }
+        return t;
+    };
+    out.logits = shown(plain.logits);
+    out.hidden = shown(plain.hidden);
+    out.choice = shown(plain.choice);
+    return out;
+}
+
+// ---- forms ----
+
+ggml_tensor *Lowering::rows(Val v) {
+    ggml_tensor *&t = made(v, Form::rows);
+    if (t == nullptr) {
+        emit(v.node);
+    }
+    if (NormOf norm; t == nullptr && as_norm(v, norm)) { // of a sum whose op leaves the norm in another form
+        t = norm_rows(rows(norm.x), norm.w, norm.eps);
+    }
+    if (t == nullptr) {
+        fail(LUCE_E_INTERNAL, "op %d of a plain graph has no rows", int(plain.at(v).op));
+    }
+    if (const auto name = plain.names.find(v); name != plain.names.end()) {
+        ggml_set_name(t, name->second.c_str());
+    }
+    return t;
+}
+
+ggml_tensor *Lowering::flat(Val v) {
+    ggml_tensor *t = rows(v);
+    const int64_t n = plain.width(v), T = plain.at(v).T;
+    if (t->ne[0] == n && t->ne[2] == 1) {
+        return t;
+    }
+    return ggml_is_contiguous(t) ? ggml_reshape_2d(ctx, t, n, T) : ggml_cont_2d(ctx, t, n, T);
+}
+
+bool Lowering::as_norm(Val v, NormOf &norm) const {
+    const Node &n = plain.at(v);
+    if (n.op == Op::norm) {
+        norm = {n.in[0], n.w[0], std::get<float>(n.params)};
+        return true;
+    }
+    if ((n.op == Op::add_norm || n.op == Op::mixture) && v.out == 1) {
+        const Node &behind = part(n, "N");
+        norm = {{v.graph, v.node, 0}, behind.w[0], std::get<float>(behind.params)};
+        return true;
+    }
+    return false;
+}
+
+// ---- ggml's nodes and luce's ----
+
+ggml_tensor *Lowering::expand(ggml_tensor *t) {
+    ggml_build_forward_expand(graph, t);
+    return t;
+}
+
+void Lowering::split_products(const OpNode &y, const std::vector<size_t> &which, Val v) {
+    for (size_t i = 0; i < which.size(); i++) {
+        made({v.graph, v.node, int32_t(which[i])}, Form::rows) = y[int(i)]; // {N, T}
+    }
+}
+
+ggml_tensor *Lowering::first_rows(ggml_tensor *w, int64_t n) {
+    ggml_tensor *part = ggml_view_2d(ctx, w, w->ne[0], n, w->nb[1], 0); // {K, n}
+    part->op_params[0] = w->op_params[0]; // is_packed reads it
+    return part;
+}
+
+// In a step of a GPU each row is a matrix of its own in a batch of products with one row: ggml's kernel for one row
+// computes them, and reads the weight once for each. Its kernels for several rows would add in another order.
+ggml_tensor *Lowering::mul_mat(ggml_tensor *weight, ggml_tensor *x) {
+    const int64_t T = x->ne[1];
+    const bool by_row = gpu && !plain.prefill();
+    if (by_row) {
+        x = ggml_view_3d(ctx, x, x->ne[0], 1, T, x->nb[1], x->nb[1], 0); // {K, 1, T}
+    }
+    ggml_tensor *y = ggml_mul_mat(ctx, weight, x);
+    ggml_prec_set_acc(y, GGML_PREC_F32); // otherwise cuBLAS may sum F16 products in F16
+    if (ggml_is_quantized(weight->type)) {
+        ggml_prec_set_src(y, GGML_PREC_Q8, 1); // otherwise rows may be rounded to 4 bits for weights of 4
+    }
+    if (const float *factor = scales_of(weight)) {
+        y = ggml_scale(ctx, y, *factor);
+    }
+    return by_row ? ggml_reshape_2d(ctx, y, weight->ne[1], T) : y;
+}
+
+ggml_tensor *Lowering::norm_rows(ggml_tensor *x, ggml_tensor *w, float eps) {
+    return ggml_mul(ctx, ggml_rms_norm(ctx, x, eps), w);
+}
+
+ggml_tensor *Lowering::embedding(ggml_tensor *table) {
+    ggml_tensor *tokens = in.tokens;
+    if (!plain.prefill()) { // rows may be drafts that never left the device
+        TokensArgs a{};
+        a.n_vocab = int32_t(table->ne[1]);
+        tokens = ops::row_tokens(ctx, {tokens, plain.cache.drafts()}, a);
+    }
+    return ggml_get_rows(ctx, table, tokens); // {E, T}
+}
+
+static ggml_tensor *rotated(ggml_context *ctx, ggml_tensor *x, ggml_tensor *positions,
+                            const AttentionShape &s) {
+    if (s.rope_dim == 0) {
+        return x;
+    }
+    const Yarn &y = s.yarn; // where it blends, ggml scales by 1 + 0.1 ln(factor) itself
+    const bool blends = y.factor > 1;
+    const float factor = blends ? y.attention / (1.0f + 0.1f * std::log(y.factor)) : 1.0f;
+    // It is plain NEOX, since for text the axes of M-RoPE are all equal.
+    return ggml_rope_ext(ctx, x, positions, nullptr, int(s.rope_dim), GGML_ROPE_TYPE_NEOX,
+                         int(y.n_ctx_trained), s.rope_base, 1.0f / y.factor, blends ? 1.0f : 0.0f, factor,
+                         blends ? y.beta_fast : 0.0f, blends ? y.beta_slow : 0.0f);
+}
+
+// ---- attention ----
+
+// It is expanded here, since attention reads the cells and not this node.
+void Lowering::store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv) {
+    KvStoreArgs a{};
+    a.append = plain.prefill();
+    a.owner = kv.owner;
+    expand(ops::kv_store(ctx, {k, v, kv.cells.k, kv.cells.v, in.ctl, in.pages}, a));
+}
+
+void Lowering::emit_norm_rope(const Node &n, Val y) {
+    const Node &k_norm = part(n, "k_norm");
+    const AttentionShape &shape = *std::get<const AttentionShape *>(part(n, "Q").params);
+    const bool queries = n.in.size() > 2;
+    NormRopeArgs a{};
+    a.rope_dim = int32_t(shape.rope_dim);
+    a.base = shape.rope_base;
+    a.eps = std::get<float>(k_norm.params);
+    ggml_tensor *k = flat(n.in[0]), *q_gate = queries ? flat(n.in[2]) : nullptr;
+    const OpNode both = ops::norm_rope(
+        ctx, {k, k_norm.w[0], in.positions, q_gate, queries ? part(n, "q_norm").w[0] : nullptr}, a);
+    if (queries) {
+        made({y.graph, y.node, 1}, Form::rows) = both[1];
+    }
+    store(both[0], flat(n.in[1]), std::get<KvLayer>(n.params));
+}
+
+// Attention's own op reads the gates where they lie beside the queries.
+ggml_tensor *Lowering::gate_of(Val gate) {
+    const Node &n = plain.at(gate);
+    return n.op == Op::split_heads ? flat(n.in[0]) : flat(gate);
+}
+
+// Adds an op of attention over what a step's rows see, whose plan may be null.
+OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_tensor *plan, int32_t layer) {
+    const Attends &attends = std::get<Attends>(n.params);
+    AttentionArgs a{};
+    a.first = attends.kv.owner == KV_HEAD; // its row 0 is nobody's
+    a.window = int32_t(attends.shape->window);
+    a.max_pages = gpu ? int32_t(plain.cache.max_pages()) : 0;
+    a.scale = attends.scale;
+    a.softcap = attends.shape->softcap;
+    const KvCells &cells = attends.kv.cells;
+    std::vector<ggml_tensor *> args = {flat(n.in[0]), n.in.size() > 2 ? gate_of(n.in[2]) : nullptr,
+                                       cells.k,       cells.v,
+                                       in.ctl,        in.pages};
+    if (plan != nullptr) {
+        args.push_back(plan);
+        a.layer = layer;
+    }
+    return op(ctx, args, a);
+}
+
+// Computes a prompt's attention by ggml's op over the sequence's cells, put side by side.
+ggml_tensor *Lowering::attend_prompt(const Node &n) {
+    const Attends &a = std::get<Attends>(n.params);
+    const AttentionShape &s = *a.shape;
+    const int64_t D = s.head_dim, H = s.n_head, Hkv = s.n_head_kv;
+    KvGatherArgs gather{};
+    gather.n_kv = plain.n_kv;
+    gather.out_type = a.kv.cells.k->type == GGML_TYPE_F32 ? GGML_TYPE_F32 : GGML_TYPE_F16;
+    const auto gathered = [&](ggml_tensor *pool) { // {D, n_kv, Hkv}
+        ggml_tensor *t = ops::kv_gather(ctx, {pool, in.ctl, in.pages}, gather); // {D*Hkv, n_kv}
+        return ggml_view_3d(ctx, t, D, plain.n_kv, Hkv, t->nb[1], ggml_row_size(t->type, D), 0);
+    };
+    ggml_tensor *&mask = masks_[s.window]; // {n_kv, T} F16
+    if (mask == nullptr) {
+        MaskArgs of_rows{};
+        of_rows.T = int32_t(plain.T);
+        of_rows.n_kv = plain.n_kv;
+        of_rows.window = int32_t(s.window);
+        mask = ops::prefill_mask(ctx, {in.ctl}, of_rows);
+    }
+    ggml_tensor *q = ggml_reshape_3d(ctx, flat(n.in[0]), D, H, n.T);
+    ggml_tensor *K = gathered(a.kv.cells.k), *V = gathered(a.kv.cells.v);
+    ggml_tensor *o =
+        ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), K, V, mask, a.scale, 0.0f, s.softcap);
+    ggml_prec_set_acc(o, GGML_PREC_F32);
+    return ggml_reshape_2d(ctx, o, D * H, n.T); // {D*H, T}
+}
+
+// ---- DeltaNet ----
+
+DeltaShape Lowering::delta_shape(const Node &n) const {
+    const DeltaNetShape &s = std::get<Recurs>(n.params).w->shape;
+    DeltaShape shape{};
+    shape.T = int32_t(n.T);
+    shape.R = int32_t(plain.cache.params().n_rows);
+    shape.n_slots = int32_t(plain.cache.params().n_sequences);
+    shape.Hk = int32_t(s.n_k_heads);
+    shape.Hv = int32_t(s.n_v_heads);
+    shape.S = int32_t(s.state_size);
+    shape.mode = plain.prefill() ? DELTA_APPEND : DELTA_VERIFY;
+    return shape;
+}
+
+// ---- experts in host memory ----
+
+// Computes in host memory each row's weighted sum of its experts' results {E, T}. On a CPU `routed` is the route of the
+// values x; on a GPU it is what ram_give gives, and x is null.
+ggml_tensor *Lowering::host_experts(ggml_tensor *routed, ggml_tensor *x, const Moe &w, int64_t T) {
+    RamExpertsArgs a{};
+    a.T = int32_t(T);
+    a.n_used = int32_t(w.shape.n_used);
+    return ops::ram_experts(ctx, {routed, x, w.down, w.gate_up != nullptr ? w.gate_up : w.gate, w.up}, a);
+}
+
+void Lowering::keep(Val h) {
+    expand(ggml_set_rows(ctx, plain.cache.hidden(), values(h), in.hidden_to));
+}
+
+// ---- nodes ----
+
+void Lowering::emit(int32_t node) {
+    const Node &n = plain.nodes[size_t(node)];
+    const Val y = {&plain, node, 0};
+    const auto set = [&](ggml_tensor *t) { made(y, Form::rows) = t; };
+    const auto real = [&] { return std::get<float>(n.params); };
+    const Cache &cache = plain.cache;
+    switch (n.op) {
+        case Op::embed: set(embedding(n.w[0])); break;
+        case Op::kept_hidden: set(ggml_get_rows(ctx, cache.hidden(), in.hidden_from)); break;
+        case Op::previous: {
+            ggml_tensor *h = values(n.in[0]);
+            ggml_tensor *before = ggml_get_rows(ctx, cache.hidden(), ggml_view_1d(ctx, in.hidden_from, 1, 0));
+            set(n.T == 1 ? before
+                         : ggml_concat(ctx, before, ggml_view_2d(ctx, h, h->ne[0], n.T - 1, h->nb[1], 0), 1));
+            break;
+        }
+        case Op::norm: set(norm_rows(flat(n.in[0]), n.w[0], real())); break;
+        case Op::head_norm: {
+            const int64_t D = n.w[0]->ne[0];
+            const bool split = plain.at(n.in[0]).op == Op::split_heads;
+            ggml_tensor *x = split ? rows(n.in[0]) : ggml_reshape_3d(ctx, flat(n.in[0]), D, n.n[0] / D, n.T);
+            set(norm_rows(x, n.w[0], real())); // {D, heads, T}
+            break;
+        }
+        case Op::add: set(ggml_add(ctx, flat(n.in[1]), flat(n.in[0]))); break;
+        case Op::mul: set(ggml_mul(ctx, flat(n.in[0]), flat(n.in[1]))); break;
+        case Op::silu: set(ggml_silu(ctx, flat(n.in[0]))); break;
+        case Op::glu: set(ggml_swiglu_split(ctx, flat(n.in[0]), flat(n.in[1]))); break;
+        case Op::gated: {
+            ggml_tensor *gate = rows(n.in[1]);
+            if (gate->ne[0] != n.n[0] && gate->ne[0] != 1) {
+                gate = ggml_cont_2d(ctx, gate, n.n[0], n.T); // {D*H, T}
+            }
+            set(ggml_mul(ctx, flat(n.in[0]), ggml_sigmoid(ctx, gate)));
+            break;
+        }
+        case Op::concat: set(ggml_concat(ctx, rows(n.in[0]), rows(n.in[1]), 0)); break;
+        case Op::split_heads: {
+            const AttentionShape &s = *std::get<const AttentionShape *>(n.params);
+            const size_t D = s.head_dim, H = s.n_head, f = sizeof(float);
+            ggml_tensor *both = flat(n.in[0]);
+            for (int32_t half : {0, 1}) { // {D, H, T}
+                made({&plain, node, half}, Form::rows) = ggml_view_3d(
+                    ctx, both, int64_t(D), int64_t(H), n.T, 2 * D * f, 2 * D * H * f, size_t(half) * D * f);
+            }
+            break;
+        }
+        case Op::rope:
+            set(rotated(ctx, rows(n.in[0]), in.positions, *std::get<const AttentionShape *>(n.params)));
+            break;
+        case Op::kv_write: store(flat(n.in[0]), flat(n.in[1]), std::get<KvLayer>(n.params)); break;
+        case Op::attend:
+        case Op::gated_attend: {
+            const bool block = std::get<Attends>(n.params).block;
+            set(plain.prefill() ? attend_prompt(n)
+                                : attention(block ? ops::block_attention : ops::attention, n, nullptr, 0));
+            break;
+        }
+        case Op::conv: {
+            const Recurs &r = std::get<Recurs>(n.params);
+            ConvArgs a{};
+            a.shape = delta_shape(n);
+            set(ops::deltanet_conv(ctx, {flat(n.in[0]), n.w[0], r.state.window, r.state.log, in.ctl}, a));
+            break;
+        }
+        case Op::delta_rule: {
+            const Recurs &r = std::get<Recurs>(n.params);
+            DeltaArgs a{};
+            a.shape = delta_shape(n);
+            ggml_tensor *qkv = flat(n.in[0]), *alpha = flat(n.in[1]), *beta = flat(n.in[2]);
+            set(delta_op(a.shape)(
+                ctx, {qkv, alpha, beta, n.w[0], n.w[1], r.state.state, r.state.log, in.ctl}, a));
+            break;
+        }
+        case Op::scale: set(ggml_scale(ctx, flat(n.in[0]), real())); break;
+        case Op::softcap:
+            set(ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, flat(n.in[0]), 1.0f / real())), real()));
+            break;
+        case Op::first: {
+            ggml_tensor *x = flat(n.in[0]);
+            set(ggml_cont(ctx, ggml_view_2d(ctx, x, n.n[0], n.T, x->nb[1], 0))); // {n, T}
+            break;
+        }
+        case Op::last: {
+            ggml_tensor *x = flat(n.in[0]);
+            set(ggml_view_2d(ctx, x, x->ne[0], 1, x->nb[1], size_t(x->ne[1] - 1) * x->nb[1])); // {n, 1}
+            break;
+        }
+        case Op::own_rows: set(flat(n.in[0])); break;
+        case Op::spread: { // a token that the drafter does not have gets a logit that nothing chooses
+            constexpr float NEVER = -1e30f;
+            ggml_tensor *x = flat(n.in[0]), *all = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 1, n.n[0], n.T);
+            all = ggml_set_rows(ctx, ggml_fill(ctx, all, NEVER), ggml_reshape_3d(ctx, x, 1, x->ne[0], n.T),
+                                n.w[0]);
+            set(ggml_reshape_2d(ctx, all, n.n[0], n.T)); // {V, T}
+            break;
+        }
+        case Op::keep_hidden:
+            if (plain.prefill()) { // the last row's, at entry 0
+                ggml_tensor *h = values(n.in[0]);
+                ggml_tensor *row =
+                    ggml_view_2d(ctx, h, h->ne[0], 1, h->nb[1], size_t(h->ne[1] - 1) * h->nb[1]);
+                expand(ggml_set_rows(ctx, cache.hidden(), row, ggml_view_1d(ctx, in.hidden_to, 1, 0)));
+            } else {
+                keep(n.in[0]);
+            }
+            break;
+        case Op::compute: expand(rows(n.in[0])); break;
+        case Op::choose: {
+            ChooseArgs a{};
+            a.ahead = int32_t(std::get<int64_t>(n.params));
+            set(expand(ops::choose(ctx, {flat(n.in[0]), in.ctl, cache.drafts(), cache.given()}, a)));
+            break;
+        }
+        case Op::keep_best: {
+            TopkArgs a{};
+            a.k = int32_t(cache.params().n_top);
+            expand(ops::topk(ctx, {flat(n.in[0]), in.ctl, cache.lists()}, a));
+            break;
+        }
+        case Op::norm_rope: emit_norm_rope(n, y); break;
+        case Op::gated_norm: { // {S, H, T}
+            const int64_t S = n.w[0]->ne[0], H = n.n[0] / S;
+            ggml_tensor *x = norm_rows(ggml_reshape_3d(ctx, flat(n.in[0]), S, H, n.T), n.w[0], real());
+            set(ggml_mul(ctx, x, ggml_silu(ctx, ggml_reshape_3d(ctx, flat(n.in[1]), S, H, n.T))));
+            break;
+        }
+        default: emit_own(n, y);
+    }
+}
+
+} // namespace luce

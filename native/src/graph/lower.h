@@ -1,0 +1,42 @@
+// The lowering makes the ggml graph of a plain one: after the rules (rules.cpp) each node becomes ggml's nodes or an op of
+// luce's own (ops/row.h). It alone adds them.
+//
+// In what form a value passes along an edge, its reader asks for, and the node makes it as best it can:
+//   rows       {n, T} F32
+//   packed     as a product of luce's own reads it: on a CPU blocks of 32 rounded to 8 bits, on a GPU F16 in the order of
+//              its tiles, to which a norm's scale is yet to come
+//   packed_rows  on a GPU the same of the rows: for a product of which only some weights are luce's
+//   f16        what a prompt's product by cuBLAS reads
+//   partials   sums over parts of K, of all outputs of a product; the one reader adds them up
+//   deferred   of a norm its rows and weight: a product of one row norms and packs the row itself, a mixture and the kept
+//              rows norm it themselves. It is no tensor, so nothing is remembered
+// Lowering goes from what is wanted back to what it takes, and remembers each form of each value, so that no launch is made
+// twice. What writes to caches is expanded in the order in which the builder wrote it.
+#pragma once
+
+#include "graph/rules.h"
+
+namespace luce {
+
+// These are a step's inputs on the device.
+struct StepInputs {
+    ggml_tensor *tokens; // {T} I32; a draft may be referred to instead (kernels.h: TokensArgs)
+    ggml_tensor *positions; // {T} I32
+    ggml_tensor *ctl; // {sizeof(StepCtl) / 4} I32
+    ggml_tensor *pages; // {n} I32; this is the page table
+    // {T} I32: the row of Cache::hidden of the position before each; a prefill has its first row's only.
+    ggml_tensor *hidden_from;
+    // {T} I64; it says where each row's hidden state goes. A prefill's last row has entry 0.
+    ggml_tensor *hidden_to;
+};
+
+struct StepOutputs {
+    ggml_tensor *logits = nullptr; // {V, n_out} F32; it is null where none were asked for
+    ggml_tensor *hidden = nullptr; // {E, T} F32 of a verify, before the output norm
+    ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32; a row is a ChoiceRow (kernels.h)
+};
+
+// Lowers a plain graph, which it changes, into `nodes`.
+StepOutputs lower(Plain &plain, const StepInputs &in, ggml_context *ctx, ggml_cgraph *nodes);
+
+} // namespace luce

@@ -1,0 +1,467 @@
+// The lowering on a GPU with luce's own matmul. Where a value is packed, who adds partial sums up and what norms a row itself
+// is decided here. What is fused and in which form values pass, as launches of a layer of a step; a launch ends where each
+// value needs all of the launch before, or another grid, and all are dependent launches (launch.cuh), so that a matmul fills
+// its rings with weights while the small kernel ahead of it runs:
+//   DeltaNet (9 or 10)   qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
+//                        conv, delta rule    deltanet_parts        adds them up; SiLU, l2 norms, window and log; decay and
+//                                                                  beta from alpha and b. Of 2 rows and more it is two kernels
+//                        gated norm          rowmm_pack_gated      RMS of a head * SiLU(z), packed to F16
+//                        out                 rowmm_parts
+//                        residual, norm      rowmm_parts_rms       adds the parts up; x, squares of x, packed x * w
+//   and the FFN          gate up             rowmm_parts           applies the norm's scale to its sums
+//                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs
+//                        down                rowmm_parts
+//                        residual, norm      rowmm_parts_rms       of the next block
+//   or, ahead of a mixture, of up to 8 rows: out, residual   rowmm_add   a block has all of K of its outputs
+//   or a mixture (4)     norm, router        moe_route             of many rows also their experts, and the list of work
+//                        gate up             moe_up                with SwiGLU; the shared expert's are in the same launch
+//                        down                moe_down
+//                        residual, norm      moe_sum               sum over experts; packed as rowmm_parts_rms does
+//     of one row (3)     down, residual      moe_end               in place of the last two
+//   and behind that      qkv ..              rowmm_parts_norm      each block norms and packs the row itself; so does
+//                                                                  rowmm_norm of the logits
+//   attention (10)       q gate k v          rowmm_parts
+//                        norms, RoPE, cells  attention_heads       adds the parts up; moves accepted rows first
+//                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed
+//                        out, residual ..    as above, and the FFN
+//   once a step          plan                attention_plan        which block of attention does what, for all layers
+//   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
+//                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
+//                        kept rows, choice   keep_hidden, rowmm, choose
+//   and the links of one sequence's chain are one graph, whose launches overlap too
+// What a step keeps of ggml-cuda, each op giving a row the same bits at any T. In a step of the model
+// they run a few times, not once a layer, and so cost what a few launches do:
+//   GET_ROWS, SET_ROWS, CONCAT, CONT, FILL   embeddings, hidden rows and reduced logits move, unchanged
+//   RMS_NORM, MUL, SILU          the norm of what a DFlash drafter is fed, and its queries; what few shapes need. One
+//                                block sums a row, in an order that its length decides
+//   ROPE, SCALE, TANH            queries of a DFlash drafter, its keys under YaRN, an embedding's scale, a softcap:
+//                                each value is computed from one or two others
+//   MUL_MAT, SWIGLU, SIGMOID, ADD   products with weights of types that rowmm lacks (IQ1, IQ2, IQ3), a row at a time,
+//                                and what their input and residual need
+// tests/test_launches.py holds the graphs of steps to both lists. A prefill has ggml's FLASH_ATTN_EXT besides.
+#include "graph/lowering.h"
+
+#ifdef LUCE_USE_CUDA
+
+#include "common/device_limits.h"
+#include "matmul/layout.h"
+#include "moe/launch_plan.h"
+#include "ops/moe.h"
+#include "ops/sampling.h"
+
+#include <algorithm>
+
+namespace luce {
+namespace {
+
+bool all_packed(const std::vector<ggml_tensor *> &weights) {
+    return std::all_of(weights.begin(), weights.end(), is_packed);
+}
+
+// Writing out all weights pays for at least this many rows. Fewer rows have the step's own matmul (rowmm),
+// which takes about as long for this many on an H200. The row count alone decides, so that a resumed prompt
+// runs as a cold one.
+constexpr int64_t GEMM_ROWS = 128;
+
+class GpuLowering : public Lowering {
+public:
+    using Lowering::Lowering;
+
+protected:
+    bool looks_up(ggml_type type) const override { return nextn_has_table(type); }
+
+    // ---- forms ----
+
+    // How a value is packed, as the ops rowmm.. take it: T, whether a norm's scale is yet to come, epsilon.
+    RowmmArgs how_packed(Val v, bool as_node) const {
+        NormOf norm;
+        const Node &n = plain.at(v);
+        RowmmArgs a{};
+        a.T = int32_t(n.T);
+        a.normed = as_node && as_norm(v, norm);
+        a.eps = a.normed                            ? norm.eps
+                : as_node && n.op == Op::gated_norm ? std::get<float>(n.params)
+                                                    : 0.0f;
+        return a;
+    }
+
+    ggml_tensor *pack(const OpRow<RowmmPackArgs> &op, const std::vector<ggml_tensor *> &args, float eps = 0) {
+        RowmmPackArgs a{};
+        a.eps = eps;
+        return op(ctx, args, a);
+    }
+
+    ggml_tensor *packed_rows(Val v) {
+        ggml_tensor *&t = made(v, Form::packed_rows);
+        t = t == nullptr ? pack(ops::rowmm_pack, {flat(v)}) : t;
+        return t;
+    }
+
+    // Packed as the node can leave it best.
+    ggml_tensor *packed(Val v) {
+        const Node &n = plain.at(v);
+        ggml_tensor *&t = made(v, Form::packed);
+        NormOf norm;
+        if (as_norm(v, norm)) {
+            ggml_tensor *x = flat(norm.x); // a sum's op may have packed the norm with it
+            t = t == nullptr ? pack(ops::rowmm_pack_rms, {x, norm.w}, norm.eps) : t;
+        } else if (t != nullptr) {
+            return t;
+        } else if (n.op == Op::glu && reads_partials(n)) {
+            t = ops::rowmm_parts_swiglu(ctx, {partials(n.in[0])});
+        } else if (n.op == Op::glu) {
+            ggml_tensor *gate = flat(n.in[0]), *up = flat(n.in[1]);
+            t = pack(ops::rowmm_pack_swiglu, {gate, up});
+        } else if (n.op == Op::gated_norm) {
+            ggml_tensor *o = flat(n.in[0]), *z = flat(n.in[1]);
+            t = pack(ops::rowmm_pack_gated, {o, n.w[0], z}, std::get<float>(n.params));
+        } else if (n.op == Op::draft_input) {
+            const Node &e_norm = part(n, "e_norm"), &h_norm = part(n, "h_norm");
+            NextnPackArgs a{};
+            a.eps = std::get<float>(e_norm.params);
+            t = ops::nextn_pack(ctx,
+                                {in.tokens, plain.cache.drafts(), part(n, "E").w[0], plain.cache.hidden(),
+                                 in.hidden_from, e_norm.w[0], h_norm.w[0]},
+                                a);
+        } else if (packs_attention(n)) {
+            const auto [plan, layer] = plan_of(n);
+            t = attention(ops::attention_packed, n, plan, layer).node;
+        } else {
+            t = packed_rows(v);
+        }
+        return t;
+    }
+
+    // A drafter's block of rows that see each other has no such form.
+    bool packs_attention(const Node &n) const {
+        return (n.op == Op::attend || n.op == Op::gated_attend) && !plain.prefill() &&
+               std::get<Attends>(n.params).kv.owner != KV_DRAFTER;
+    }
+
+    // SwiGLU adds partial sums up where the product behind it leaves such sums too. A shared expert's does not, beside experts
+    // of the host: nothing waits for it.
+    bool reads_partials(const Node &glu) const {
+        const Target target = {plain, gpu, nullptr};
+        const Node &product = plain.at(glu.in[0]);
+        if (product.op != Op::matmul || glu.in[1].node != glu.in[0].node ||
+            !target.leaves_partials(product.w)) {
+            return false;
+        }
+        const auto all_read_by = [&](int32_t node, const auto &fits) {
+            const std::vector<int32_t> readers = plain.readers(node);
+            return std::all_of(readers.begin(), readers.end(), fits);
+        };
+        return all_read_by(index_of(glu), [&](int32_t down) {
+            const Node &n = plain.nodes[size_t(down)];
+            return n.op == Op::matmul && target.leaves_partials(n.w) && all_read_by(down, [&](int32_t sum) {
+                       return plain.nodes[size_t(sum)].op == Op::add_norm;
+                   });
+        });
+    }
+    int32_t index_of(const Node &n) const { return int32_t(&n - plain.nodes.data()); }
+
+    // A product norms and packs its row itself where it is one row, no op ahead has packed it, and a block of the device
+    // has room for it.
+    bool packs_itself(const std::vector<ggml_tensor *> &w, Val x, NormOf &norm) {
+        if (!as_norm(x, norm) || plain.at(x).T != 1) {
+            return false;
+        }
+        ggml_tensor *row = flat(norm.x);
+        return made(x, Form::packed) == nullptr && ggml_is_contiguous(row) &&
+               std::all_of(w.begin(), w.end(), [&](const ggml_tensor *weight) {
+                   return rowmm_norms_row(limits_of(plain.model.device()), plain.width(x), weight->type);
+               });
+    }
+
+    // The partial sums of a product, of which v is any output.
+    ggml_tensor *partials(Val v) {
+        const Node &n = plain.at(v);
+        const Val x = n.in[0];
+        ggml_tensor *&t = made({v.graph, v.node, 0}, Form::partials);
+        if (t != nullptr) {
+            return t;
+        }
+        NormOf norm;
+        const bool norms = packs_itself(n.w, x, norm);
+        std::vector<ggml_tensor *> args =
+            norms ? std::vector<ggml_tensor *>{flat(norm.x), norm.w} : std::vector<ggml_tensor *>{packed(x)};
+        args.insert(args.end(), n.w.begin(), n.w.end());
+        t = (norms ? ops::rowmm_parts_norm : ops::rowmm_parts)(ctx, args, how_packed(x, true));
+        return t;
+    }
+
+    // A prompt's input as cuBLAS reads it. What a row's norm or gate gives is packed without being stored.
+    ggml_tensor *f16(Val v) {
+        ggml_tensor *&t = made(v, Form::f16);
+        if (t != nullptr) {
+            return t;
+        }
+        const Node &n = plain.at(v);
+        NormOf norm;
+        if (as_norm(v, norm)) {
+            if (ggml_tensor *x = flat(norm.x); ggml_is_contiguous(x)) {
+                return t = pack(ops::gemm_pack_norm, {x, norm.w}, norm.eps);
+            }
+        } else if (n.op == Op::glu) {
+            ggml_tensor *gate = flat(n.in[0]), *up = flat(n.in[1]);
+            if (ggml_is_contiguous(gate) && ggml_is_contiguous(up)) {
+                return t = pack(ops::gemm_pack_swiglu, {gate, up});
+            }
+        } else if (n.op == Op::gated && plain.at(n.in[1]).op == Op::split_heads) {
+            if (ggml_tensor *x = flat(n.in[0]); ggml_is_contiguous(x)) {
+                return t = pack(ops::gemm_pack_gated, {x, rows(n.in[1])});
+            }
+        } else if (n.op == Op::gated_norm) {
+            ggml_tensor *o = flat(n.in[0]), *z = flat(n.in[1]);
+            const int64_t S = n.w[0]->ne[0];
+            if (ggml_is_contiguous(o) && ggml_is_contiguous(z) &&
+                (S == 16 || S == 32 || S == 64 || S == 128)) {
+                return t = pack(ops::gemm_pack_heads, {o, z, n.w[0]}, std::get<float>(n.params));
+            }
+        }
+        ggml_tensor *x = flat(v);
+        return t = pack(ops::gemm_pack, {ggml_is_contiguous(x) ? x : ggml_cont(ctx, x)});
+    }
+
+    // ---- products ----
+
+    bool uses_gemm(int64_t T) const { return plain.prefill() && T >= GEMM_ROWS; }
+
+    // Whether a prompt writes this weight out for cuBLAS. Steps have the matmul of luce's own, whose rows do not depend on
+    // each other; since weights lie in its order, a prefill of few rows has it too, and one of a K that cuBLAS does not
+    // take. ggml multiplies with what is not packed.
+    bool by_gemm(const ggml_tensor *w, int64_t T) const {
+        return uses_gemm(T) && is_packed(w) && gemm_has(w->ne[0]) &&
+               size_t(w->ne[0] * w->ne[1] * 2) <= ggml_nbytes(plain.cache.gemm_scratch());
+    }
+
+    void matmul(const Node &n, Val y) {
+        std::vector<ggml_tensor *> w = n.w;
+        if (n.op == Op::matmul_first) {
+            w = {first_rows(part(n, "M").w[0], n.n[0])};
+        }
+        const Val x = n.in[0];
+        ggml_tensor *residual = n.op == Op::matmul_add ? flat(n.in[1]) : nullptr;
+        const auto product = [&](size_t i) -> ggml_tensor *& {
+            return made({y.graph, y.node, int32_t(i)}, Form::rows);
+        };
+        std::vector<size_t> packed_ones;
+        bool gemm = false; // all packed ones take it or none does, since they share K and T
+        for (size_t i = 0; i < w.size(); i++) {
+            if (by_gemm(w[i], n.T)) {
+                PromptMatmulArgs a{};
+                a.product.T = int32_t(n.T);
+                product(i) = ops::gemm(ctx, {f16(x), w[i], plain.cache.gemm_scratch(), residual}, a);
+                gemm = true;
+            } else if (is_packed(w[i])) {
+                packed_ones.push_back(i);
+            }
+        }
+        if (!gemm && !packed_ones.empty()) {
+            rowmm(w, packed_ones, x, residual, y);
+        }
+        for (size_t i = 0; i < w.size(); i++) {
+            if (product(i) == nullptr) {
+                product(i) = mul_mat(w[i], flat(x));
+            }
+        }
+    }
+
+    // Multiplies packed weights in one launch. Where there is one weight, a residual may be added to its product.
+    void rowmm(const std::vector<ggml_tensor *> &w, const std::vector<size_t> &which, Val x,
+               ggml_tensor *residual, Val y) {
+        // ggml's matmul needs the values too, so what it shares is packed of them
+        const bool all = all_packed(w);
+        NormOf norm;
+        const bool norms = all && residual == nullptr && packs_itself(w, x, norm);
+        std::vector<ggml_tensor *> args;
+        if (norms) {
+            args = {flat(norm.x), norm.w};
+        } else {
+            args = {all ? packed(x) : packed_rows(x)};
+        }
+        args.push_back(plain.cache.rowmm_scratch());
+        if (residual != nullptr) {
+            args.push_back(residual);
+        }
+        for (const size_t i : which) {
+            args.push_back(w[i]);
+        }
+        const OpRow<RowmmArgs> &op = norms                 ? ops::rowmm_norm
+                                     : residual != nullptr ? ops::rowmm_add
+                                                           : ops::rowmm;
+        split_products(op(ctx, args, how_packed(x, all)), which, y);
+    }
+
+    // ---- fused ops ----
+
+    void add_norm(const Node &n, Val y) {
+        const Val normed = {y.graph, y.node, 1}, product = n.in.back();
+        NormOf norm;
+        as_norm(normed, norm);
+        ggml_tensor *parts = partials(product), *residual = n.in.size() > 1 ? flat(n.in[0]) : nullptr;
+        const OpNode t = ops::rowmm_parts_rms(ctx, {norm.w, parts, residual});
+        made(y, Form::rows) = t[0];
+        made(normed, Form::packed) = t[1];
+    }
+
+    void heads(const Node &n, Val y) {
+        const Node &k_norm = part(n, "k_norm");
+        const KvLayer &kv = std::get<KvLayer>(n.params);
+        const AttentionShape &shape = *std::get<const AttentionShape *>(part(n, "Q").params);
+        const bool queries = n.in.size() > 2;
+        AttentionHeadsArgs a{};
+        a.rope_dim = int32_t(shape.rope_dim);
+        a.base = shape.rope_base;
+        a.eps = std::get<float>(k_norm.params);
+        a.owner = kv.owner;
+        const OpNode t =
+            ops::attention_heads(ctx,
+                                 {partials(n.in[0]), k_norm.w[0], in.positions, kv.cells.k, kv.cells.v, in.ctl,
+                                  in.pages, queries ? part(n, "q_norm").w[0] : nullptr},
+                                 a);
+        expand(t.node); // attention reads the cells and not this node
+        for (int32_t half = 0; queries && half < 2; half++) {
+            made({y.graph, y.node, 1 + half}, Form::rows) = t[half];
+        }
+    }
+
+    void delta_layer(const Node &n, Val y) {
+        const Recurs &r = std::get<Recurs>(n.params);
+        DeltaLayerArgs a{};
+        a.conv.shape = delta_shape(n);
+        const OpNode t = ops::deltanet_parts(ctx,
+                                             {partials(n.in[0]), part(n, "C").w[0], r.state.window, r.state.log,
+                                              in.ctl, n.w[0], n.w[1], r.state.state, plain.cache.rowmm_scratch()},
+                                             a);
+        for (int32_t half : {0, 1}) { // the delta rule's results, then z
+            made({y.graph, y.node, half}, Form::rows) = t[half];
+        }
+    }
+
+    void keep(Val h) override {
+        NormOf norm;
+        if (!as_norm(h, norm)) {
+            fail(LUCE_E_INTERNAL, "kept rows are normed where they are kept");
+        }
+        KeepHiddenArgs a{};
+        a.eps = norm.eps;
+        expand(ops::keep_hidden(ctx, {flat(norm.x), norm.w, plain.cache.hidden(), in.hidden_to}, a));
+    }
+
+    // ---- attention ----
+
+    // The plan of a trunk layer's attention is made once for all layers like it, ahead of them. A head's one layer
+    // has none: its blocks make it in less time than another kernel takes.
+    struct AttentionPlan {
+        ggml_tensor *node;
+        int32_t layers; // so many have taken it so far
+    };
+    std::pair<ggml_tensor *, int32_t> plan_of(const Node &n) {
+        const Attends &a = std::get<Attends>(n.params);
+        if (a.kv.owner != KV_TRUNK) {
+            return {nullptr, 0};
+        }
+        AttentionArgs shape{};
+        shape.T = int32_t(n.T);
+        shape.H = int32_t(a.shape->n_head);
+        shape.window = int32_t(a.shape->window);
+        shape.pool.type = a.kv.cells.k->type;
+        shape.pool.Hkv = int32_t(a.shape->n_head_kv);
+        shape.pool.D = int32_t(a.shape->head_dim);
+        for (AttentionPlan &known : plans_) {
+            if (ops::attention_plan.same(known.node, shape) && known.layers < PLAN_LAYERS) {
+                return {known.node, known.layers++};
+            }
+        }
+        ggml_tensor *plan = ops::attention_plan(ctx, {in.ctl}, shape);
+        plans_.push_back({expand(plan), 1}); // it does not stand between a layer's kernels
+        return {plan, 0};
+    }
+
+    const OpRow<DeltaArgs> &delta_op(const DeltaShape &shape) override {
+        return uses_gemm(shape.T) && deltanet_chunks_scratch(shape) > 0 ? ops::deltanet_chunks : ops::deltanet;
+    }
+
+    // ---- mixtures ----
+
+    // x {E, T} + the mixture of experts of its norm, and of a step, packed, the norm that follows.
+    void mixture(const Node &n, Val y) {
+        const Moe &w = *std::get<const Moe *>(part(n, "H").params);
+        const MoeDims dims = dims_of(w, n.T);
+        const Node &norm = part(n, "P");
+        ggml_tensor *x = flat(n.in[0]);
+        x = ggml_is_contiguous(x) ? x : ggml_cont(ctx, x);
+        MoeRouteArgs by_router{};
+        by_router.dims = dims;
+        by_router.eps = std::get<float>(norm.params);
+        ggml_tensor *routed =
+            (w.in_ram ? ops::moe_route_values : ops::moe_route)(
+                ctx, {x, norm.w[0], plain.cache.rowmm_scratch(), w.router, w.shared_gate}, by_router)
+                .node;
+        ggml_tensor *experts, *sums = nullptr;
+        if (w.in_ram) {
+            // The shared expert is the device's. It lies between the way to the host and the host's part, which so runs
+            // beside it: sources come in a graph's order.
+            RamGiveArgs give{};
+            give.dims = dims;
+            ggml_tensor *given = expand(ops::ram_give(ctx, {routed}, give));
+            sums = host_experts(given, nullptr, w, dims.T);
+            experts = dims.shared() ? flat(n.in[2]) : sums;
+        } else {
+            MoeMatmulArgs of_dims{};
+            of_dims.dims = dims;
+            ggml_tensor *gate = w.gate_up != nullptr ? w.gate_up : w.gate;
+            ggml_tensor *h =
+                ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up}, of_dims);
+            const int32_t shared_type = dims.shared() ? w.shared.down->type : w.down->type;
+            if (!plain.prefill() && moe_ends_at_once(dims, w.down->type, shared_type)) {
+                // It polls for what up leaves, so no launch comes between (launch.cuh).
+                MoeEndArgs end{};
+                end.dims = dims;
+                made(y, Form::rows) = ops::moe_end(ctx, {routed, h, w.down, x, w.shared.down}, end); // {E, 1}
+                return;
+            }
+            // Of very few rows this polls too.
+            experts = ops::moe_down(ctx, {routed, h, w.down, w.shared.down}, of_dims);
+        }
+        MoeSumArgs sum{};
+        sum.dims = dims;
+        const OpNode t = (plain.prefill() ? ops::moe_sum_prompt : ops::moe_sum)(
+            ctx, {routed, experts, x, part(n, "N").w[0], sums}, sum);
+        made(y, Form::rows) = t[0]; // {E, T}
+        if (!plain.prefill()) {
+            made({y.graph, y.node, 1}, Form::packed) = t[1];
+        }
+    }
+
+    void emit_own(const Node &n, Val y) override {
+        switch (n.op) {
+            case Op::matmul:
+            case Op::matmul_add:
+            case Op::matmul_first: matmul(n, y); break;
+            case Op::add_norm: add_norm(n, y); break;
+            case Op::heads: heads(n, y); break;
+            case Op::delta_layer: delta_layer(n, y); break;
+            case Op::mixture: mixture(n, y); break;
+            case Op::route:
+            case Op::experts:
+            case Op::mix: fail(LUCE_E_UNSUPPORTED, "a GPU has no op of experts but by the rules mixture..");
+            default: fail(LUCE_E_INTERNAL, "a GPU has no op %d of a plain graph", int(n.op));
+        }
+    }
+
+private:
+    std::vector<AttentionPlan> plans_;
+};
+
+} // namespace
+
+std::unique_ptr<Lowering> gpu_lowering(Plain &plain, const StepInputs &in, ggml_context *ctx,
+                                       ggml_cgraph *nodes) {
+    return std::make_unique<GpuLowering>(plain, in, ctx, nodes);
+}
+
+} // namespace luce
+
+#endif

@@ -1,0 +1,83 @@
+// The class of the lowering (lower.h): what devices share is in lower.cpp, a device's own part in lower_cpu.cpp and
+// lower_gpu.cpp.
+#pragma once
+
+#include "graph/lower.h"
+#include "ops/attention.h"
+#include "ops/deltanet.h"
+
+#include <memory>
+
+namespace luce {
+
+enum class Form { rows, packed, packed_rows, f16, partials, count };
+
+// A norm that a value is: RMS(x) * w.
+struct NormOf {
+    Val x;
+    ggml_tensor *w;
+    float eps;
+};
+
+class Lowering {
+public:
+    Lowering(Plain &plain, const StepInputs &in, ggml_context *ctx, ggml_cgraph *nodes);
+    virtual ~Lowering() = default;
+
+    StepOutputs run();
+
+protected:
+    // ---- forms ----
+    ggml_tensor *rows(Val v); // {n, T}, or {D, heads, T} where a node leaves heads
+    ggml_tensor *flat(Val v); // {n, T}
+    // The rows as a product reads them: what a device makes of a norm or activation in one op of its own.
+    virtual ggml_tensor *values(Val v) { return flat(v); }
+    ggml_tensor *&made(Val v, Form form) {
+        return made_[(size_t(v.node) * MAX_OUT + size_t(v.out)) * size_t(Form::count) + size_t(form)];
+    }
+    bool as_norm(Val v, NormOf &norm) const;
+
+    // ---- emission; each sets the rows of a node's outputs, and what else it leaves ----
+    void emit(int32_t node);
+    virtual void emit_own(const Node &n, Val y) = 0; // an op that a device does in its own way
+    virtual void keep(Val h); // of a step's rows, for the NextN head
+    virtual const OpRow<DeltaArgs> &delta_op(const DeltaShape &) { return ops::deltanet; }
+    virtual bool looks_up(ggml_type) const { return false; }
+
+    // The products of an op become the rows of those outputs of `v` whose weights it took.
+    void split_products(const OpNode &y, const std::vector<size_t> &which, Val v);
+    ggml_tensor *mul_mat(ggml_tensor *weight, ggml_tensor *x);
+    ggml_tensor *norm_rows(ggml_tensor *x, ggml_tensor *w, float eps);
+    ggml_tensor *expand(ggml_tensor *t);
+    ggml_tensor *first_rows(ggml_tensor *w, int64_t n); // of a matrix {K, N} its first n rows
+    const Node &part(const Node &n, const char *name) const { return plain.nodes[size_t(n.part(name))]; }
+    DeltaShape delta_shape(const Node &n) const;
+    OpNode attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_tensor *plan, int32_t layer);
+    ggml_tensor *host_experts(ggml_tensor *routed, ggml_tensor *x, const Moe &w, int64_t T);
+
+    Plain &plain;
+    const StepInputs &in;
+    ggml_context *const ctx;
+    ggml_cgraph *const graph;
+    const bool gpu;
+
+private:
+    static constexpr size_t MAX_OUT = 4;
+
+    void emit_norm_rope(const Node &n, Val y);
+    ggml_tensor *embedding(ggml_tensor *table);
+    ggml_tensor *attend_prompt(const Node &n);
+    ggml_tensor *gate_of(Val gate);
+    void store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv);
+
+    std::vector<ggml_tensor *> made_;
+    std::map<uint32_t, ggml_tensor *> masks_; // of a prompt's attention, by window
+};
+
+std::unique_ptr<Lowering> cpu_lowering(Plain &plain, const StepInputs &in, ggml_context *ctx,
+                                       ggml_cgraph *nodes);
+// luce has it where it is built with CUDA.
+std::unique_ptr<Lowering> gpu_lowering(Plain &plain, const StepInputs &in, ggml_context *ctx,
+                                       ggml_cgraph *nodes);
+
+} // namespace luce

@@ -1,0 +1,203 @@
+#include "graph/plain.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace luce {
+
+int32_t Node::part(const char *name) const {
+    for (const auto &[known, node] : parts) {
+        if (strcmp(known, name) == 0) {
+            return node;
+        }
+    }
+    return -1;
+}
+
+Val Plain::add(Node node) {
+    const int32_t at = int32_t(nodes.size());
+    nodes.push_back({});
+    set(at, std::move(node));
+    return {this, at, 0};
+}
+
+void Plain::set(int32_t node, Node by) {
+    for (const Val v : by.in) {
+        nodes[size_t(v.node)].readers.push_back(node);
+    }
+    Node &n = nodes[size_t(node)];
+    by.readers = std::move(n.readers);
+    n = std::move(by);
+}
+
+std::vector<int32_t> Plain::readers(int32_t node) const {
+    std::vector<int32_t> found = nodes[size_t(node)].readers;
+    std::sort(found.begin(), found.end());
+    found.erase(std::unique(found.begin(), found.end()), found.end());
+    found.erase(std::remove_if(found.begin(), found.end(),
+                               [&](int32_t r) {
+                                   const Node &n = nodes[size_t(r)];
+                                   return n.dead || std::none_of(n.in.begin(), n.in.end(),
+                                                                 [&](Val v) { return v.node == node; });
+                               }),
+                found.end());
+    return found;
+}
+
+void Plain::replace(Val old, Val by) {
+    const std::vector<int32_t> readers = nodes[size_t(old.node)].readers;
+    for (const int32_t r : readers) {
+        std::vector<Val> &in = nodes[size_t(r)].in;
+        if (std::find(in.begin(), in.end(), old) != in.end()) {
+            std::replace(in.begin(), in.end(), old, by);
+            nodes[size_t(by.node)].readers.push_back(r);
+        }
+    }
+    for (Val *v : {&logits, &hidden, &choice}) {
+        *v = *v == old ? by : *v;
+    }
+    if (const auto name = names.find(old); name != names.end()) {
+        names[by] = name->second;
+        names.erase(old);
+    }
+}
+
+// Adds a node of one output that has as many values a row as x.
+static Val like(Op op, Val x, std::vector<Val> in, std::vector<ggml_tensor *> w = {}, Params params = {}) {
+    const Plain &g = *x.graph;
+    return x.graph->add({op, std::move(in), std::move(w), {g.width(x)}, g.at(x).T, params});
+}
+
+Val embed(Plain &g, ggml_tensor *table) {
+    return g.add({Op::embed, {}, {table}, {table->ne[0]}, g.T});
+}
+Val kept_hidden(Plain &g) {
+    return g.add({Op::kept_hidden, {}, {}, {g.cache.hidden()->ne[0]}, g.T});
+}
+Val previous(Val h) {
+    return like(Op::previous, h, {h});
+}
+
+Val norm(Val x, ggml_tensor *w, float eps) {
+    return like(Op::norm, x, {x}, {w}, eps);
+}
+Val head_norm(Val x, ggml_tensor *w, float eps) {
+    return like(Op::head_norm, x, {x}, {w}, eps);
+}
+std::vector<Val> matmuls(Val x, const std::vector<ggml_tensor *> &w) {
+    Node node = {Op::matmul, {x}, w, {}, x.graph->at(x).T};
+    for (const ggml_tensor *weight : w) {
+        node.n.push_back(weight->ne[1]);
+    }
+    Val y = x.graph->add(std::move(node));
+    std::vector<Val> out;
+    for (; size_t(y.out) < w.size(); y.out++) {
+        out.push_back(y);
+    }
+    return out;
+}
+Val matmul(Val x, ggml_tensor *w) {
+    return matmuls(x, {w})[0];
+}
+Val add(Val x, Val y) {
+    return like(Op::add, x, {x, y});
+}
+Val mul(Val x, Val y) {
+    return like(Op::mul, x, {x, y});
+}
+Val silu(Val x) {
+    return like(Op::silu, x, {x});
+}
+Val glu(Val gate, Val up) {
+    return like(Op::glu, gate, {gate, up});
+}
+Val gated(Val x, Val gate) {
+    return like(Op::gated, x, {x, gate});
+}
+Val concat(Val x, Val y) {
+    Plain &g = *x.graph;
+    return g.add({Op::concat, {x, y}, {}, {g.width(x) + g.width(y)}, g.at(x).T});
+}
+Val scale(Val x, float factor) {
+    return factor == 1 ? x : like(Op::scale, x, {x}, {}, factor);
+}
+Val softcap(Val x, float cap) {
+    return cap == 0 ? x : like(Op::softcap, x, {x}, {}, cap);
+}
+Val first(Val x, int64_t n) {
+    return n == x.graph->width(x) ? x : x.graph->add({Op::first, {x}, {}, {n}, x.graph->at(x).T});
+}
+Val last(Val x) {
+    return x.graph->at(x).T == 1 ? x : x.graph->add({Op::last, {x}, {}, {x.graph->width(x)}, 1});
+}
+Val own_rows(Val x) {
+    return like(Op::own_rows, x, {x});
+}
+Val spread(Val x, ggml_tensor *ids, int64_t n) {
+    return ids == nullptr ? x : x.graph->add({Op::spread, {x}, {ids}, {n}, x.graph->at(x).T});
+}
+
+std::array<Val, 2> split_heads(Val x, const AttentionShape &s) {
+    const int64_t n = x.graph->width(x) / 2;
+    const Val q = x.graph->add({Op::split_heads, {x}, {}, {n, n}, x.graph->at(x).T, &s});
+    return {q, Val{q.graph, q.node, 1}};
+}
+Val rope(Val x, const AttentionShape &s) {
+    return like(Op::rope, x, {x}, {}, &s);
+}
+Val kv_write(const KvLayer &kv, Val k, Val v) {
+    return like(Op::kv_write, k, {k, v}, {}, kv);
+}
+Val attend(Val q, Val kv, const AttentionShape &s, bool block) {
+    const KvLayer &layer = std::get<KvLayer>(kv.graph->at(kv).params);
+    return like(Op::attend, q, {q, kv}, {}, Attends{&s, layer, 1.0f / std::sqrt(float(s.head_dim)), block});
+}
+
+Val conv(Val qkv, const DeltaNet &w, const DeltaState &state) {
+    return like(Op::conv, qkv, {qkv}, {w.conv}, Recurs{&w, state});
+}
+Val delta_rule(Val qkv, Val alpha, Val beta, const DeltaNet &w, const DeltaState &state) {
+    Plain &g = *qkv.graph;
+    const int64_t n = int64_t(w.shape.n_v_heads) * w.shape.state_size;
+    return g.add({Op::delta_rule, {qkv, alpha, beta}, {w.dt, w.a}, {n}, g.at(qkv).T, Recurs{&w, state}});
+}
+
+Val route(Val logits, const Moe &w) {
+    return like(Op::route, logits, {logits}, {}, &w);
+}
+std::array<Val, 2> experts_up(Val x, Val route, const Moe &w) {
+    const std::vector<ggml_tensor *> both = {w.gate, w.up}, fused = {w.gate_up};
+    const int64_t n = w.shape.n_ff, pairs = x.graph->at(x).T * w.shape.n_used;
+    const Val gate =
+        x.graph->add({Op::experts, {x, route}, w.gate_up != nullptr ? fused : both, {n, n}, pairs, &w});
+    return {gate, Val{gate.graph, gate.node, 1}};
+}
+Val experts_down(Val h, Val route, const Moe &w) {
+    return h.graph->add({Op::experts, {h, route}, {w.down}, {w.down->ne[1]}, h.graph->at(h).T, &w});
+}
+Val mix(Val y, Val route, const Moe &w) {
+    return y.graph->add({Op::mix, {y, route}, {}, {y.graph->width(y)}, y.graph->at(route).T, &w});
+}
+
+void keep_hidden(Val h) {
+    like(Op::keep_hidden, h, {h});
+}
+Val compute(Val x) {
+    like(Op::compute, x, {x});
+    return x;
+}
+Val choose(Val logits, bool ahead) {
+    return like(Op::choose, logits, {logits}, {}, int64_t(ahead));
+}
+void keep_best(Val logits) {
+    if (logits.graph->cache.params().n_top > 0) {
+        like(Op::keep_best, logits, {logits});
+    }
+}
+Val named(Val x, const std::string &name) {
+    x.graph->names[x] = name;
+    return x;
+}
+
+} // namespace luce

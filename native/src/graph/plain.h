@@ -1,0 +1,210 @@
+// The plain graph of a step says what is computed, as a paper says it: norm, matmul, rope, attend. An architecture's
+// builder writes it with the functions below. The rules (rules.cpp) put fused ops in the place of
+// patterns, and the lowering (lower.h) makes ggml nodes and luce's own ops of it. Nothing here knows a device.
+//
+// A value has T rows of n floats, {n, T} in ggml's order. Nodes lie in the order in which they were written, and those
+// that write to caches run in that order.
+#pragma once
+
+#include "engine/cache.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <string>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+namespace luce {
+
+// draft_part is a draft that chooses among the first tokens of the vocabulary alone. A feed writes the NextN head's KV
+// of committed rows.
+enum class StepKind { prefill, prefill_last, verify, draft, draft_part, block, feed };
+
+// Says whether a verify of so many rows writes their KV of the NextN head.
+inline bool feeds_head(int64_t rows) {
+    return rows > 1;
+}
+
+// A KvLayer says which layer's KV is meant: a trunk block's, a drafter's, or the NextN head's, which has no
+// row 0.
+struct KvLayer {
+    KvCells cells;
+    KvOwner owner;
+};
+
+enum class Op : uint8_t {
+    // ---- what builders write ----
+    embed, // {E, T}: rows of the table for the step's tokens
+    kept_hidden, // {E, T}: for each row the kept hidden row of the position before it
+    previous, // {E, T}: of a prompt's hidden rows h each row has the one above it, the first a kept one
+    norm, // RMS(x) * w over a row
+    head_norm, // RMS(x) * w over each head of a row
+    matmul, // up to 4 products of one x, an output each
+    add, // x + y
+    mul, // x * y
+    silu, // x * sigmoid(x)
+    glu, // silu(x) * y
+    gated, // x * sigmoid(y), where y has a row's width or is one number a row
+    concat, // [x ; y] in each row
+    split_heads, // of heads [q ; gate] an output each
+    rope, // each head is rotated to its row's position
+    kv_write, // k and v go into their cells. Its value stands for the cells, so that attention comes after it
+    attend, // softmax(q K) V over what a row sees
+    conv, // DeltaNet's short convolution with SiLU, and its l2 norms
+    delta_rule, // the gated delta rule over (qkv, alpha, beta)
+    route, // a row's experts and their weights, of the router's logits
+    experts, // products of each row with its experts, an output for gate and up each, or one of down
+    mix, // the weighted sum over a row's experts
+    scale, // x times a number
+    softcap, // c * tanh(x / c)
+    first, // the first n values of a row
+    last, // the last row alone
+    own_rows, // x as rows of its own, which readers of many kinds share
+    spread, // a drafter's logits at the target's tokens
+    keep_hidden, // the rows (of a prompt the last one) are kept for the NextN head
+    compute, // x is computed, whether or not anything reads it
+    choose, // a token for each row
+    keep_best, // the best candidates of each row go into the cache's lists
+    // ---- what rules put in the place of several (rules.cpp) ----
+    add_norm,
+    matmul_add,
+    matmul_first,
+    heads,
+    norm_rope,
+    gated_attend,
+    gated_norm,
+    delta_layer,
+    draft_input,
+    experts_glu,
+    add_shared,
+    host_experts,
+    mixture,
+    any, // of a pattern: every op fits
+};
+
+class Plain;
+
+// A Val is one output of a node.
+struct Val {
+    Plain *graph = nullptr;
+    int32_t node = -1, out = 0;
+
+    bool operator==(const Val &o) const { return node == o.node && out == o.out; }
+    bool operator<(const Val &o) const { return std::tie(node, out) < std::tie(o.node, o.out); }
+};
+
+struct Attends {
+    const AttentionShape *shape;
+    KvLayer kv;
+    float scale; // of scores
+    bool block; // the rows of a sequence all see each other
+};
+struct Recurs {
+    const DeltaNet *w;
+    DeltaState state;
+};
+
+// What a node has besides its inputs and weights: an epsilon or a factor, a count, a shape, a state.
+using Params = std::variant<std::monostate, float, int64_t, const AttentionShape *, KvLayer, Attends, Recurs,
+                            const Moe *>;
+
+struct Node {
+    Op op = Op::any;
+    std::vector<Val> in = {};
+    std::vector<ggml_tensor *> w = {};
+    std::vector<int64_t> n = {}; // of each output, the values of a row
+    int64_t T = 0;
+    Params params = {};
+    std::vector<std::pair<const char *, int32_t>> parts = {}; // a fused node stands for these nodes
+    bool dead = false; // another node stands for it
+    std::vector<int32_t> readers = {}; // nodes that read it, and some that did once: Plain::readers() knows
+
+    // Returns the node of a fused one that its rule calls `name`, or -1.
+    int32_t part(const char *name) const;
+};
+
+class Plain {
+public:
+    Plain(const Model &of, const Cache &with, StepKind step, int64_t rows, int64_t cells, bool trial)
+        : model(of), cache(with), kind(step), T(rows), n_kv(cells), brief(trial) {}
+    Plain(const Plain &) = delete;
+    Plain &operator=(const Plain &) = delete;
+
+    const Model &model;
+    const Cache &cache;
+    const StepKind kind;
+    const int64_t T; // it counts the step's rows
+    const int64_t n_kv; // it counts the cells that a prefill's attention reads
+    const bool brief; // of the layers of one kind it has the first alone
+
+    bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
+    bool has_layer(uint32_t layer) const { return !brief || model.first_of_kind(layer); }
+
+    // What stays readable after the step: logits {V, n} and the rows before the output norm {E, T}, and a
+    // ChoiceRow of each row of logits. Each may be absent.
+    Val logits, hidden, choice;
+
+    // ---- for the functions below, the rules and the lowering ----
+    std::vector<Node> nodes;
+    std::map<Val, std::string> names; // values that tests and tools find by name
+
+    Node &at(Val v) { return nodes[size_t(v.node)]; }
+    const Node &at(Val v) const { return nodes[size_t(v.node)]; }
+    int64_t width(Val v) const { return at(v).n[size_t(v.out)]; }
+    Val add(Node node);
+    void set(int32_t node, Node by); // puts another node into its place
+    std::vector<int32_t> readers(int32_t node) const; // the nodes that read any of its outputs
+    void replace(Val old, Val by); // whatever reads `old` reads `by` from now on
+};
+
+// ---- the vocabulary ----
+
+Val embed(Plain &g, ggml_tensor *table); // {E, V} -> {E, T}
+Val kept_hidden(Plain &g);
+Val previous(Val h);
+
+Val norm(Val x, ggml_tensor *w, float eps);
+Val head_norm(Val x, ggml_tensor *w, float eps); // w {D} or {S}
+Val matmul(Val x, ggml_tensor *w); // w {K, N}: {K, T} -> {N, T}
+std::vector<Val> matmuls(Val x, const std::vector<ggml_tensor *> &w);
+template <size_t N> std::array<Val, N> matmul(Val x, ggml_tensor *const (&w)[N]) {
+    const std::vector<Val> y = matmuls(x, {w, w + N});
+    std::array<Val, N> out;
+    std::copy(y.begin(), y.end(), out.begin());
+    return out;
+}
+Val add(Val x, Val y);
+Val mul(Val x, Val y);
+Val silu(Val x);
+Val glu(Val gate, Val up);
+Val gated(Val x, Val gate);
+Val concat(Val x, Val y);
+Val scale(Val x, float factor);
+Val softcap(Val x, float cap);
+Val first(Val x, int64_t n);
+Val last(Val x);
+Val own_rows(Val x);
+Val spread(Val x, ggml_tensor *ids, int64_t n);
+
+std::array<Val, 2> split_heads(Val x, const AttentionShape &s); // {2*D*H, T} -> {D*H, T} twice
+Val rope(Val x, const AttentionShape &s);
+Val kv_write(const KvLayer &kv, Val k, Val v);
+Val attend(Val q, Val kv, const AttentionShape &s, bool block = false); // {D*H, T} -> {D*H, T}
+
+Val conv(Val qkv, const DeltaNet &w, const DeltaState &state);
+Val delta_rule(Val qkv, Val alpha, Val beta, const DeltaNet &w, const DeltaState &state); // -> {Hv*S, T}
+
+Val route(Val logits, const Moe &w);
+std::array<Val, 2> experts_up(Val x, Val route, const Moe &w); // gate and up {FF, n_used*T} each
+Val experts_down(Val h, Val route, const Moe &w); // {FF, n_used*T} -> {E, n_used*T}
+Val mix(Val y, Val route, const Moe &w); // -> {E, T}
+
+void keep_hidden(Val h);
+Val compute(Val x);
+Val choose(Val logits, bool ahead); // `ahead`: it is for the position behind a row's own
+void keep_best(Val logits);
+Val named(Val x, const std::string &name);
+
+} // namespace luce

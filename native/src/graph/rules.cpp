@@ -1,0 +1,366 @@
+#include "graph/rules.h"
+
+#include "matmul/layout.h"
+#include "matmul/quantised.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace luce {
+namespace {
+
+// ---- patterns ----
+
+Pattern any(const char *name) {
+    return {Op::any, name};
+}
+// Output `out` of a node of this name, whatever its inputs are.
+Pattern part(Op op, const char *name, int32_t out) {
+    return {op, name, {}, out};
+}
+
+// A row's keys, or queries: normed by heads and rotated.
+Pattern rotated(const char *rope, const char *norm, Pattern x) {
+    return {Op::rope, rope, {{Op::head_norm, norm, {std::move(x)}}}};
+}
+const Pattern QUERIES_OF_M = rotated("Q", "q_norm", {Op::split_heads, "S", {part(Op::matmul, "M", 0)}, 0});
+const Pattern KEYS_OF_M = rotated("", "k_norm", part(Op::matmul, "M", 1));
+
+// The experts that the router chose for rows x, which may be normed, and their weighted sum.
+const Pattern ROUTE = {Op::route, "R", {part(Op::matmul, "L", 0)}};
+const Pattern NORMED = {Op::norm, "P", {any("x")}};
+Pattern experts(Pattern x) {
+    const auto up = [&](int32_t out) { return Pattern{Op::experts, "H", {x, ROUTE}, out}; };
+    return {Op::mix, "mix", {{Op::experts, "", {{Op::glu, "", {up(0), up(1)}}, ROUTE}}, ROUTE}};
+}
+Pattern gate_of_shared(Pattern shared) {
+    return {Op::gated, "", {std::move(shared), part(Op::matmul, "L", 1)}};
+}
+const Pattern SHARED = {
+    Op::matmul, "D", {{Op::glu, "", {part(Op::matmul, "U", 0), part(Op::matmul, "U", 1)}}}};
+Pattern beside_shared(Pattern shared) {
+    return {Op::add, "", {experts(NORMED), gate_of_shared(std::move(shared))}};
+}
+// The residual stream behind a block, and the norm ahead of the next one.
+Pattern normed_sum(Pattern y) {
+    return {Op::norm, "N", {{Op::add, "S", {any("x"), std::move(y)}}}};
+}
+
+// ---- conditions ----
+
+const Node &node(const Target &t, const Match &m, const char *name) {
+    return t.graph.at(m[name]);
+}
+const Moe &moe_of(const Target &t, const Match &m) {
+    return *std::get<const Moe *>(node(t, m, "H").params);
+}
+
+bool always(const Target &, const Match &) {
+    return true;
+}
+bool on_cpu(const Target &t, const Match &) {
+    return !t.gpu;
+}
+bool in_step(const Target &t, const Match &) {
+    return t.step();
+}
+bool experts_on_gpu(const Target &t, const Match &m) {
+    return t.gpu && !moe_of(t, m).in_ram;
+}
+bool experts_beside_gpu(const Target &t, const Match &m) {
+    return t.gpu && moe_of(t, m).in_ram;
+}
+bool experts_in_ram(const Target &t, const Match &m) {
+    return !t.gpu && moe_of(t, m).in_ram;
+}
+bool no_yarn(const Target &t, const Match &m) {
+    return !(std::get<const AttentionShape *>(node(t, m, "Q").params)->yarn.factor > 1);
+}
+// The product's partial sums are added up where keys are normed and rotated.
+bool heads_of_partials(const Target &t, const Match &m) {
+    const int64_t D = node(t, m, "k_norm").w[0]->ne[0];
+    return (D == 128 || D == 256) && no_yarn(t, m) && t.leaves_partials(node(t, m, "M").w);
+}
+bool delta_of_partials(const Target &t, const Match &m) {
+    const Node &delta = node(t, m, "D");
+    return std::get<Recurs>(delta.params).w->shape.state_size == 128 && t.leaves_partials(node(t, m, "M").w);
+}
+// A mixture reads rows as they are. Of few rows a product of one weight can leave them without a kernel behind it.
+bool rows_for_mixture(const Target &t, const Match &m) {
+    const std::vector<int32_t> readers = t.graph.readers(m["N"].node);
+    return t.graph.T <= ROWMM_WHOLE_ROWS && std::any_of(readers.begin(), readers.end(), [&](int32_t r) {
+               return t.graph.nodes[size_t(r)].op == Op::mixture;
+           });
+}
+bool one_of_partials(const Target &t, const Match &m) {
+    const Node &product = node(t, m, "M");
+    return product.w.size() == 1 && t.leaves_partials(product.w);
+}
+bool sum_of_partials(const Target &t, const Match &m) {
+    const std::vector<int32_t> readers = t.graph.readers(m["N"].node);
+    return one_of_partials(t, m) && !rows_for_mixture(t, m) &&
+           std::all_of(readers.begin(), readers.end(),
+                       [&](int32_t r) { return t.graph.nodes[size_t(r)].op != Op::own_rows; });
+}
+bool one_packed(const Target &t, const Match &m) {
+    const Node &product = node(t, m, "M");
+    return t.gpu && product.w.size() == 1 && is_packed(product.w[0]);
+}
+bool looked_up(const Target &t, const Match &m) {
+    const std::vector<int32_t> readers = t.graph.readers(m["C"].node);
+    const bool packed = std::all_of(readers.begin(), readers.end(), [&](int32_t r) {
+        const std::vector<ggml_tensor *> &w = t.graph.nodes[size_t(r)].w;
+        return std::all_of(w.begin(), w.end(), is_packed);
+    });
+    const ggml_tensor *table = node(t, m, "E").w[0];
+    return t.gpu && t.step() && packed && table->ne[0] % CHUNK == 0 && t.looks_up(table->type);
+}
+// On a GPU packed weights lie in tiles of 128 rows. Behind the last row of F32 and BF16 ones lie the scales of all rows
+// (matmul/layout.h), so that a part of them is no matrix.
+bool has_first_rows(const Target &t, const Match &m) {
+    const ggml_tensor *w = node(t, m, "M").w[0];
+    return node(t, m, "M").w.size() == 1 &&
+           !(is_packed(w) && (w->type == GGML_TYPE_F32 || w->type == GGML_TYPE_BF16));
+}
+
+// ---- the table ----
+//
+// Rules are tried in this order, each at all nodes. A row says by its lines: name, condition, bits, why, gain on an H200
+// where it was measured; the pattern; the fused op, the node whose place it takes, what it reads, what its outputs are. In
+// which form a fused op reads and leaves values (partial sums, packed, F16) is the lowering's choice (lower.h).
+
+// clang-format off
+std::vector<Rule> table() {
+    return {
+        // Mixtures of experts, with the residual and the norm around them. A GPU has no other op for them.
+        {"mixture", experts_on_gpu, Bits::device,
+            "a row's experts are chosen, grouped and multiplied in three or four launches", "",
+            normed_sum(experts(NORMED)),
+            Op::mixture, "S", {{"x"}, {"P"}}, {{"S"}, {"N"}}},
+        {"mixture_shared", experts_on_gpu, Bits::device,
+            "the same; the shared expert is in its launches", "",
+            normed_sum(beside_shared(SHARED)),
+            Op::mixture, "S", {{"x"}, {"P"}}, {{"S"}, {"N"}}},
+        {"mixture_in_ram", experts_beside_gpu, Bits::device,
+            "the host computes the experts", "",
+            normed_sum(experts(NORMED)),
+            Op::mixture, "S", {{"x"}, {"P"}}, {{"S"}, {"N"}}},
+        {"mixture_in_ram_shared", experts_beside_gpu, Bits::device,
+            "the same; the GPU computes the shared expert beside it", "",
+            normed_sum(beside_shared(part(Op::matmul, "D", 0))),
+            Op::mixture, "S", {{"x"}, {"P"}, {"D"}}, {{"S"}, {"N"}}},
+        {"host_experts", experts_in_ram, Bits::device,
+            "an expert's weights are read once for all of its rows", "",
+            experts(any("x")),
+            Op::host_experts, "mix", {{"x"}, {"R"}}, {{"mix"}}},
+        {"experts_glu", on_cpu, Bits::device,
+            "gate and up in one pass over the row", "",
+            {Op::glu, "G", {part(Op::experts, "H", 0), part(Op::experts, "H", 1)}},
+            Op::experts_glu, "H", {}, {{"G"}}},
+        {"add_shared", on_cpu, Bits::device,
+            "one pass over the rows in place of three", "",
+            {Op::add, "S", {any("y"), {Op::gated, "", {any("shared"), part(Op::matmul, "L", 1)}}}},
+            Op::add_shared, "S", {{"y"}, {"shared"}, {"L", 1}}, {{"S"}}},
+
+        // Attention.
+        {"heads", heads_of_partials, Bits::device,
+            "adds the partial sums up once; norms, rotates and stores in one launch", "",
+            {Op::attend, "", {QUERIES_OF_M, {Op::kv_write, "W", {KEYS_OF_M, part(Op::matmul, "M", 2)}}}},
+            Op::heads, "W", {{"M", 0}, {"M", 1}, {"M", 2}}, {{"W"}, {"Q"}, {"S", 1}}},
+        {"heads_kv", heads_of_partials, Bits::device,
+            "the same, without queries", "",
+            {Op::kv_write, "W", {rotated("Q", "k_norm", part(Op::matmul, "M", 0)), part(Op::matmul, "M", 1)}},
+            Op::heads, "W", {{"M", 0}, {"M", 1}}, {{"W"}}},
+        {"norm_rope", no_yarn, Bits::device,
+            "norms and rotates keys and queries in one launch", "",
+            {Op::attend, "", {rotated("Q", "q_norm", {Op::split_heads, "S", {any("q_gate")}, 0}),
+                              {Op::kv_write, "W", {rotated("", "k_norm", any("k")), any("v")}}}},
+            Op::norm_rope, "W", {{"k"}, {"v"}, {"q_gate"}}, {{"W"}, {"Q"}}},
+        {"norm_rope_kv", no_yarn, Bits::device,
+            "the same, without queries", "",
+            {Op::kv_write, "W", {rotated("Q", "k_norm", any("k")), any("v")}},
+            Op::norm_rope, "W", {{"k"}, {"v"}}, {{"W"}}},
+        {"gated_attend", in_step, Bits::device,
+            "the kernel that adds up attention's chunks has the gate", "",
+            {Op::gated, "G", {{Op::attend, "A", {any("q"), any("kv")}}, any("gate")}},
+            Op::gated_attend, "A", {{"q"}, {"kv"}, {"gate"}}, {{"G"}}},
+
+        // DeltaNet.
+        {"gated_norm", always, Bits::device,
+            "one pass over the rows in place of three", "",
+            {Op::mul, "Y", {{Op::head_norm, "H", {any("o")}}, {Op::silu, "", {any("z")}}}},
+            Op::gated_norm, "H", {{"o"}, {"z"}}, {{"Y"}}},
+        {"delta_layer", delta_of_partials, Bits::same,
+            "conv and delta rule add up the partial sums of their projections, of one row in one launch",
+            "2% of a step of one row",
+            {Op::delta_rule, "D", {{Op::conv, "C", {part(Op::matmul, "M", 0)}},
+                                   part(Op::matmul, "M", 3), part(Op::matmul, "M", 2)}},
+            Op::delta_layer, "D", {{"M", 0}}, {{"D"}, {"M", 1}}},
+
+        // The NextN head.
+        {"draft_input", looked_up, Bits::device,
+            "looks both halves up, norms and packs them in one launch", "",
+            {Op::concat, "C", {{Op::norm, "e_norm", {{Op::embed, "E"}}},
+                               {Op::norm, "h_norm", {{Op::kept_hidden, "K"}}}}},
+            Op::draft_input, "C", {}, {{"C"}}},
+        {"matmul_first", has_first_rows, Bits::device,
+            "the other rows of the weight are not read", "",
+            {Op::first, "F", {{Op::matmul, "M", {any("x")}}}},
+            Op::matmul_first, "F", {{"x"}}, {{"F"}}},
+
+        // The residual stream.
+        {"add_norm", on_cpu, Bits::same,
+            "one pass over the rows in place of two", "",
+            normed_sum(any("y")),
+            Op::add_norm, "S", {{"x"}, {"y"}}, {{"S"}, {"N"}}},
+        {"add_norm_partials", sum_of_partials, Bits::same,
+            "adds the partial sums up, the residual and the squares in one launch",
+            "9.15 to 7.21 ms a step, with the forms",
+            normed_sum({Op::matmul, "M"}),
+            Op::add_norm, "S", {{"x"}, {"M"}}, {{"S"}, {"N"}}},
+        {"norm_partials", sum_of_partials, Bits::same,
+            "the same, where there is no residual", "",
+            {Op::norm, "N", {{Op::matmul, "M"}}},
+            Op::add_norm, "N", {{"M"}}, {{"M"}, {"N"}}},
+        {"matmul_add", one_packed, Bits::same,
+            "a block of few rows has all of K, so that no sum comes behind it", "5% of a step of the 35b",
+            {Op::add, "S", {any("x"), {Op::matmul, "M", {any("y")}}}},
+            Op::matmul_add, "M", {{"y"}, {"x"}}, {{"S"}}},
+    };
+}
+// clang-format on
+
+constexpr size_t MOST_RULES = 64;
+std::atomic<uint64_t> off{0}; // a bit for each rule
+std::atomic<uint64_t> uses[MOST_RULES];
+
+// ---- matching ----
+
+bool matches(const Plain &g, const Pattern &p, Val v, Match &m) {
+    if (p.out >= 0 && v.out != p.out) {
+        return false;
+    }
+    const bool named = *p.name != 0;
+    for (const auto &[name, known] : m.found) {
+        if (named && strcmp(name, p.name) == 0) {
+            return p.op == Op::any ? known == v : known.node == v.node;
+        }
+    }
+    const Node &n = g.at(v);
+    if (n.dead || (p.op != Op::any && n.op != p.op)) {
+        return false;
+    }
+    if (named) {
+        m.found.push_back({p.name, v});
+    }
+    if (p.op != Op::any) {
+        m.nodes.push_back(v.node);
+    }
+    for (size_t i = 0; i < p.in.size(); i++) {
+        if (i >= n.in.size() || !matches(g, p.in[i], n.in[i], m)) {
+            return false;
+        }
+    }
+    return p.in.empty() || p.in.size() == n.in.size();
+}
+
+// Drops those nodes of a match that nothing reads any more.
+void drop_unread(Plain &g, const Match &m, int32_t fused) {
+    for (bool more = true; more;) {
+        more = false;
+        for (const int32_t i : m.nodes) {
+            Node &n = g.nodes[size_t(i)];
+            if (i != fused && !n.dead && g.readers(i).empty()) {
+                n.dead = more = true;
+            }
+        }
+    }
+}
+
+void apply(Plain &g, const Rule &rule, const Match &m) {
+    const auto value = [&](const Ref &ref) {
+        const Val v = m[ref.name];
+        return Val{v.graph, v.node, ref.out < 0 ? v.out : ref.out};
+    };
+    const int32_t at = m[rule.at].node;
+    const Node &old = g.nodes[size_t(at)];
+    Node fused = {rule.op, {}, old.w, {}, old.T, old.params};
+    for (const auto &[name, v] : m.found) {
+        fused.parts.push_back({name, v.node});
+    }
+    if (rule.in.empty()) {
+        fused.in = old.in;
+    }
+    for (const Ref &ref : rule.in) {
+        fused.in.push_back(value(ref));
+    }
+    for (const Ref &ref : rule.out) {
+        fused.n.push_back(g.width(value(ref)));
+    }
+    g.nodes[size_t(at)].in.clear();
+    std::vector<Val> outs;
+    for (const Ref &ref : rule.out) {
+        outs.push_back(value(ref));
+    }
+    // Two passes, since an output of the node itself may become another one of it.
+    constexpr int32_t ASIDE = 1 << 16;
+    for (size_t i = 0; i < outs.size(); i++) {
+        g.replace(outs[i], {&g, at, ASIDE + int32_t(i)});
+    }
+    for (size_t i = 0; i < outs.size(); i++) {
+        g.replace({&g, at, ASIDE + int32_t(i)}, {&g, at, int32_t(i)});
+    }
+    g.set(at, std::move(fused));
+    drop_unread(g, m, at);
+}
+
+} // namespace
+
+bool Target::leaves_partials(const std::vector<ggml_tensor *> &weights) const {
+    return gpu && step() && std::all_of(weights.begin(), weights.end(), [](const ggml_tensor *w) {
+               return is_packed(w) && w->ne[1] % 8 == 0;
+           });
+}
+
+Val Match::operator[](const char *name) const {
+    for (const auto &[known, v] : found) {
+        if (strcmp(known, name) == 0) {
+            return v;
+        }
+    }
+    fail(LUCE_E_INTERNAL, "a rule's pattern has no %s", name);
+}
+
+const std::vector<Rule> &rules() {
+    static const std::vector<Rule> all = table();
+    return all;
+}
+
+void fuse(Plain &graph, const Target &target) {
+    for (size_t r = 0; r < rules().size(); r++) {
+        const Rule &rule = rules()[r];
+        if ((off.load() >> r & 1) != 0) {
+            continue;
+        }
+        for (int32_t i = 0; size_t(i) < graph.nodes.size(); i++) {
+            Match match;
+            if (!graph.nodes[size_t(i)].dead && graph.nodes[size_t(i)].op == rule.pattern.op &&
+                matches(graph, rule.pattern, {&graph, i, std::max(rule.pattern.out, 0)}, match) &&
+                rule.when(target, match)) {
+                apply(graph, rule, match);
+                uses[r]++;
+            }
+        }
+    }
+}
+
+void switch_rule(size_t index, bool on) {
+    on ? off.fetch_and(~(uint64_t(1) << index)) : off.fetch_or(uint64_t(1) << index);
+}
+
+uint64_t uses_of_rule(size_t index) {
+    return uses[index];
+}
+
+} // namespace luce

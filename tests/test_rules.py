@@ -1,0 +1,150 @@
+"""Compares fused graphs with plain ones: each rule of native/src/graph/rules.cpp is off alone, and all at once.
+
+A rule either keeps a row's bits, or is within 2e-3 of the logits' range of what it replaces. Weights are F32, so
+that no rounding of activations to 8 bits makes a difference larger than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import drive
+import numpy as np
+import op_run
+import pytest
+import tiny
+import tiny_dflash
+
+from luce.errors import UnsupportedError
+from luce.native import Library, Source
+
+BOUND = 2e-3
+DENSE = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128, n_layer=3,
+                    recurrent=(True, False, True), n_nextn=1)  # fmt: skip
+SHARED = tiny.with_experts(DENSE)
+
+
+@dataclass(frozen=True)
+class Model:
+    config: tiny.Config
+    cpu_experts: int = 0
+    drafter: tiny_dflash.Case | None = None
+    kind: str = "F32"
+    params: dict[str, int] = field(default_factory=dict)
+
+
+HEAD = {"n_draft": 3, "n_part": 128}
+MODELS = {
+    "dense": Model(DENSE, params=HEAD),
+    "dense-q8": Model(DENSE, kind="Q8_0", params=HEAD),
+    "shared": Model(SHARED, params=HEAD),
+    "unshared": Model(replace(SHARED, n_ff_shared=0), params=HEAD),
+    "host": Model(SHARED, cpu_experts=3, params=HEAD),
+    "host-unshared": Model(replace(SHARED, n_ff_shared=0), cpu_experts=3, params=HEAD),
+    "dflash": Model(tiny_dflash.WIDE, drafter=tiny_dflash.CASES["causal-windows"], params={"blocks": 1}),
+}
+# These have an effect on this device, each in some of the models.
+ON_CPU = {"host_experts", "experts_glu", "add_shared", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm",
+          "matmul_first", "add_norm"}  # fmt: skip
+# A GPU has no other op for these patterns.
+NEEDED = {"mixture", "mixture_shared", "mixture_in_ram", "mixture_in_ram_shared"}
+ON_GPU = NEEDED | {"heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer",
+                   "draft_input", "matmul_first", "add_norm_partials", "norm_partials", "matmul_add"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path | None]]:
+    folder, made = tmp_path_factory.mktemp("rules"), {}
+    for name, model in MODELS.items():
+        path = folder / f"{name}.gguf"
+        if model.drafter is not None:
+            (folder / name).mkdir()
+            made[name] = tiny_dflash.files(folder / name, model.drafter)
+        else:
+            made[name] = (tiny.write(path, model.config, tiny.layout(model.config, 5), model.kind), None)
+    return made
+
+
+def run(native: Library, device: str, model: Model, files: tuple[Path, Path | None]) -> list[np.ndarray]:
+    """Returns the logits of a prompt's last row, of a step of one row and of a tree, and those of drafts' rows."""
+    path, drafter = files
+    opened = drive.open_model(
+        native, path, device, head=bool(model.config.n_nextn), drafter=drafter, cpu_experts=model.cpu_experts
+    )
+    sequence = drive.open_sequence(opened, n_ctx=512, n_rows=16, **model.params)
+    found: list[np.ndarray] = []
+    drive.prefill(sequence, [7 + 3 * i % 200 for i in range(150)])
+    found.append(sequence.logits(0))
+    found.append(drive.step(sequence, 11))
+    drive.verify(sequence, [5, 9, 8, 6], [-1, 0, 0, 2])
+    found += [sequence.logits(row) for row in range(4)]
+    sequence.commit([0, 2, 3])
+    sources = [Source.DFLASH] if drafter else [Source.NEXTN, Source.PART]
+    for source in sources:
+        drive.draft(sequence, 5, 3, source)
+        drive.verify_draft(sequence, 3)
+        found += [sequence.logits(row) for row in range(4)]
+        sequence.commit([0])
+    sequence.engine.close()
+    return found
+
+
+@dataclass(frozen=True)
+class Fused:
+    logits: list[np.ndarray]
+    rules: list[op_run.Rule]  # those that have fused something
+
+
+@pytest.fixture(scope="module")
+def fused(native: Library, device: str, files: dict[str, tuple[Path, Path | None]]) -> dict[str, Fused]:
+    found = {}
+    for name, model in MODELS.items():
+        before = op_run.rules(native)
+        logits = run(native, device, model, files[name])
+        after = op_run.rules(native)
+        found[name] = Fused(logits, [b for a, b in zip(before, after, strict=True) if b.uses > a.uses])
+    return found
+
+
+def differences(found: list[np.ndarray], expected: list[np.ndarray]) -> Iterator[float]:
+    for x, y in zip(found, expected, strict=True):
+        yield float(np.abs(x - y).max() / np.abs(y).max())
+
+
+def test_every_rule_of_a_device_fuses_something(fused: dict[str, Fused], device: str, native: Library) -> None:
+    used = {rule.name for each in fused.values() for rule in each.rules}
+    assert used == (ON_CPU if device == "cpu" else ON_GPU)
+    names = [rule.name for rule in op_run.rules(native)]
+    assert set(names) == ON_CPU | ON_GPU and len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_rule_alone_keeps_what_it_says(
+    name: str, fused: dict[str, Fused], native: Library, device: str, files: dict[str, tuple[Path, Path | None]]
+) -> None:
+    for rule in fused[name].rules:
+        with op_run.without(native, rule):
+            if device != "cpu" and rule.name in NEEDED:
+                with pytest.raises(UnsupportedError, match="mixture"):
+                    run(native, device, MODELS[name], files[name])
+                continue
+            plain = run(native, device, MODELS[name], files[name])
+        if rule.same:
+            assert all(np.array_equal(x, y) for x, y in zip(plain, fused[name].logits, strict=True)), rule.name
+        elif MODELS[name].kind == "F32":
+            assert max(differences(plain, fused[name].logits)) <= BOUND, rule.name
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.kind == "F32"])
+def test_a_plain_graph_computes_what_the_fused_one_does(
+    name: str, fused: dict[str, Fused], native: Library, device: str, files: dict[str, tuple[Path, Path | None]]
+) -> None:
+    off = [rule for rule in op_run.rules(native) if device == "cpu" or rule.name not in NEEDED]
+    with op_run.without(native, *off):
+        before = op_run.rules(native)
+        plain = run(native, device, MODELS[name], files[name])
+        after = op_run.rules(native)
+    assert [a.uses for a in after if a in off] == [b.uses for b in before if b in off]
+    assert max(differences(plain, fused[name].logits)) <= BOUND
