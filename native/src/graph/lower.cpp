@@ -202,9 +202,8 @@ OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_t
     a.scale = attends.scale;
     a.softcap = attends.shape->softcap;
     const KvCells &cells = attends.kv.cells;
-    std::vector<ggml_tensor *> args = {flat(n.in[0]), n.in.size() > 2 ? gate_of(n.in[2]) : nullptr,
-                                       cells.k,       cells.v,
-                                       in.ctl,        in.pages};
+    std::vector<ggml_tensor *> args = {
+        flat(n.in[0]), n.in.size() > 2 ? gate_of(n.in[2]) : nullptr, cells.k, cells.v, in.ctl, in.pages};
     if (plan != nullptr) {
         args.push_back(plan);
         a.layer = layer;
@@ -342,8 +341,8 @@ void Lowering::emit(int32_t node) {
             DeltaArgs a{};
             a.shape = delta_shape(n);
             ggml_tensor *qkv = flat(n.in[0]), *alpha = flat(n.in[1]), *beta = flat(n.in[2]);
-            set(delta_op(a.shape)(
-                ctx, {qkv, alpha, beta, n.w[0], n.w[1], r.state.state, r.state.log, in.ctl}, a));
+            set(delta_op(a.shape)(ctx, {qkv, alpha, beta, n.w[0], n.w[1], r.state.state, r.state.log, in.ctl},
+                                  a));
             break;
         }
         case Op::scale: set(ggml_scale(ctx, flat(n.in[0]), real())); break;

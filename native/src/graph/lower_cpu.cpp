@@ -127,8 +127,7 @@ protected:
                 ExpertsArgs a{};
                 a.own_input = down;
                 a.n_weights = n_weights; // two are apart, or fused
-                ggml_tensor *input =
-                    luce::rows_input(first->type) == RowsInput::packed ? packed(n.in[0]) : x;
+                ggml_tensor *input = luce::rows_input(first->type) == RowsInput::packed ? packed(n.in[0]) : x;
                 return ops::experts_matmul(ctx, {routed, input, first, second}, a);
             };
             if (down || with_glu) {

@@ -79,9 +79,7 @@ protected:
         RowmmArgs a{};
         a.T = int32_t(n.T);
         a.normed = as_node && as_norm(v, norm);
-        a.eps = a.normed                            ? norm.eps
-                : as_node && n.op == Op::gated_norm ? std::get<float>(n.params)
-                                                    : 0.0f;
+        a.eps = a.normed ? norm.eps : as_node && n.op == Op::gated_norm ? std::get<float>(n.params) : 0.0f;
         return a;
     }
 
@@ -317,8 +315,8 @@ protected:
         a.owner = kv.owner;
         const OpNode t =
             ops::attention_heads(ctx,
-                                 {partials(n.in[0]), k_norm.w[0], in.positions, kv.cells.k, kv.cells.v, in.ctl,
-                                  in.pages, queries ? part(n, "q_norm").w[0] : nullptr},
+                                 {partials(n.in[0]), k_norm.w[0], in.positions, kv.cells.k, kv.cells.v,
+                                  in.ctl, in.pages, queries ? part(n, "q_norm").w[0] : nullptr},
                                  a);
         expand(t.node); // attention reads the cells and not this node
         for (int32_t half = 0; queries && half < 2; half++) {
@@ -330,10 +328,11 @@ protected:
         const Recurs &r = std::get<Recurs>(n.params);
         DeltaLayerArgs a{};
         a.conv.shape = delta_shape(n);
-        const OpNode t = ops::deltanet_parts(ctx,
-                                             {partials(n.in[0]), part(n, "C").w[0], r.state.window, r.state.log,
-                                              in.ctl, n.w[0], n.w[1], r.state.state, plain.cache.rowmm_scratch()},
-                                             a);
+        const OpNode t =
+            ops::deltanet_parts(ctx,
+                                {partials(n.in[0]), part(n, "C").w[0], r.state.window, r.state.log, in.ctl,
+                                 n.w[0], n.w[1], r.state.state, plain.cache.rowmm_scratch()},
+                                a);
         for (int32_t half : {0, 1}) { // the delta rule's results, then z
             made({y.graph, y.node, half}, Form::rows) = t[half];
         }
@@ -380,7 +379,8 @@ protected:
     }
 
     const OpRow<DeltaArgs> &delta_op(const DeltaShape &shape) override {
-        return uses_gemm(shape.T) && deltanet_chunks_scratch(shape) > 0 ? ops::deltanet_chunks : ops::deltanet;
+        return uses_gemm(shape.T) && deltanet_chunks_scratch(shape) > 0 ? ops::deltanet_chunks
+                                                                        : ops::deltanet;
     }
 
     // ---- mixtures ----
@@ -412,8 +412,7 @@ protected:
             MoeMatmulArgs of_dims{};
             of_dims.dims = dims;
             ggml_tensor *gate = w.gate_up != nullptr ? w.gate_up : w.gate;
-            ggml_tensor *h =
-                ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up}, of_dims);
+            ggml_tensor *h = ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up}, of_dims);
             const int32_t shared_type = dims.shared() ? w.shared.down->type : w.down->type;
             if (!plain.prefill() && moe_ends_at_once(dims, w.down->type, shared_type)) {
                 // It polls for what up leaves, so no launch comes between (launch.cuh).

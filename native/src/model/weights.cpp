@@ -5,8 +5,8 @@
 #include "step/host_experts.h"
 
 #ifdef LUCE_USE_CUDA
-#include "ops/moe.h"
 #include "matmul/quantised.h"
+#include "ops/moe.h"
 #endif
 
 #include <ggml-cpu.h>

@@ -279,7 +279,7 @@ OpNode CustomOp::add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensor
 }
 
 OpNode CustomOp::add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, const int32_t *params,
-               size_t n) const {
+                     size_t n) const {
     if (tensors.size() > n_most() || n != params_.size() || n > MOST_PARAMS) {
         fail(LUCE_E_ARG, "%s, got %zu tensors and %zu params", usage().c_str(), tensors.size(), n);
     }

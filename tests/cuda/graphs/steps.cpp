@@ -159,7 +159,7 @@ void write_step(const Model &model, const Cache &cache, Regions &regions, RamSta
         if (is_empty(node)) {
             continue;
         }
-        const Op *op = custom_op(node);
+        const CustomOp *op = custom_op(node);
         const std::string place = named(node->data) == names[node] ? "" : " in " + named(node->data);
         const std::string made = names[node] + " " + (op != nullptr ? op->name : ggml_op_desc(node)) + place;
         const std::string flags = node->flags & GGML_TENSOR_FLAG_OUTPUT ? ", an output" : "";
