@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CASES = make_goldens.CASES | make_goldens.LONG_CASES
 CHUNK = 256  # A prompt goes in by chunks of so many where not all of it goes in at once.
-GEMM_CPP = ROOT / "native" / "src" / "graph" / "matmul.cpp"
+GEMM_CPP = ROOT / "native" / "src" / "graph" / "lower_gpu.cpp"
 REF_BOUND = 1e-4  # It bounds float64 against transformers' F32, which measured 1.1e-5 .. 3.6e-5.
 CPU_BOUND = 1e-3  # It is the core's largest error with F32 weights and f32 KV, of logits with std 2 .. 3.5.
 
