@@ -123,7 +123,7 @@ def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, c
 
         return run
 
-    for name, verb in (("draft", "draft"), ("start", "verify")):  # Every verify is started.
+    for name, verb in (("draft", "draft"), ("verified", "verify")):
         monkeypatch.setattr(_native.Engine, name, step(verb, getattr(_native.Engine, name)))
     head = ["--mtp-gguf", endless, "--mtp-gamma", "2"]
     result = luce_("generate", "--gguf", endless, "ab", *head, "--json")

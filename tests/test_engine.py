@@ -123,7 +123,7 @@ def test_what_rounds_take_beside_their_steps_is_measured_where_they_are_begun_ah
         assert tokens(engine, ask(1)) == expected
 
 
-@pytest.mark.parametrize("failing", ["prefill", "start", "follow", "wait"])
+@pytest.mark.parametrize("failing", ["prefill", "begin", "wait"])
 def test_an_engine_whose_rounds_cannot_be_measured_is_opened_all_the_same(files, ahead, failing, monkeypatch):
     def fail(*_):
         raise NumericError("not finite")

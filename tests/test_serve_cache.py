@@ -29,7 +29,6 @@ from luce.native import Checkpoint, Engine, File
 from luce.native.structs import Cost
 from luce.prompts.cache import PrefixCache
 from luce.prompts.disk import _HEAD, DiskCache
-from luce.speculate.costs import Costs
 
 CHUNK = 256
 
@@ -340,7 +339,7 @@ def test_files_fit_the_next_server_whatever_its_steps_cost(native, tmp_path, mon
     cached = []
     for price in (1.0, 9.0, 1.0):  # Two rows cost so much where one row costs 1.
         listed = [Cost(1, 0, 1.0), Cost(2, 0, price), Cost(64, 0, 64 * price), Cost(1, 1, 0.1)]
-        monkeypatch.setattr(Engine, "costs", lambda engine, listed=listed: Costs(listed))
+        monkeypatch.setattr(Engine, "costs", lambda engine, listed=listed: listed)
         with serving({"box": BOX}, serve_settings(cache_dir=tmp_path)) as server:
             found = server.post("/v1/completions", prompt=LONG, max_tokens=4, temperature=0).json()
             cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
