@@ -53,8 +53,9 @@ class Prefixes(Protocol):
         the number of tokens that it then has, which is the end of a chunk and less than the prompt's."""
 
     def ends(self, sequence: Sequence) -> Items[int]:
-        """Returns where the whole chunks of the prompt end that the sequence was resumed for, ascending: at
-        all multiples of n_chunk, and where a shorter chunk ends."""
+        """Returns where chunks end at the end of a page, ascending, of the prompt that the sequence was resumed
+        for: at all multiples of n_chunk, and where a shorter chunk was cut. The rest of the prompt is not among
+        them."""
 
     def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
         """Says that the sequence is at the end of a whole chunk of `prompt`, so that a checkpoint can be

@@ -1,8 +1,8 @@
 """The loop drives any number of generations in turn, with one step of the engine for all of them.
 
 Its turns alternate. In one turn a generation that has not read its whole prompt reads a chunk of it. In the
-next turn all the others have a round, which is one draft step and one verify step. A single generation needs
-no other code.
+next turn all the others have a round: the steps that draft, where there are any, and then one step that verifies
+the rows of all of them. A single generation needs no other code.
 
 Where the device works while the host does something else, a turn ends with the begin of the next round, and
 text is made of the last one's tokens after that. Rounds follow each other even closer where it is known

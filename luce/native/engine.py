@@ -35,7 +35,7 @@ class Source(IntEnum):
 
 
 class Drafts(NamedTuple):
-    """Asks for a chain of n drafts after the anchor of a sequence."""
+    """Asks for n drafts after the anchor of a sequence: a chain of the NextN head, or the first n of a block."""
 
     sequence: Sequence
     anchor: int
@@ -376,8 +376,8 @@ class Sequence(Handle):
         return bytes(self.library.bytes_of(self.library.lib.luce_sequence_dump, self.handle))
 
     def checkpoint(self) -> Checkpoint:
-        """Makes a checkpoint of the present position, which must be the end of a chunk of a prompt
-        (StateError otherwise). Raises OutOfMemory where n_checkpoints are on the device."""
+        """Makes a checkpoint of the present position, which must be the end of a page that only prefill of whole
+        pages has reached (StateError otherwise). Raises OutOfMemory where n_checkpoints are on the device."""
         out = self.library.ffi.new("luce_checkpoint **")
         self.library.check(self.library.lib.luce_checkpoint_make(out, self.handle))
         return Checkpoint(self.engine, out[0])

@@ -107,7 +107,7 @@ class DraftSource(Protocol):
 
 
 class Text(Protocol):
-    """This is a sequence, as draft sources see it (_native.Sequence)."""
+    """This is a sequence, as draft sources see it (luce.native.Sequence)."""
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]: ...
     def lists(self, depth: int, k: int, comb: bool = True) -> Lists: ...

@@ -296,8 +296,11 @@ typedef enum luce_source {
 
 /* The anchor of a round item without tokens, if it is no token. */
 enum {
-    LUCE_CHOSEN = -1, /* what the round ahead chooses; the item is of the same item's sequence there */
-    LUCE_DRAFTED = -2 /* that of the last luce_engine_draft, whose first n - 1 drafts follow it */
+    /* The anchor is what the round ahead chooses: the round that was begun before this one, and is not waited for. Item i
+     * is of the sequence of item i there. */
+    LUCE_CHOSEN = -1,
+    LUCE_DRAFTED =
+        -2 /* The anchor is that of the last luce_engine_draft. Its first n - 1 drafts follow it. */
 };
 
 /* The rows of one sequence in a round: the anchor and its candidates, LUCE_MAX_ROWS in all of the round's items. A row sees
@@ -401,8 +404,8 @@ LUCE_API luce_status luce_engine_begin(luce_engine *engine, const luce_round_ite
 LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tokens, uint32_t n_rows,
                                       luce_status *status, uint32_t n_items, uint32_t *left);
 
-/* Drafts a chain for each of several sequences, all with one source. The drafts stay on the device, for a round
- * of LUCE_DRAFTED. Nothing committed is changed; rows that are verified and not committed are dropped. */
+/* Drafts n tokens for each of several sequences, all with one source: a chain of the head, or the first n of a DFlash
+ * block. The drafts stay on the device, for a round of LUCE_DRAFTED. Nothing committed is changed; rows that are verified and not committed are dropped. */
 typedef struct luce_draft_item {
     luce_sequence *sequence; /* with at least one committed token */
     int32_t anchor;

@@ -1,5 +1,5 @@
 // Has the arguments of luce's own ops, which both the CPU reference (attention.cpp, deltanet.cpp and others
-// in src/) and the CUDA launchers (*.cu) take. No ggml is used here, so a kernel compiles and is tested
+// in src/cpu/) and the CUDA launchers (*.cu) take. No ggml is used here, so a kernel compiles and is tested
 // alone. Launchers enqueue on `stream` (a cudaStream_t) and return a cudaError_t as int, 0 for success.
 #pragma once
 
@@ -243,7 +243,7 @@ struct AttentionHeadsArgs {
 constexpr int PLAN_LAYERS = 128; // as many layers of a step may take a plan
 
 // attention is softmax attention of a step's rows over what they see: committed positions first .. n_past -
-// 1, then the row's ancestors by depth and itself, in the cells that KvStore has written. Keys are summed in
+// 1, then the row's ancestors by depth and itself, in the cells that kv_store has written. Keys are summed in
 // logical order, position by position, in fixed chunks that depend on the absolute position alone. Partial
 // results of chunks are combined in a fixed order too. So a row's bits depend on its own sequence only: not on the step's
 // width, the tree beside it, the order of pages or other sequences. Query head h reads KV head h / (H / Hkv).

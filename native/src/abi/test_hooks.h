@@ -19,7 +19,7 @@ typedef struct luce_array {
 LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
                                  const int32_t *params, uint32_t n_params, luce_array *out);
 
-// Runs the functions of kernels/sampling.h on n values each: -log(u) and the noise of random words, their
+// Runs the functions of kernels/sampling/sampling.h on n values each: -log(u) and the noise of random words, their
 // bound, and the masses of z.
 LUCE_API luce_status luce_sampling_run(const uint32_t *words, const float *z, uint64_t n, float *minus_log,
                                        float *gumbel, float *bound, uint64_t *mass);

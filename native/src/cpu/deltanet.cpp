@@ -27,7 +27,8 @@ struct Sequence {
     const SeqCtl &seq;
     const RowCtl *rows; // it is null in an append, whose rows are a chain
     int row0, n_rows; // these are rows of the step
-    bool write_back; // a verify leaves other committed values than it found
+    bool
+        write_back; // the stored state and window change: rows are replayed, or a new timeline begins with zeros
 
     Sequence(const DeltaShape &s, const StepCtl &ctl, int i)
         : seq(ctl.seqs[i]), rows(s.mode == DELTA_APPEND ? nullptr : ctl.rows), row0(rows ? seq.row0 : 0),

@@ -1,5 +1,5 @@
 // Sampling is counter-based: a token depends only on its logits, its position, the seed and the settings.
-// kernels/sampling.h has the rule; this is its form over a row of the CPU.
+// kernels/sampling/sampling.h has the rule; this is its form over a row of the CPU.
 #pragma once
 
 #include "luce.h"

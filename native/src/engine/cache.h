@@ -1,8 +1,9 @@
 // The caches hold what an engine remembers: KV pages, recurrent slots and their logs, hidden rows. Graphs
-// write through these tensors; only this file knows what commit and undo mean.
+// write through these tensors; only this file knows what it means to commit rows. Rows that are not committed need no undo.
 //
-// A step never waits for another step to tidy up: what a commit leaves undone is noted as a debt of the sequence (Debts),
-// and the sequence's next steps pay it on the device before they do anything else. The debts:
+// A commit does nothing on the device. What it leaves undone is noted as a debt of the sequence (Debts), and the sequence's
+// next steps pay it there. Each kernel pays what its own layer owes before it computes; unseen rows alone have a step of
+// their own. The debts:
 //
 //   debt         what it is                                             made by            paid by
 //   fresh        slot and window hold another timeline's values and     reset, open        the next verify or prefill
@@ -15,7 +16,8 @@
 //   unseen       the last committed rows, whose KV of the NextN head    commit of a step   a step of its own, before
 //                is not written yet; a bank keeps their hidden states   that fed no head   the next draft of the head,
 //                                                                                          prefill, step of more rows
-//                                                                                          than one, or dump
+//                                                                                          than one, or dump, and once
+//                                                                                          n_rows rows are unseen
 //
 // A step that fails pays nothing: its sequences are failed, and a reset or resume drops their debts. What a cancel, a
 // closed neighbour or a round that is dropped keeps from running leaves debts as they are.
@@ -23,7 +25,8 @@
 // The NextN head's KV row of position p comes from the target's hidden state at p - 1 and token p. Both are known in
 // the step that verifies token p, so a step of several rows writes it beside the trunk's rows; it is moved and dropped
 // with them. A step of one row (StepShape::feeds_head) is plain decoding, which may want no drafts for long: it leaves
-// the row unseen, and many such rows are fed at once. At most n_rows rows are, and no other step runs while there is one.
+// the row unseen, and many such rows are fed at once. While a sequence has unseen rows, it takes part only in steps of one
+// row and in DFlash blocks. At most n_rows rows are unseen: then they are fed before the next step of one row, too.
 // A step of one row also moves nothing of the head: where that is due, the round gets a wider one (Step::verify_shape).
 // There is no row 0. What a draft writes there, the verify after it overwrites.
 // A DFlash drafter's KV row of position p comes from what the trunk's blocks put out for token p: the step that

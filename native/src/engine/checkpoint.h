@@ -3,7 +3,8 @@
 // slot), in host memory, or as bytes.
 //
 // Saved bytes are: header | tokens i32[n_past] | body, where the body is the pieces of Cache::pieces one
-// after the other. They depend on the committed tokens alone. Host memory holds the body.
+// after the other. They depend on the tokens, on where the prompt was cut, and on the model, build and device that the
+// header names. They do not depend on the sequence or the pages. Host memory holds the body.
 #pragma once
 
 #include "engine/sequence.h"

@@ -41,13 +41,14 @@ public:
     const ChoiceCtl &choice_ctl() const { return choice_; }
     bool chooses() const { return chooses_; }
     void check_usable() const;
-    // It counts as failed until end_step(), or fail_with("") of a step that has only begun.
+    // Marks it as failed. end_step() clears that, and so does fail_with("") where a step was only enqueued.
     void begin_step() { failure_ = "a step did not end"; }
     // Rows says what the rows of a step are, whose logits may be read after it.
     enum class Rows { prompt, verified, block };
     // They are n_rows of the engine's rows, from first_row on.
     void end_step(Rows rows, uint32_t n_rows, uint32_t first_row);
-    void fail_with(const char *why) noexcept; // it takes less room where there is no memory
+    void
+    fail_with(const char *why) noexcept; // "" clears it; without memory for the text it keeps a shorter one
 
 private:
     uint32_t

@@ -1,7 +1,7 @@
 // The lowering makes the ggml graph of a plain one: after the rules (rules.cpp) each node becomes ggml's nodes or an op of
 // luce's own (ops/row.h). It alone adds them.
 //
-// In what form a value passes along an edge, its reader asks for, and the node makes it as best it can:
+// Who reads a value asks for it in one of these forms, and the node that makes it gives that form as best it can:
 //   rows       {n, T} F32
 //   packed     as a product of luce's own reads it: on a CPU blocks of 32 rounded to 8 bits, on a GPU F16 in the order of
 //              its tiles, to which a norm's scale is yet to come

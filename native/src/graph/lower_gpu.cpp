@@ -1,6 +1,6 @@
 // The lowering on a GPU with luce's own matmul. Where a value is packed, who adds partial sums up and what norms a row itself
 // is decided here. What is fused and in which form values pass, as launches of a layer of a step; a launch ends where each
-// value needs all of the launch before, or another grid, and all are dependent launches (launch.cuh), so that a matmul fills
+// value needs all of the launch before, or another grid, and all are dependent launches (common/overlap.cuh), so that a matmul fills
 // its rings with weights while the small kernel ahead of it runs:
 //   DeltaNet (9 or 10)   qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
 //                        conv, delta rule    deltanet_parts        adds them up; SiLU, l2 norms, window and log; decay and
@@ -415,7 +415,7 @@ protected:
             ggml_tensor *h = ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up}, of_dims);
             const int32_t shared_type = dims.shared() ? w.shared.down->type : w.down->type;
             if (!plain.prefill() && moe_ends_at_once(dims, w.down->type, shared_type)) {
-                // It polls for what up leaves, so no launch comes between (launch.cuh).
+                // It polls for what up leaves, so no launch comes between (common/overlap.cuh).
                 MoeEndArgs end{};
                 end.dims = dims;
                 made(y, Form::rows) = ops::moe_end(ctx, {routed, h, w.down, x, w.shared.down}, end); // {E, 1}

@@ -36,7 +36,7 @@ struct Match {
 
 enum class Bits {
     same, // a row has the bits that it has without the rule
-    device, // it has those of another arithmetic, within 2e-3 of the logits' range
+    device, // the rule changes a row's bits: the fused op sums in another way, within 2e-3 of the logits' range
 };
 
 // A Ref is a value of a match: an output of the node of this name.

@@ -2,7 +2,7 @@
 //
 // At its opening it measures the largest steps, allocates one buffer for all of them, builds the graph of
 // every step width, runs and times it. Then for each step it fills the step's region (step/inputs.h), runs,
-// and reads the choices. The host waits once for a round. On a GPU steps of one row follow each other: the next one takes
+// and reads the choices. The host waits once for a round, and once more where it reads lists of drafts. On a GPU steps of one row follow each other: the next one takes
 // its tokens on the device, and is enqueued before the host has waited for the last one.
 // - No shape depends on a context: widths come from a fixed list (row_bucket), lengths are in the control block. Only
 //   a prefill's graph is built for the occasion, over cells in buckets (kv_bucket).
