@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Config, int]] = {
                n_head_kv=1, head_dim=128, n_k_head=2, n_v_head=4, tied=True), 16),
 }  # fmt: skip
 
-# A long prompt on a GPU writes its weights out for cuBLAS (graph/matmul.cpp) and does DeltaNet by chunks;
+# A long prompt on a GPU writes its weights out for cuBLAS (graph/lower_gpu.cpp) and does DeltaNet by chunks;
 # 400 tokens are long enough for both even after a first call of 256. The cases differ in which way they take:
 # chunks have an S of 64 or 128, and cuBLAS takes input widths that are multiples of 8; 100 and 180 are none.
 N_LONG = 400

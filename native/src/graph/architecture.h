@@ -1,6 +1,5 @@
 // Says for each architecture that luce runs how it is read from a file, and how its steps are built. A new
-// architecture is a row of the table in architecture.cpp and has a file of its own. No other file knows an
-// architecture's name.
+// architecture is a row of the table in architecture.cpp and has a file of its own.
 #pragma once
 
 #include "graph/plain.h"
@@ -22,7 +21,10 @@ struct Architecture {
     std::unique_ptr<NextN> (*read_head)(Model &model, const GgufFile &file, const HParams &trunk,
                                         const Weights &weights);
 
-    // They write the plain graph of a step: of the target, and of the head.
+    // They write the plain graph of a step: of the target, and of the head. Of the target: a prefill computes its rows and has
+    // no logits; prefill_last has logits of the last row, and chooses; a verify has logits of all rows, `hidden`, which is
+    // the rows before the output norm, and chooses. Where cache.has_drafter() it calls feed_dflash with what each block
+    // put out, where has_head() feed_nextn. Layers that has_layer() denies are left out.
     void (*build_step)(Plain &graph);
     void (*build_draft)(Plain &graph);
 };

@@ -18,8 +18,9 @@
 
 namespace luce {
 
-// draft_part is a draft that chooses among the first tokens of the vocabulary alone. A feed writes the NextN head's KV
-// of committed rows.
+// prefill: rows of a prompt, without a choice. prefill_last: its last rows. verify: anchors and drafts. draft: a link of the
+// NextN head's chains; draft_part chooses among the first tokens of the vocabulary alone. block: a DFlash block. feed: the
+// NextN head's KV of committed rows.
 enum class StepKind { prefill, prefill_last, verify, draft, draft_part, block, feed };
 
 // Says whether a verify of so many rows writes their KV of the NextN head.
@@ -49,7 +50,7 @@ enum class Op : uint8_t {
     gated, // x * sigmoid(y), where y has a row's width or is one number a row
     concat, // [x ; y] in each row
     split_heads, // of heads [q ; gate] an output each
-    rope, // each head is rotated to its row's position
+    rope, // of each head the first rope_dim values are rotated to the row's position, i with i + rope_dim / 2 (NEOX)
     kv_write, // k and v go into their cells. Its value stands for the cells, so that attention comes after it
     attend, // softmax(q K) V over what a row sees
     conv, // DeltaNet's short convolution with SiLU, and its l2 norms

@@ -47,10 +47,10 @@ struct DeltaNetShape {
     uint32_t conv_dim() const { return (2 * n_k_heads + n_v_heads) * state_size; } // C
 };
 
-// This is gated full attention.
+// This is full attention. q_norm and k_norm are null where heads have no norms.
 struct Attention {
     AttentionShape shape;
-    ggml_tensor *q; // {E, 2*D*H}  per head: q(D) then gate(D)
+    ggml_tensor *q; // {E, 2*D*H}, per head q(D) then gate(D)
     ggml_tensor *k; // {E, D*Hkv}
     ggml_tensor *v; // {E, D*Hkv}
     ggml_tensor *out; // {D*H, E}
@@ -100,7 +100,7 @@ struct Moe {
 struct Block {
     std::variant<Attention, DeltaNet> mixer;
     ggml_tensor *attn_norm; // {E}
-    ggml_tensor *post_norm; // {E}
+    ggml_tensor *post_norm; // {E} ahead of the FFN
     std::variant<Ffn, Moe> ffn;
 
     const Attention *attention() const { return std::get_if<Attention>(&mixer); }
@@ -249,7 +249,7 @@ private:
     std::vector<bool> first_of_kind_; // they are in the order of trunk blocks
 };
 
-// Says whether a matrix lies in the order of luce's own matmul (kernels/rowmm.h) and not in ggml's. On a GPU
+// Says whether a matrix lies in the order of luce's own matmul (kernels/matmul/layout.h) and not in ggml's. On a GPU
 // with that matmul, every matrix of a type that it has does. Type and shape are the file's, but the bytes are
 // for that matmul alone. Tables, of which rows are looked up, stay as they are. Each matrix of a tensor's
 // experts is packed alone.
