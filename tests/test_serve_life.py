@@ -194,6 +194,7 @@ def running(how, *words):
         stdin=subprocess.DEVNULL,
         text=True,
         env=os.environ | {"PYTHONPATH": path},
+        cwd="/",  # Beside the checkout -c would import luce from there.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         try:
