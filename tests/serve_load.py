@@ -72,7 +72,7 @@ print(".", end="", flush=True)
 time.sleep(60)
 """
 GROWTH = 1.1  # Memory may grow so much after the second minute, since the caches are full by then.
-BAD = ({"prompt": 3}, {"prompt": "a", "n": 4}, {"prompt": CODE * 3}, {"prompt": "a", "top_p": 7})
+BAD = ({"prompt": 3}, {"prompt": "a", "n": 0}, {"prompt": CODE * 3}, {"prompt": "a", "top_p": 7})
 
 
 class Load:
