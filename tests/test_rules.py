@@ -130,7 +130,8 @@ def check(found: Found, expected: Found, bound: float, rule: str = "") -> None:
         for depth, (x, y) in enumerate(zip(logits, rows, strict=True)):
             assert near(x, y), (rule, depth, tokens, known)
             if depth < len(tokens) and tokens[depth] != known[depth]:
-                assert behind[depth] <= 4 * bound * np.abs(y).max(), (rule, depth, tokens, known, behind)
+                # Each of the two best may have moved by the bound.
+                assert behind[depth] <= 2 * bound * np.abs(y).max(), (rule, depth, tokens, known, behind)
                 break
 
 

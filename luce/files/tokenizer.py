@@ -117,14 +117,14 @@ class Tokenizer:
         ids = [self.bos_id] if add_bos and self.add_bos and self.bos_id is not None else []
         parts = self._spelled.split(text) if special else [text]
         for piece in chain.from_iterable(map(self._pieces, parts)):
-            if most is not None and len(ids) > most:
-                break
             if special and piece in self.control:
                 ids.append(self.control[piece])
-                continue
-            require(ENCODING_ROOM + ENCODING_BYTES * len(piece.encode()), "a prompt's tokens")
-            # A batch, even of one, lets other threads of Python's run meanwhile.
-            ids += self._bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids
+            else:
+                require(ENCODING_ROOM + ENCODING_BYTES * len(piece.encode()), "a prompt's tokens")
+                # A batch, even of one, lets other threads of Python's run meanwhile.
+                ids += self._bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids
+            if most is not None and len(ids) > most:
+                break  # The next piece is not even looked for.
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:

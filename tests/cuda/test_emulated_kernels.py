@@ -139,6 +139,7 @@ def test_what_waits_for_ever_is_stopped(tmp_path: Path) -> None:
 
 
 def run(program: Path) -> None:
+    # The longest took 554 seconds on two cores that did other work too. What hangs is stopped at last.
     ran = subprocess.run([program], capture_output=True, text=True, timeout=1800, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

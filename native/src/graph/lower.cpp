@@ -79,6 +79,13 @@ ggml_tensor *Lowering::flat(Val v) {
     return ggml_is_contiguous(t) ? ggml_reshape_2d(ctx, t, n, T) : ggml_cont_2d(ctx, t, n, T);
 }
 
+ggml_tensor *Lowering::by_heads(Val v, int64_t D) {
+    ggml_tensor *t = rows(v);
+    const int64_t H = plain.width(v) / D, T = plain.at(v).T;
+    const bool apart = t->ne[0] == D && t->ne[1] == H && t->ne[2] == T;
+    return apart ? t : ggml_reshape_3d(ctx, flat(v), D, H, T);
+}
+
 bool Lowering::as_norm(Val v, NormOf &norm) const {
     const Node &n = plain.at(v);
     if (n.op == Op::norm) {
@@ -288,13 +295,9 @@ void Lowering::emit(int32_t node) {
             break;
         }
         case Op::norm: set(norm_rows(flat(n.in[0]), n.w[0], real())); break;
-        case Op::head_norm: {
-            const int64_t D = n.w[0]->ne[0];
-            const bool split = plain.at(n.in[0]).op == Op::split_heads;
-            ggml_tensor *x = split ? rows(n.in[0]) : ggml_reshape_3d(ctx, flat(n.in[0]), D, n.n[0] / D, n.T);
-            set(norm_rows(x, n.w[0], real())); // {D, heads, T}
+        case Op::head_norm:
+            set(norm_rows(by_heads(n.in[0], n.w[0]->ne[0]), n.w[0], real())); // {D, heads, T}
             break;
-        }
         case Op::add: set(ggml_add(ctx, flat(n.in[1]), flat(n.in[0]))); break;
         case Op::mul: set(ggml_mul(ctx, flat(n.in[0]), flat(n.in[1]))); break;
         case Op::silu: set(ggml_silu(ctx, flat(n.in[0]))); break;
@@ -318,9 +321,11 @@ void Lowering::emit(int32_t node) {
             }
             break;
         }
-        case Op::rope:
-            set(rotated(ctx, rows(n.in[0]), in.positions, *std::get<const AttentionShape *>(n.params)));
+        case Op::rope: {
+            const AttentionShape &s = *std::get<const AttentionShape *>(n.params);
+            set(rotated(ctx, by_heads(n.in[0], s.head_dim), in.positions, s)); // {D, heads, T}
             break;
+        }
         case Op::kv_write: store(flat(n.in[0]), flat(n.in[1]), std::get<KvLayer>(n.params)); break;
         case Op::attend:
         case Op::gated_attend: {

@@ -30,6 +30,7 @@ protected:
     // ---- forms ----
     ggml_tensor *rows(Val v); // {n, T}, or {D, heads, T} where a node leaves heads
     ggml_tensor *flat(Val v); // {n, T}
+    ggml_tensor *by_heads(Val v, int64_t D); // {D, heads, T}
     // The rows as a product reads them: what a device makes of a norm or activation in one op of its own.
     virtual ggml_tensor *values(Val v) { return flat(v); }
     ggml_tensor *&made(Val v, Form form) {

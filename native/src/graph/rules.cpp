@@ -77,14 +77,28 @@ bool experts_in_ram(const Target &t, const Match &m) {
 bool no_yarn(const Target &t, const Match &m) {
     return !(std::get<const AttentionShape *>(node(t, m, "Q").params)->yarn.factor > 1);
 }
-// The product's partial sums are added up where keys are normed and rotated.
-bool heads_of_partials(const Target &t, const Match &m) {
+// The ops of both queries and keys have one epsilon.
+bool both_normed(const Target &t, const Match &m) {
+    return no_yarn(t, m) &&
+           std::get<float>(node(t, m, "q_norm").params) == std::get<float>(node(t, m, "k_norm").params);
+}
+// The product of so many weights, and of no others, is added up where keys are normed and rotated.
+bool of_partials(const Target &t, const Match &m, size_t n_weights) {
+    const Node &product = node(t, m, "M");
     const int64_t D = node(t, m, "k_norm").w[0]->ne[0];
-    return (D == 128 || D == 256) && no_yarn(t, m) && t.leaves_partials(node(t, m, "M").w);
+    return (D == 128 || D == 256) && no_yarn(t, m) && product.w.size() == n_weights &&
+           t.leaves_partials(product.w);
+}
+bool heads_of_partials(const Target &t, const Match &m) {
+    return both_normed(t, m) && of_partials(t, m, 3);
+}
+bool keys_of_partials(const Target &t, const Match &m) {
+    return of_partials(t, m, 2);
 }
 bool delta_of_partials(const Target &t, const Match &m) {
-    const Node &delta = node(t, m, "D");
-    return std::get<Recurs>(delta.params).w->shape.state_size == 128 && t.leaves_partials(node(t, m, "M").w);
+    const Node &delta = node(t, m, "D"), &product = node(t, m, "M");
+    return std::get<Recurs>(delta.params).w->shape.state_size == 128 && product.w.size() == 4 &&
+           t.leaves_partials(product.w);
 }
 // A mixture reads rows as they are. Of few rows a product of one weight can leave them without a kernel behind it.
 bool rows_for_mixture(const Target &t, const Match &m) {
@@ -168,11 +182,11 @@ std::vector<Rule> table() {
             "adds the partial sums up once; norms, rotates and stores in one launch", "",
             {Op::attend, "", {QUERIES_OF_M, {Op::kv_write, "W", {KEYS_OF_M, part(Op::matmul, "M", 2)}}}},
             Op::heads, "W", {{"M", 0}, {"M", 1}, {"M", 2}}, {{"W"}, {"Q"}, {"S", 1}}},
-        {"heads_kv", heads_of_partials, Bits::device,
+        {"heads_kv", keys_of_partials, Bits::device,
             "the same, without queries", "",
             {Op::kv_write, "W", {rotated("Q", "k_norm", part(Op::matmul, "M", 0)), part(Op::matmul, "M", 1)}},
             Op::heads, "W", {{"M", 0}, {"M", 1}}, {{"W"}}},
-        {"norm_rope", no_yarn, Bits::device,
+        {"norm_rope", both_normed, Bits::device,
             "norms and rotates keys and queries in one launch", "",
             {Op::attend, "", {rotated("Q", "q_norm", {Op::split_heads, "S", {any("q_gate")}, 0}),
                               {Op::kv_write, "W", {rotated("", "k_norm", any("k")), any("v")}}}},
