@@ -206,7 +206,9 @@ Extents CustomOp::fill(ggml_tensor *const *tensors, OpCall &call) const {
             arg.type_field.set(call.args, t->type);
         }
         if (arg.row_field) {
-            arg.row_field.set(call.args, int64_t(t->nb[1] / (t->type == GGML_TYPE_F32 ? sizeof(float) : 1)));
+            // of floats in values, of a matrix of any type in bytes
+            const size_t unit = arg.form == ArgForm::f32 ? sizeof(float) : 1;
+            arg.row_field.set(call.args, int64_t(t->nb[1] / unit));
         }
         if (arg.plane_field) {
             arg.plane_field.set(call.args, int64_t(t->nb[2]));

@@ -168,7 +168,8 @@ protected:
 
         Arg &maybe() { return optional = true, *this; } // it may be left out
         Arg &up_to(int n) { return most = n, *this; } // of the last one, there may be so many
-        // A field gets ggml's number of its type, or how far one row is from the next: in values of F32, else in bytes.
+        // A field gets ggml's number of its type, or how far one row is from the next: in values where it
+        // points to floats, in bytes where it is a matrix of any type.
         template <class V> Arg &type(V &number) { return type_field = {base, &number}, *this; }
         template <class V> Arg &row(V &number) { return row_field = {base, &number}, *this; }
         // A field gets how many bytes one matrix is from the next.

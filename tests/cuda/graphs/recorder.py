@@ -95,6 +95,8 @@ CASES: dict[str, Case] = {
     "27b": Case(LARGE, K_QUANTS, options={"head": 1}),
     "27b-dflash": Case(LARGE, K_QUANTS, "Q8_0", DRAFTER, options={"top": 8}),
     "small-f32": Case(replace(SMALL, n_embd=264, tied=True), all_of("F32"), "F32", options={"head": 1, "top": 4}),
+    # The head looks its embeddings up in a table of F32, whose rows count in bytes as those of any type.
+    "small-f32-table": Case(SMALL, all_of("F32"), options={"head": 1}),
     "small-heads": Case(
         replace(SMALL, head_dim=64, state_size=64), all_of("Q8_0", {"output": "BF16"}), options={"head": 1}
     ),
