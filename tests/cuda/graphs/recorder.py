@@ -37,6 +37,7 @@ import tiny
 import tiny_dflash
 from cuda.test_emulated_kernels import as_cpp, copy
 
+import luce
 from luce.bench.oracle_tokenizer import add_tokenizer
 from luce.convert import hf_dflash, qwen35_layout
 
@@ -328,7 +329,7 @@ def build(folder: Path) -> Path:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compiled, [*chapters, *made, HERE / "steps.cpp", HERE / "pretended.cpp"]))
-    libraries = ROOT / "luce/lib"
+    libraries = Path(luce.__file__).parent / "lib"  # Those of the installed luce: a checkout may have none.
     command = [*compiler, *objects, "-Wl,--gc-sections", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-pthread"]
     command += ["-lluce-ggml-base", "-lluce-ggml-cpu", "-lluce-ggml", "-o", str(folder / "steps")]
     subprocess.run(command, check=True)
