@@ -17,7 +17,18 @@ struct __half {
 };
 struct __half2 { __half x, y; };
 
-inline float __half2float(__half h) { return float(h.v); }
+namespace emulated {
+// The value of each F16 by its bits: many a compiler has a call for each conversion, which was most of a check's time.
+inline const std::vector<float> f16_values = [] {
+    std::vector<float> values(1 << 16);
+    for (size_t bits = 0; bits < values.size(); bits++) {
+        values[bits] = float(__half(__half_raw{uint16_t(bits)}).v);
+    }
+    return values;
+}();
+} // namespace emulated
+
+inline float __half2float(__half h) { return emulated::f16_values[__half_raw(h).x]; }
 inline __half __float2half_rn(float x) { return __half(_Float16(x)); }
 inline uint16_t __half_as_ushort(__half h) { return __half_raw(h).x; }
 inline __half __ushort_as_half(uint16_t bits) { return __half(__half_raw{bits}); }
