@@ -3,6 +3,7 @@ package), and reads what a GGUF holds."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import sys
@@ -171,3 +172,40 @@ def failure(args: list[str], capsys: Any) -> str:
     lines: list[str] = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("Error: ")
     return lines[-1]
+
+
+def requantized(source, out, kind="Q4_K_M"):
+    return run(source, out, "--type", kind)
+
+
+GROUPED = tiny.Config(n_v_head=6, n_nextn=1)  # There are 3 v heads for each k head, so they change places.
+# Every row is a multiple of 256.
+WIDE = tiny.Config(
+    n_embd=256, n_ff=256, head_dim=128, n_head=2, n_k_head=2, n_v_head=4, state_size=64, n_nextn=1
+)
+
+
+def moe(c, experts):
+    """Returns (config, weights) of c with n_expert experts of width 48 and a shared one of 80, as stored
+    "fused" (n, 2 FF, E), "fused.weight" or "each"."""
+    n, ff, shared, e = 4, 48, 80, c.n_embd
+    config = {k: v for k, v in tiny.hf_config(c).items() if k != "intermediate_size"}
+    config |= {"num_experts": n, "num_experts_per_tok": 2, "moe_intermediate_size": ff,
+               "shared_expert_intermediate_size": shared}  # fmt: skip
+    weights = {k: v for k, v in tiny.weights(c, 1).items() if ".mlp." not in k}
+    for prefix in {k.rsplit(".input_layernorm", 1)[0] for k in weights if "input_layernorm" in k}:
+        rng = np.random.default_rng(len(prefix) + ord(prefix[-1]))
+        draw = lambda *shape: rng.uniform(-1, 1, shape).astype(np.float32)  # noqa: B023, E731
+        gate, up, down = draw(n, ff, e), draw(n, ff, e), draw(n, e, ff)
+        mlp = f"{prefix}.mlp"
+        weights |= {f"{mlp}.gate.weight": draw(n, e), f"{mlp}.shared_expert_gate.weight": draw(1, e)}
+        weights |= {f"{mlp}.shared_expert.{p}_proj.weight": draw(shared, e) for p in ("gate", "up")}
+        weights[f"{mlp}.shared_expert.down_proj.weight"] = draw(e, shared)
+        if experts == "each":
+            for i, (name, x) in itertools.product(range(n), {"gate": gate, "up": up, "down": down}.items()):
+                weights[f"{mlp}.experts.{i}.{name}_proj.weight"] = x[i]
+        else:
+            end = ".weight" if experts == "fused.weight" else ""
+            weights[f"{mlp}.experts.gate_up_proj{end}"] = np.concatenate([gate, up], 1)
+            weights[f"{mlp}.experts.down_proj{end}"] = down
+    return config, weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from contextlib import contextmanager
@@ -105,3 +106,11 @@ def each_event_alone():
     all_of_them = Answer._next_events
     with mock.patch.object(Answer, "_next_events", one):
         yield
+
+
+def streamed(response):
+    """Returns the data of a stream's events, up to its end."""
+    lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
+    *lines, end = [line.removeprefix("data: ") for line in lines]
+    assert end == "[DONE]"
+    return [json.loads(line) for line in lines]

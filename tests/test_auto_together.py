@@ -7,8 +7,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rounds import STEPS_27B
-from test_runner import MACHINES, Repeats, line, runner
+from machines import MACHINES, STEPS_27B, Repeats, line, runner
 
 from luce.native import Source
 from luce.planning.plan import AUTO_BUDGET, MAX_GAMMA

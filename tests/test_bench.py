@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from box_model import DRAFTER, GGUF
 from click.testing import CliRunner
-from test_requantize import requantized
+from hf_checkpoint import requantized
 
 from luce.bench import output, problems, sandbox
 from luce.bench.oracle_model import SHAPES, make_oracle

@@ -24,6 +24,7 @@ from peer_llamacpp import (
     ratios,
     server_row,
 )
+from peer_programs import PROGRAM, SERVER
 
 from luce.bench.oracle_drafter import make_drafter
 from luce.bench.oracle_model import SHAPES, Rule, make_oracle
@@ -34,43 +35,6 @@ from luce.native import File
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN, MTP2 = parse_modes("plain,mtp:2")
 
-# Each writes its arguments, a line of JSON, to the file `calls` beside it.
-PROGRAM = """#!{python}
-import json, sys
-from pathlib import Path
-here, args = Path(__file__).parent, sys.argv[1:]
-option = dict(zip(args, args[1:]))
-with (here / "calls").open("a") as calls:
-    print(json.dumps([Path(__file__).name, *args]), file=calls)
-"""
-# A server answers "ok" to each GET, and to a POST what answer(asked) returns.
-SERVER = (
-    PROGRAM
-    + """
-from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer  # HTTPServer asks for this host's name first
-
-class Handler(BaseHTTPRequestHandler):
-    def put(self, answer):
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self):
-        self.put({"status": "ok"})
-
-    def do_POST(self):
-        self.put(answer(json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-
-    def log_message(self, *args):
-        pass
-
-def serve():
-    TCPServer(("127.0.0.1", int(option["--port"])), Handler).serve_forever()
-"""
-)
 LLAMA_BENCH = """
 print(json.dumps([
     {"n_prompt": int(option["-p"]), "n_gen": 0, "avg_ts": 100.0},

@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_runner import GPU, Repeats, drafts, line, runner
+from machines import GPU, Repeats, drafts, line, runner
 
 from luce.speculate.acceptance import Acceptance
 from luce.speculate.drafting import Limits, Round

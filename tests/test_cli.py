@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from command_line import one_line
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny import rewritten
 
 import luce
 from luce import native as _native
@@ -244,12 +245,6 @@ def test_a_model_that_gives_nan_fails_with_one_line(luce_, tmp_path):
     result = luce_("generate", "--gguf", path, "x", "--json")
     assert result.exit_code == 1 and result.stdout == ""
     one_line(result)
-
-
-def rewritten(path, **keys):
-    """Writes the tiny model with other keys in its metadata."""
-    config = tiny.Config()
-    return tiny.write(path, config, tiny.layout(config, 1), **keys)
 
 
 @pytest.mark.parametrize(

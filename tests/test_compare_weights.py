@@ -4,19 +4,17 @@ import json
 from dataclasses import replace
 
 import compare_weights
+import dflash_checkpoint as dflash
 import gguf
 import hf_checkpoint as hf
 import numpy as np
 import pytest
-import test_convert_dflash as dflash
-import test_convert_moe as moe
-import test_convert_qwen35 as qwen35
 import tiny
 
 from luce.convert.qwen35_layout import add_keys
 from luce.convert.weight_types import MIXES
 
-GROUPED, WIDE = qwen35.GROUPED, qwen35.WIDE
+GROUPED, WIDE = hf.GROUPED, hf.WIDE
 
 
 def rows_of(folder, path, capsys, *options):
@@ -126,7 +124,7 @@ def test_copy_of_a_tied_embedding_is_compared_with_it(tmp_path, capsys):
 
 @pytest.mark.parametrize("good", [True, False])
 def test_fused_experts_are_compared_half_by_half(tmp_path, capsys, good):
-    config, weights = moe.moe(GROUPED, "fused")
+    config, weights = hf.moe(GROUPED, "fused")
     folder = hf.save(tmp_path / "hf", config, weights)
     tensors = hf.tensors_of(hf.convert_qwen35_to_gguf(folder, "--type", "F32"))
     for i in range(5):
@@ -171,7 +169,7 @@ def test_reduced_vocabulary_is_compared(tmp_path, capsys):
 def test_failures_are_one_line(tmp_path, capsys, tiny_gguf):
     assert compare_weights.main([str(tmp_path / "absent"), str(tiny_gguf)]) == 1
     assert compare_weights.main([str(tmp_path), str(tmp_path / "absent.gguf")]) == 1
-    config, weights = moe.moe(GROUPED, "fused")
+    config, weights = hf.moe(GROUPED, "fused")
     assert compare_weights.main([str(hf.save(tmp_path / "hf", config, weights)), str(tiny_gguf)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and all(line.startswith("error: ") for line in lines)

@@ -1,6 +1,5 @@
 """Runs `luce convert`: mixtures of experts, however they are stored; and what transformers itself saves."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import hf_checkpoint as hf
 import numpy as np
 import pytest
 import tiny
+from hf_checkpoint import moe
 from make_goldens import CASES
 
 from luce.bench.oracle_model import SHAPES
@@ -102,32 +102,6 @@ def test_every_tensor_of_transformers_35b_has_its_place():
 
 
 # ---- stored in other ways
-
-
-def moe(c, experts):
-    """Returns (config, weights) of c with n_expert experts of width 48 and a shared one of 80, as stored
-    "fused" (n, 2 FF, E), "fused.weight" or "each"."""
-    n, ff, shared, e = 4, 48, 80, c.n_embd
-    config = {k: v for k, v in tiny.hf_config(c).items() if k != "intermediate_size"}
-    config |= {"num_experts": n, "num_experts_per_tok": 2, "moe_intermediate_size": ff,
-               "shared_expert_intermediate_size": shared}  # fmt: skip
-    weights = {k: v for k, v in tiny.weights(c, 1).items() if ".mlp." not in k}
-    for prefix in {k.rsplit(".input_layernorm", 1)[0] for k in weights if "input_layernorm" in k}:
-        rng = np.random.default_rng(len(prefix) + ord(prefix[-1]))
-        draw = lambda *shape: rng.uniform(-1, 1, shape).astype(np.float32)  # noqa: B023, E731
-        gate, up, down = draw(n, ff, e), draw(n, ff, e), draw(n, e, ff)
-        mlp = f"{prefix}.mlp"
-        weights |= {f"{mlp}.gate.weight": draw(n, e), f"{mlp}.shared_expert_gate.weight": draw(1, e)}
-        weights |= {f"{mlp}.shared_expert.{p}_proj.weight": draw(shared, e) for p in ("gate", "up")}
-        weights[f"{mlp}.shared_expert.down_proj.weight"] = draw(e, shared)
-        if experts == "each":
-            for i, (name, x) in itertools.product(range(n), {"gate": gate, "up": up, "down": down}.items()):
-                weights[f"{mlp}.experts.{i}.{name}_proj.weight"] = x[i]
-        else:
-            end = ".weight" if experts == "fused.weight" else ""
-            weights[f"{mlp}.experts.gate_up_proj{end}"] = np.concatenate([gate, up], 1)
-            weights[f"{mlp}.experts.down_proj{end}"] = down
-    return config, weights
 
 
 def test_experts_however_stored_give_the_same_file(tmp_path):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import dflash_checkpoint as dflash
 import hf_checkpoint as hf
 import numpy as np
 import pytest
-import test_convert_dflash as dflash
 import tiny
 from click.testing import CliRunner
 from serving import serving, settings

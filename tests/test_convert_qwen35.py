@@ -13,6 +13,7 @@ import hf_checkpoint as hf
 import numpy as np
 import pytest
 import tiny
+from hf_checkpoint import GROUPED, WIDE
 from make_goldens import CASES
 
 from luce.convert import gguf_output
@@ -21,19 +22,12 @@ from luce.convert.weight_types import MIXES, choose
 from luce.errors import LuceError
 
 GOLDENS = Path(__file__).parent / "goldens"
-GROUPED = tiny.Config(n_v_head=6, n_nextn=1)  # There are 3 v heads for each k head, so they change places.
 CONFIGS = {
     "grouped": GROUPED,
     "equal-heads": tiny.Config(),
     "tied": replace(GROUPED, tied=True),
     "pattern": tiny.Config(n_layer=5, recurrent=(False, True, True, False, True), n_v_head=4),
 }
-# Every row is a multiple of 256.
-WIDE = tiny.Config(
-    n_embd=256, n_ff=256, head_dim=128, n_head=2, n_k_head=2, n_v_head=4, state_size=64, n_nextn=1
-)
-
-
 checkpoint = hf.save_qwen35
 convert = hf.convert_qwen35_to_gguf
 

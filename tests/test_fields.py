@@ -1,13 +1,12 @@
 """Asks a real server with each field of the table: those that are honoured act, those that are refused are
 refused by name, and those that are harmless change nothing."""
 
-import json
 import re
 
 import fim_model
 import make_field_page
 import pytest
-from serving import serving, settings, until
+from serving import serving, settings, streamed, until
 
 from luce.data import BOX
 from luce.server import models
@@ -347,14 +346,6 @@ def test_the_log_tells_of_a_bounded_number_of_names(capsys):
 
 def test_the_page_is_what_the_table_says():
     assert make_field_page.PAGE.read_text(encoding="utf-8") == make_field_page.page()
-
-
-def streamed(response):
-    """Returns the data of a stream's events, up to its end."""
-    lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
-    *lines, end = [line.removeprefix("data: ") for line in lines]
-    assert end == "[DONE]"
-    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize("api", [CHAT, COMPLETIONS])

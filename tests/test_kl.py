@@ -12,9 +12,9 @@ from pathlib import Path
 import kl
 import llamacpp
 import numpy as np
+import peer_programs
 import pytest
 import ref
-import test_bench_peer
 import tiny
 
 from luce.native import Library
@@ -79,7 +79,7 @@ def server(tmp_path: Path) -> Callable[[np.ndarray, str], Path]:
         np.save(tmp_path / "logits.npy", logits)
         (tmp_path / "fault").write_text(fault)
         program = tmp_path / "llama-server"
-        program.write_text(test_bench_peer.SERVER.replace("{python}", sys.executable) + LLAMA_SERVER)
+        program.write_text(peer_programs.SERVER.replace("{python}", sys.executable) + LLAMA_SERVER)
         program.chmod(0o755)
         return tmp_path
 

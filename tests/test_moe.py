@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ref
 import tiny
+from mixture import CONFIG, FUSED
 from op_run import op_run
 from tiny import Config
 
@@ -20,10 +21,6 @@ from luce.errors import UnsupportedError
 from luce.native import File, Library
 from luce.native.structs import Sampling
 
-CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_head=4, n_head_kv=2, n_k_head=2, n_v_head=4,
-                state_size=64, n_expert=8, n_expert_used=3, n_ff_expert=256, n_ff_shared=256,
-                n_nextn=1)  # fmt: skip
-FUSED = Config(**{**CONFIG.__dict__, "fused_experts": True, "n_ff_shared": 0})
 # luce multiplies all types but the last itself.
 CASES = {"F32": CONFIG, "Q4_K": CONFIG, "Q6_K": FUSED, "IQ3_S": CONFIG}
 

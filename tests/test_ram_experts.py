@@ -11,7 +11,7 @@ import drive
 import numpy as np
 import pytest
 import tiny
-from test_moe import CONFIG, FUSED
+from mixture import CONFIG, FUSED
 
 from luce.errors import ArgumentError, UnsupportedError
 from luce.native import Library

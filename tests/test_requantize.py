@@ -5,21 +5,18 @@ import os
 import resource
 from dataclasses import replace
 
+import dflash_checkpoint as dflash
 import gguf
 import hf_checkpoint as hf
 import numpy as np
 import pytest
-import test_convert_dflash as dflash
 import tiny
+from hf_checkpoint import requantized
 
 from luce.data import BOX
 
 target = dflash.target
 save, convert = dflash.save, dflash.convert
-
-
-def requantized(source, out, kind="Q4_K_M"):
-    return hf.run(source, out, "--type", kind)
 
 
 def test_requantized_drafter_equals_one_converted_at_once(tmp_path, target):

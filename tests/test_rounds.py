@@ -3,6 +3,7 @@ rounds really take there is what auto counts, and it keeps its promise where no 
 
 import pytest
 from fake_core import PROMPT, TOKENIZER, FakeEngine, drive, generation, hashed
+from machines import STEPS_27B
 
 from luce.decode.request import Request
 from luce.decode.rounds import timed
@@ -82,9 +83,6 @@ class Device(FakeEngine):
         return results
 
 
-# They are in ms. The first are of an H200, where it was left alone and where its host was busy
-# (bench/results/2026-11-23-rounds-h200.txt).
-STEPS_27B = {1: 5.41, 2: 5.54, 4: 5.68, 8: 5.82, 9: 6.46, 16: 6.75, 32: 8.5}
 FEEDS = {1: 0.036, 32: 0.047}
 DEVICES = {
     "27b": dict(steps=STEPS_27B, draft=0.349, feeds=FEEDS, launch=0.018, notice=0.01, host=0.05),

@@ -10,7 +10,7 @@ import json
 import random
 
 import pytest
-from test_serve_sdk import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCHEMA, SYSTEM, TOOL
+from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCHEMA, SYSTEM, TOOL
 
 from luce.data import BOX
 from luce.decode.request import Request

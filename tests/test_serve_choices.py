@@ -4,8 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serving import serving, settings, until
-from test_fields import streamed
+from serving import serving, settings, streamed, until
 
 from luce.data import BOX
 from luce.decode.events import Failed, State

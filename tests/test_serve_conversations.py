@@ -5,7 +5,7 @@ import json
 
 import pytest
 from serving import serving, settings, until
-from test_conversations import CALL, GEMMA, QWEN
+from templates import CALL, GEMMA, QWEN
 
 from luce.data import BOX
 from luce.files.template import ChatTemplate

@@ -4,8 +4,8 @@ import msgspec
 import openai
 import pytest
 import scripted_model
+from said_calls import FUNCTION, SCRIPT
 from serving import serving, settings
-from test_serve_sdk import FUNCTION, SCRIPT
 
 from luce.server.api.items import messages_of
 from luce.server.api.responses import ResponsesBody, conversation_of, responses_ask

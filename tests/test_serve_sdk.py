@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 import scripted_model
+from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCRIPT, SYSTEM, TOOL
 from serving import each_event_alone, serving, settings
 
 from luce.server import answer
@@ -17,26 +18,6 @@ from luce.server.answer import Answer
 from luce.server.api.anthropic import MessagesBody, messages_ask
 from luce.server.ask import Refused, ordered
 from luce.text.prompt import prompt_ids
-
-CALL = """<tool_call>
-<function=read>
-<parameter=path>
-notes/a b.txt
-</parameter>
-<parameter=lines>
-3
-</parameter>
-</function>
-</tool_call>"""
-THOUGHT = "<think>\nThe user greets me.\n</think>\n\n"
-SCRIPT = {
-    "hello": [f"{THOUGHT}Hello, wörld!"],
-    "read": [f"{THOUGHT}I look.\n\n{CALL}", "It says 42."],
-    "twice": [f"{CALL}\n{CALL.replace('3', '4')}", "Both are there."],
-    "broken": ["<tool_call>\n<function=read>\n<parameter=path>\nx"],
-}
-SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
-ARGUMENTS = {"path": "notes/a b.txt", "lines": 3}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +39,6 @@ def claude(server):
         yield client
 
 
-TOOL = {"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA}}
 GREEDY = {"temperature": 0, "max_tokens": 400}
 
 
@@ -156,7 +136,6 @@ def test_a_stream_lives_while_a_call_is_held_back(server, monkeypatch):
 
 # ---- /v1/responses
 
-FUNCTION = {"type": "function", "name": "read", "parameters": SCHEMA, "strict": False}
 OTHERS = [{"type": "web_search"}, {"type": "namespace", "name": "mcp", "description": "x", "tools": []}]
 
 
@@ -196,10 +175,6 @@ def test_responses_whole_and_cut(chatgpt):
 
 
 # ---- /v1/messages
-
-ANTHROPIC_TOOL = {"name": "read", "description": "Reads.", "input_schema": SCHEMA}
-SYSTEM = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "Be brief."}]
-
 
 def test_messages_stream_calls_and_go_on(claude):
     asked = {"model": "claude-x", "max_tokens": 400, "system": SYSTEM,

@@ -10,7 +10,7 @@ import termios
 
 import pytest
 import scripted_model
-from test_cli import rewritten
+from tiny import rewritten
 
 SCRIPT = {"hello": ["<think>\nA greeting.\n</think>\n\nHello!"], "long": ["words " * 60]}
 

@@ -352,3 +352,9 @@ def write_v2(source: Path, path: Path) -> Path:
     data[4:8] = struct.pack("<I", 2)
     path.write_bytes(data)
     return path
+
+
+def rewritten(path, **keys):
+    """Writes the tiny model with other keys in its metadata."""
+    config = Config()
+    return write(path, config, layout(config, 1), **keys)
