@@ -22,8 +22,6 @@ import luce
 from luce import native as _native
 from luce.cli.commands import cli
 
-HEADER = Path(__file__).resolve().parent.parent / "native" / "include" / "luce.h"
-
 # The command runs with the library under test, also where it is not the installed one (--luce-lib).
 PROGRAM = """
 import sys

@@ -1,6 +1,6 @@
 """Records what steps would launch on an H200 where there is no GPU.
 
-    PYTHONPATH=tests python -m cuda.graphs.recorder OUT [MODEL ..]
+    PYTHONPATH=tests:tests/support python -m cuda.graphs.recorder OUT [MODEL ..]
 
 The core is compiled with CUDA on, against a pretended device (pretended.h). Each launcher of native/kernels is
 replaced by one that writes down its arguments; that is made here of the headers that declare them. Models have
@@ -35,7 +35,7 @@ import gguf
 import numpy as np
 import tiny
 import tiny_dflash
-from cuda.test_emulated_kernels import as_cpp, copy
+from cuda.as_cpp import as_cpp, copy
 
 import luce
 from luce.bench.oracle_tokenizer import add_tokenizer
