@@ -10,8 +10,6 @@ import tiny
 from command_line import one_line
 
 import luce
-from luce.__main__ import ROOM
-from luce.data import BOX
 from luce.files.tokenizer import Tokenizer
 from luce.native.metadata import Metadata
 
@@ -222,62 +220,11 @@ def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
         assert result.exit_code == 1 and one_line(result) == "Error: out of memory"
 
 
-AMPLE = 1024  # It is so many MiB more than the command asks for before it imports.
-
-
 def run(program, *words, **variables):
     """Runs Python code on the luce that is tested: `python -c` looks into the working directory first."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
     command = [sys.executable, "-c", program, *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PACKAGE)
-
-
-@pytest.mark.long
-def test_whatever_runs_out_of_address_space_is_one_line(tmp_path):
-    """From what Python alone takes to more than a short run does, there is an error line, or success."""
-    path = tiny.write(tmp_path / "tiny.gguf", CONFIG, tiny.layout(CONFIG, 1))
-    start = ROOM >> 20  # luce asks for so many MiB before it imports.
-    outcomes = {}
-    for words in (["probe-gguf", path], ["generate", "--gguf", path, "-n", "8", "x"]):
-        for mib in (16, 60, start - 20, *range(start + 13, start + 30, 4), start + AMPLE):
-            done = limited(mib, *words)
-            outcomes[words[0], mib - start] = done.returncode, done.stderr
-            lines = done.stderr.splitlines()
-            assert done.returncode in (0, 1), (words[0], mib, done.stderr)
-            if done.returncode == 1:
-                assert len(lines) == 1 and lines[0].startswith("Error: "), (words[0], mib, done.stderr)
-        assert outcomes[words[0], 16 - start][0] == 1
-        assert outcomes[words[0], AMPLE] == (0, ""), outcomes
-
-
-def limited(mib, *words):
-    """Runs luce where it may take so many MiB of address space."""
-    program = (
-        f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({mib << 20},) * 2)\n"
-        "from luce.__main__ import main; main()"
-    )
-    return run(program, *words)
-
-
-@pytest.mark.parametrize(
-    ("mib", "words"),
-    [
-        (146, ("convert", str(BOX), "{}/out.gguf", "--type", "F32", "--threads", "1")),
-        (156, ("convert", str(BOX), "{}/out.gguf", "--type", "F32")),
-        (215, ("serve", "--port", "0")),
-        (254, ("serve", "--port", "0")),
-        (146, ("bench", "sweep")),
-        (176, ("bench", "batch")),
-        (137, ("bench", "oracle", "--shape", "mini")),
-    ],
-    ids=str,
-)
-def test_a_command_that_lacks_address_space_says_so_in_one_line(tmp_path, mib, words):
-    """Libraries of these commands would abort, crash, or raise errors of their own."""
-    done = limited(mib, *(word.format(tmp_path) for word in words))
-    said = [line for line in done.stderr.splitlines() if not line.startswith("the source is ")]
-    assert done.returncode == 1 and len(said) == 1 and said[0].startswith("Error: "), done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -404,26 +351,6 @@ print(checkpoint.info.on_device, sequence.engine.info.checkpoints_free)
 """
     done = run(program, wide)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n1\n0 1\n", "")
-
-
-def test_the_room_to_start_holds_the_imports():
-    """It holds them whatever number of threads OpenBLAS was meant to have."""
-    program = (
-        "from luce import __main__\n"
-        "def taken():\n"
-        "    (line,) = (line for line in open('/proc/self/status') if 'VmPeak' in line)\n"
-        "    return int(line.split()[1]) << 10\n"
-        "def instead():\n"
-        "    before = taken()\n"
-        "    import luce.cli.commands\n"
-        "    import numpy\n"
-        "    print(taken() - before)\n"
-        "    raise KeyboardInterrupt\n"
-        "__main__._require_room = instead\n"
-        "__main__.main()\n"
-    )
-    done = run(program, OPENBLAS_NUM_THREADS="64")
-    assert done.returncode == 130 and ROOM / 2 < int(done.stdout) <= ROOM, done
 
 
 def test_a_generation_needs_neither_numpy_nor_a_parser(tiny_gguf):

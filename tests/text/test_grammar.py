@@ -8,14 +8,17 @@ import jsonschema
 import pytest
 from box_model import GGUF, PROMPTS
 
+from luce.data import BOX
 from luce.decode.engine import Engine
 from luce.decode.events import Finished
 from luce.decode.request import Request
 from luce.errors import ArgumentError, UnsupportedError
+from luce.files.tokenizer import Tokenizer
+from luce.native import File
 from luce.native.structs import Penalties, Sampling
 from luce.planning.opened import Files
 from luce.planning.plan import Options
-from luce.text.grammar import Grammars
+from luce.text.grammar import Grammars, beginnings
 
 RECORD = {
     "type": "object",
@@ -193,3 +196,12 @@ def test_the_command_line_takes_them(luce_, tmp_path):
 )
 def test_flags_out_of_range_are_usage_errors(luce_, flags):
     assert luce_("generate", "x", "-n", "1", *flags).exit_code == 2
+
+
+def test_a_vocabulary_that_llguidance_cannot_take_is_refused(monkeypatch):
+    """llguidance would panic, with lines of its own on stderr."""
+    tokens = [bytes([first, *second]) for first in b"abc" for second in (b"", b"xy", b"xyz", b"zz")]
+    assert beginnings(tokens) == len({token[:end] for token in tokens for end in range(1, len(token) + 1)})
+    monkeypatch.setattr("luce.text.grammar.MAX_NODES", 256)
+    with File(BOX) as box, pytest.raises(UnsupportedError, match="for grammars they are too many"):
+        Grammars(Tokenizer(box.kv)).json_schema('{"type": "object"}')
