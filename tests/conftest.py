@@ -170,11 +170,3 @@ def foreground():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
-def namespaces(request, monkeypatch):
-    """Gives the argument of luce.bench.sandbox.check for a way of sandbox_ways.py: bwrap, own or limits."""
-    import sandbox_ways
-
-    return sandbox_ways.use(request.param, monkeypatch)

@@ -35,7 +35,7 @@ REMEDIES = {  # They say in words of the command line what helps, by LuceError.c
     "f16": "--type BF16 or F32 holds them",
     "existing_file": "--force replaces it",
     "problem_chat_template": "--class takes other prompts",
-    "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
+    "sandbox": "--unsafe-check runs the answers with limits alone, --no-check does not run them",
 }
 EXTRAS = ("grammar", "hub", "plot", "serve")  # What an error concerns may be one of pyproject.toml's extras.
 # Writing to a stream fails with these.

