@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import dflash_checkpoint as dflash
@@ -157,3 +159,13 @@ def test_a_server_samples_so(tmp_path):
             for more in ({}, said, said | {"repetition_penalty": 1.0}, said | {"temperature": 0})
         ]
         assert texts[0] == texts[1] and texts[0] not in texts[2:]
+
+
+def test_a_new_file_has_the_rights_that_the_user_gives_new_files(tmp_path, target):
+    """The unfinished file beside it is nobody else's business, and the finished one is like any other."""
+    folder, before = dflash.save(tmp_path), os.umask(0o027)
+    try:
+        out = dflash.convert(folder, target)
+    finally:
+        os.umask(before)
+    assert oct(stat.S_IMODE(out.stat().st_mode)) == "0o640"
