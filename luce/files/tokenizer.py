@@ -218,7 +218,7 @@ class StopStrings:
         if found:
             self._held = ""
             return text[: min(found)[1]], True
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        held = undecided(text, self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
 
@@ -228,7 +228,8 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of text that is a beginning of stop, shorter than stop."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+def undecided(text: str, marks: Sequence[str]) -> int:
+    """Returns the length of the text's end that may be the beginning of a mark, which the text does not hold."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    ends = ((n, text[-n:]) for n in range(longest, 0, -1))
+    return next((n for n, end in ends if any(mark.startswith(end) for mark in marks)), 0)
