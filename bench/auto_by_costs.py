@@ -3,7 +3,7 @@
 
 Plain decoding writes the built-in prompts of `luce bench prompts` with the box. At each position eight drafts
 of the NextN head are drafted and a lookup is made, and both are held against the tokens that came. What these
-rounds would cost, on the machines of tests/replay.py and by their own tables, needs no clock: the same record
+rounds would cost, on the machines of tests/support/replay.py and by their own tables, needs no clock: the same record
 gives the same figures anywhere. `ratio` is auto's tokens a unit of cost by those of the best fixed way.
 
 --held-out records other texts, on which no constant of auto was chosen: other prompts, HumanEval's, and the
@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # Its modules are used below.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
 import box_model
 import replay

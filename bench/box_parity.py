@@ -4,7 +4,7 @@ tokens.
 
 Logits: max abs error of the core over every position of tests/goldens/box.npz, f32 KV, by verify steps of 1,
 7 and all rows; for the shipped file, for the same weights in F32, and with --f32 for an F32 conversion
-of the training checkpoint. Tokens: the prompts of tests/box_model.py, until llama-server ends a text, of the
+of the training checkpoint. Tokens: the prompts of tests/support/box_model.py, until llama-server ends a text, of the
 shipped file with f16 KV and of the F32 conversion with f32 KV; where the two programs part, `gap` is the
 distance of luce's two largest logits there. llama-server also drafts with both of the box's drafters.
 
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # Its modules are used below.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
 import box_model
 import drive

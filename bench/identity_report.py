@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Says how many pairs of runs the tests compared, decoded in different ways, and how many of them differed in
-a token (tests/identity.py), as a result row.
+a token (tests/support/identity.py), as a result row.
 
 Reads what tests recorded: `pytest --luce-device cuda --junitxml tests.xml`. The tokens of a pair of runs are
 compared up to their first difference, which is then one token; what follows is another text.
@@ -10,7 +10,7 @@ compared up to their first difference, which is then one token; what follows is 
 With --against, a recorded row is a ratchet: the runs that differ may only fall, test by test.
 
 The suite may have run in parts, each with a file of its own. The largest errors that tests report are printed
-too: tests/drive.py's CUDA_BOUND is set by them.
+too: tests/support/drive.py's CUDA_BOUND is set by them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 expected.
 
 Texts of the built-in prompts of `luce bench prompts` (those that are no chats) are sampled with one draft a
-round. At each of these rounds tests/ref.py computes the target's and the head's logits in double precision,
+round. At each of these rounds tests/support/ref.py computes the target's and the head's logits in double precision,
 and from them the probability that the draft is accepted: drawn greedily, p[argmax q]; with the target's
 noise, that both take the same id, sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i); by rejection
 sampling, which gives up the tokens of plain decoding, sum of min(p, q). `measured` is the core's share.
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # Its modules are used below.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
 import box_model
 import numpy as np

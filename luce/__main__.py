@@ -4,17 +4,14 @@ import os
 import signal
 import sys
 
-ROOM = 112 << 20  # Importing the command line and numpy takes a little less address space than so many bytes.
-
 
 def main() -> None:
     """Runs the command line. What goes wrong while it is still being imported is one line as well."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: _quit())  # An import in its middle has nothing to clear away.
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # luce multiplies little with numpy; one thread starts sooner.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # There is one text at a time: threads only take memory.
     try:
-        _require_room()
         from luce.cli.commands import main as run
     except KeyboardInterrupt:
         _fail("interrupted", 130)
@@ -31,22 +28,6 @@ def main() -> None:
     finally:  # All is told by now, and closed: another Ctrl-C just ends the process.
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
-
-def _require_room() -> None:
-    """Raises MemoryError where the address space does not suffice to import luce, and numpy, which most
-    commands import later.
-
-    Where numpy's OpenBLAS finds no memory as it is loaded, it ends the process. CPython aborts where one
-    MemoryError meets another. OpenBLAS takes 40 MiB for each of its threads, so main() gives it one: luce
-    multiplies little with numpy, and one thread starts sooner.
-    """
-    import mmap
-
-    try:
-        mmap.mmap(-1, ROOM, mmap.MAP_PRIVATE, mmap.PROT_READ).close()
-    except OSError:
-        raise MemoryError from None
 
 
 def _quit() -> None:

@@ -15,14 +15,13 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # Else numpy's threads wait for each o
 import drive
 import nan_model
 import tiny
+from checkout import TESTS
 from click.testing import CliRunner
 from hypothesis import HealthCheck, Phase, settings
 
 import luce
 from luce import native as _native
 from luce.cli.commands import cli
-
-HEADER = Path(__file__).resolve().parent.parent / "native" / "include" / "luce.h"
 
 # The command runs with the library under test, also where it is not the installed one (--luce-lib).
 PROGRAM = """
@@ -58,7 +57,34 @@ def pytest_configure(config):
         _native.use(_native.load(folder))
 
 
+# `pytest -m quick` takes these, but for their long tests: files of each chapter that cost a second or two.
+QUICK = {
+    "native/test_abi.py", "core/ops/test_choose.py", "core/engine/test_pages.py",
+    "core/engine/test_dump.py", "core/model/test_weights.py", "core/step/test_threads.py", "files/test_probe.py",
+    "files/test_tokenizer.py", "planning/test_plan.py", "planning/test_cpus.py", "speculate/test_drafting.py",
+    "text/test_gbnf.py", "text/test_dialect.py", "text/test_conversations.py", "decode/test_generation.py",
+    "decode/test_loop.py", "prompts/test_turns.py", "cli/test_cli.py",
+    "server/test_content.py", "server/test_access.py", "server/test_responses.py",
+    "bench/test_figures.py", "convert/test_input.py", "tools/test_check_tree.py", "tools/test_pages.py",
+}  # fmt: skip
+
+
+def is_quick(path):
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix() in QUICK
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Spares `-m quick` the import of all other files."""
+    if config.option.markexpr == "quick" and collection_path.suffix == ".py":
+        return None if is_quick(collection_path) or collection_path.name == "conftest.py" else True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # Before -m selects.
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if is_quick(item.path) and not item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.quick)
     if config.getoption("--luce-device-only"):
         others = [item for item in items if "device" not in item.fixturenames]
         config.hook.pytest_deselected(items=others)
@@ -172,11 +198,3 @@ def foreground():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture
-def namespaces(request, monkeypatch):
-    """Gives the argument of luce.bench.sandbox.check for a way of sandbox_ways.py: bwrap, own or limits."""
-    import sandbox_ways
-
-    return sandbox_ways.use(request.param, monkeypatch)

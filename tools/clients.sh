@@ -2,7 +2,7 @@
 # Real clients talk to `luce serve`: the agents codex, opencode, Claude Code and pi each answer a prompt, read a file
 # and write one; the libraries of tools/clients/ (the AI SDK's Responses provider, litellm, langchain, instructor and
 # ollama) write one by a tool and go on with what it answers. What the model says is scripted
-# (tests/scripted_model.py); the clients, the server and the engine are the real ones. It needs Node 20, npm, and luce
+# (tests/support/scripted_model.py); the clients, the server and the engine are the real ones. It needs Node 20, npm, and luce
 # with its test extra.
 #
 #     tools/clients.sh FOLDER [CLIENT ...]      # FOLDER keeps the packages of npm and pip; all clients without a name
@@ -61,7 +61,7 @@ print(json.dumps(said | {
                 call("write", path=files + "pi.txt", content="copied by pi")),
 }))
 END
-PYTHONPATH=$root/tests${PYTHONPATH:+:$PYTHONPATH} "$python" "$root/tests/scripted_model.py" "$work/script.json" "$work/model.gguf"
+PYTHONPATH=$root/tests/support${PYTHONPATH:+:$PYTHONPATH} "$python" "$root/tests/support/scripted_model.py" "$work/script.json" "$work/model.gguf"
 # Without the working folder, whose luce would be taken before the one that is installed.
 "$python" -c 'import sys; sys.path.pop(0); from luce.__main__ import main; main()' serve --gguf "scripted=$work/model.gguf" --port 0 --ctx 100000 --parallel 2 --device cpu 2>"$work/server.log" &
 server=$!

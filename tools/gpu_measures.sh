@@ -119,7 +119,7 @@ stage_serve() {
 stage_kl() {
     say "logits beside llama.cpp's, by their distance from the same weights in F32"
     have_peer
-    PYTHONPATH=$PYTHONPATH:$PWD/tests run kl 120 python3 bench/kl.py luce/data/box.gguf --bin "$work/peer/bin" \
+    PYTHONPATH=$PYTHONPATH:$PWD/tests/support run kl 120 python3 bench/kl.py luce/data/box.gguf --bin "$work/peer/bin" \
         --device "$device" --threads "$threads" --random "${KL_TYPES:-Q4_K_M,Q8_0}" --shape "${KL_SHAPE:-mid}" \
         --tokens 384 --commit "${COMMIT:-}" --save "$out" && table kl
 }

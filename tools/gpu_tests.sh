@@ -80,9 +80,11 @@ stage_kernels() {
 
 # These tests use the device. Two files of them count its memory, or fill it, and run by themselves. The third asks so much of
 # the device that it waits for its turn where many processes share that, and runs behind the slices.
-ALONE="tests/test_resources.py tests/test_faults.py tests/test_company.py"
-FIRST="tests/test_goldens.py tests/test_model.py tests/test_mtp.py tests/test_invariance.py tests/test_head.py
-       tests/test_sequences.py tests/test_checkpoint.py tests/test_engine.py tests/test_pages.py tests/test_dflash.py"
+ALONE="tests/core/engine/test_resources.py tests/core/engine/test_faults.py tests/core/engine/test_company.py"
+FIRST="tests/core/graph/test_goldens.py tests/core/graph/test_model.py tests/core/engine/test_mtp.py
+       tests/core/engine/test_invariance.py tests/core/graph/test_head.py tests/core/engine/test_sequences.py
+       tests/core/engine/test_checkpoint.py tests/decode/test_engine.py tests/core/engine/test_pages.py
+       tests/core/engine/test_dflash.py"
 tests() {
     local name=$1 limit=$2 show=1
     shift 2
@@ -96,7 +98,7 @@ tests() {
 stage_suite() {
     say "suite"
     local files=() file number before
-    for file in $FIRST tests/test_*.py; do
+    for file in $FIRST $(find tests -name "test_*.py" ! -path "tests/cuda/*" ! -path "*/browser/*" | sort); do
         [[ " $ALONE ${files[*]} " == *" $file "* ]] || files+=("$file")
     done
     [[ -s $work/tests.txt ]] || python3 -m pytest --collect-only -q -m "" -n 0 -p no:cacheprovider --luce-device "$device" \
@@ -114,8 +116,8 @@ stage_suite() {
         (($(wc -l <"$work/slice.txt") < before)) || break # One of them hangs.
     done
     if [[ -z ${TESTS:-} ]]; then
-        tests company "$slice" -n 5 --hypothesis-profile unshrunk tests/test_company.py
-        tests resources "$slice" -n 0 tests/test_resources.py tests/test_faults.py
+        tests company "$slice" -n 5 --hypothesis-profile unshrunk tests/core/engine/test_company.py
+        tests resources "$slice" -n 0 tests/core/engine/test_resources.py tests/core/engine/test_faults.py
     fi
     echo "tests: $(sort -u "$work/tested.txt" | cut -d' ' -f1 | sort | uniq -c | tr -s '\n ' ' '); not run:" \
         "$(wc -l <"$work/slice.txt")"

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/dflash-*.npz: what a DFlash drafter computes by the arithmetic of its published
-PyTorch code, F32 on the CPU, for the random drafters of tests/tiny_dflash.py and for that in the box. Needs
+PyTorch code, F32 on the CPU, for the random drafters of tests/support/tiny_dflash.py and for that in the box. Needs
 torch and transformers; run it after changing CASES: python tools/make_dflash_goldens.py
 
 DFlashDraftModel below has the published model's names and order of operations over transformers' Qwen3 parts
 (z-lab/dflash, dflash/model.py). The residual streams are those of transformers' Qwen3_5ForCausalLM, of
-the box those of tests/ref.py, which is checked against it.
+the box those of tests/support/ref.py, which is checked against it.
 
 Each file: prompt (T,), anchor; positions `at`, where k and v (layers, len(at), Hkv, D) of the context are
 kept; logits (rows, V or the drafter's own vocabulary) of the block's rows `rows`.
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))  # Its modules are used below.
+sys.path.append(str(ROOT / "tests" / "support"))  # Its modules are used below.
 
 
 def arguments() -> argparse.Namespace:

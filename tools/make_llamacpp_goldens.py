@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "bench"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("tests/support", "bench"))
 
 import llamacpp
 import numpy as np

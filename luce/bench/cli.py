@@ -66,14 +66,13 @@ bench.add_command(serve_bench)
 @bench.command()
 @options(MODEL_OPTIONS, DRAFTS_OPTION, MODE_OPTIONS)
 @click.option("--limit", type=click.IntRange(1, 164), help="Run only the first so many problems.")
-@click.option("--unsafe-check", is_flag=True, help="Check answers without namespaces, with the limits alone.")
+@click.option("--unsafe-check", is_flag=True, help="Check answers without a sandbox, with the limits alone.")
 @click.option("--no-check", is_flag=True, help="Do not run the answers.")
 @options(TEMPERATURES, rounds_option(1), RUN, OUTPUT_OPTIONS, PLOT)
 def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: Any) -> None:
     """Run the 164 HumanEval problems: speed, acceptance, pass@1, and answers that equal plain's.
 
-    The model's answers are run, each in a sandbox of its own: bubblewrap's where it is installed, else one of
-    namespaces.
+    The model's answers are run, each in a sandbox of its own, which bubblewrap (bwrap) makes.
 
     \b
     Examples:
@@ -107,7 +106,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
 
     flags |= {"bench": "humaneval"}
     after = no_more if no_check else check
-    extra = {"sandbox": None if no_check else sandbox.way(namespaces=not unsafe_check)}
+    extra = {"sandbox": None if no_check else "limits" if unsafe_check else "bubblewrap"}
     compare(flags, flags["gguf"] or BOX, cases, after, extra).put(flags, output.plot_modes)
 
 

@@ -3,16 +3,14 @@
 It reads a job from stdin, {program, namespaces, bwrap, seconds, ...}, and writes lines to stdout. The first
 of them counts: {passed, why}, or {cannot: the step that failed} where there is no sandbox to be had.
 
-There are three processes. Each is forked from the one before, so that Python starts once. The keeper stays
-outside: it keeps the time, reads the report and gives the verdict. Init is process 1 of new namespaces: it
-makes the file system, and when it dies, the kernel kills all in them. The program gives up every right, sets
-the limits and runs what it was given. Where bubblewrap works, bwrap is init: it makes the namespaces and the
-file system, and starts this script again, as the program. With limits alone there is no init.
+The keeper stays outside: it keeps the time, reads the report and gives the verdict. It forks bwrap, which makes the
+namespaces and the file system, and starts this script again, as the program, which gives up every right, sets the
+limits and runs what it was given. When bwrap dies, the kernel kills all in it. With limits alone the keeper forks the
+program.
 """
 
 import contextlib
 import ctypes
-import errno
 import json
 import math
 import os
@@ -26,13 +24,7 @@ from pathlib import Path
 from typing import Any
 
 NOBODY = 65534
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
-# These are flags of mount().
-NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 1 << 1, 1 << 2, 1 << 5, 1 << 12, 1 << 14, 1 << 18
-DETACH = 2  # This is a flag of umount2().
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
-# This is struct mount_attr, which sets read-only, nosuid and nodev.
-READ_ONLY = (ctypes.c_uint64 * 4)(0b111, 0, 0, 0)
+NEWUSER, NOSUID, NODEV, REMOUNT = 1 << 28, 1 << 1, 1 << 2, 1 << 5  # These are flags of unshare() and mount().
 PDEATHSIG, SET_DUMPABLE, NO_NEW_PRIVS = 1, 4, 38  # These are options of prctl().
 CAPABILITY_V3 = 0x20080522
 
@@ -65,20 +57,13 @@ def write(proc: int, name: str, text: str) -> None:
         os.close(file)
 
 
-def new_namespaces(flags: int, proc: int) -> None:
-    """Moves this process into new namespaces. With NEWUSER it is nobody there, with all rights over the new
-    user namespace and none outside."""
+def new_user_namespace(proc: int) -> None:
+    """Moves this process into a new user namespace, where it is nobody, with all rights over it and none outside."""
     uid, gid = os.geteuid(), os.getegid()
-    try:
-        call("unshare", flags)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:  # Its text would speak of a disk.
-            raise OSError(error.errno, "unshare: no namespaces are left under /proc/sys/user") from None
-        raise
-    if flags & NEWUSER:
-        write(proc, "self/setgroups", "deny")
-        write(proc, "self/uid_map", f"{NOBODY} {uid} 1")
-        write(proc, "self/gid_map", f"{NOBODY} {gid} 1")
+    call("unshare", NEWUSER)
+    write(proc, "self/setgroups", "deny")
+    write(proc, "self/uid_map", f"{NOBODY} {uid} 1")
+    write(proc, "self/gid_map", f"{NOBODY} {gid} 1")
 
 
 def system_folders() -> dict[str, str]:
@@ -100,36 +85,6 @@ def forbid_shared_segments(proc: int) -> None:
         write(proc, "sys/kernel/shmall", "0")
 
 
-def new_root(job: dict[str, Any]) -> None:
-    """Makes an empty tmpfs of that size the root, with the system's libraries and this Python in it,
-    read-only, and /tmp the working folder.
-
-    The host's own files are not in it: there are no home folders, no /etc, /proc or /dev, and no socket.
-    """
-    sources = system_folders()
-    os.umask(0o022)
-    call("mount", b"none", b"/", None, REC | PRIVATE, None)  # So nothing below reaches the host's mounts.
-    call("mount", b"tmpfs", b"/tmp", b"tmpfs", NOSUID | NODEV, tmpfs_options(job, "755"))
-    os.chdir("/tmp")
-    os.mkdir("old")
-    call("pivot_root", b".", b"old")
-    os.chdir("/")
-    for folder, source in sources.items():
-        os.makedirs(folder, exist_ok=True)
-        call("mount", os.fsencode(f"/old{source}"), os.fsencode(folder), None, BIND | REC, None)
-        whole = ctypes.byref(READ_ONLY), ctypes.sizeof(READ_ONLY)  # It covers all that is mounted below, too.
-        try:
-            call("syscall", MOUNT_SETATTR, AT_FDCWD, os.fsencode(folder), AT_RECURSIVE, *whole)
-        except OSError as error:
-            what = os.strerror(error.errno or 0)
-            raise OSError(error.errno, f"mount_setattr (Linux 5.12): {what}") from None
-    call("umount2", b"/old", DETACH)
-    os.rmdir("/old")
-    os.makedirs("/tmp", exist_ok=True)
-    os.chmod("/tmp", 0o1777)
-    os.chdir("/tmp")
-
-
 def give_up_rights(proc: int) -> None:
     """Becomes nobody, without a capability, in a user namespace that cannot make another one."""
     if os.geteuid() == 0:
@@ -137,7 +92,7 @@ def give_up_rights(proc: int) -> None:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
         call("prctl", SET_DUMPABLE, 1, 0, 0, 0)  # Without it, /proc/self would stay root's.
-    new_namespaces(NEWUSER, proc)
+    new_user_namespace(proc)
     write(proc, "sys/user/max_user_namespaces", "0")
     call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_V3, 0), (ctypes.c_uint32 * 6)())
 
@@ -223,13 +178,6 @@ def run_program(job: dict[str, Any], proc: int | None, nonce: bytes, report: int
     execute(job["program"], nonce, report)
 
 
-def run_init(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None:
-    die_with_parent()
-    forbid_shared_segments(proc)
-    new_root(job)
-    os._exit(status_of(fork(lambda: run_program(job, proc, nonce, report))))
-
-
 def run_bwrap(job: dict[str, Any], proc: int, nonce: bytes, report: int) -> None:
     """Becomes bwrap, which becomes init and starts run_inside()."""
     die_with_parent()
@@ -281,9 +229,6 @@ def verdict(report: bytes, nonce: bytes, status: int, late: bool) -> tuple[bool,
 def keep(job: dict[str, Any]) -> None:
     nonce = os.urandom(16).hex().encode()
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY) if job["namespaces"] else None
-    if proc is not None and not job["bwrap"]:
-        flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
-        new_namespaces(flags if os.geteuid() == 0 else flags | NEWUSER, proc)
     die_with_parent()
     reading, report = os.pipe()
 
@@ -291,10 +236,8 @@ def keep(job: dict[str, Any]) -> None:
         os.close(reading)
         if proc is None:
             run_program(job, None, nonce, report)
-        elif job["bwrap"]:
-            run_bwrap(job, proc, nonce, report)
         else:
-            run_init(job, proc, nonce, report)
+            run_bwrap(job, proc, nonce, report)
 
     start = time.monotonic()
     child = fork(inside)
@@ -314,7 +257,7 @@ def keep(job: dict[str, Any]) -> None:
         heard = os.read(reading, 4096)
     except BlockingIOError:
         heard = b""
-    if job["bwrap"] and not heard.startswith(STARTED) and not late:
+    if proc is not None and not heard.startswith(STARTED) and not late:
         say(cannot=f"bwrap ended with status {status} before the program started")
     heard = heard.removeprefix(STARTED)
     passed, why = verdict(heard, nonce, status, late)

@@ -29,6 +29,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +48,6 @@ from luce.bench.oracle_blocks import (
 from luce.bench.oracle_tokenizer import CONTROL, add_tokenizer
 from luce.convert.qwen35_layout import Config, add_keys, tensor_shapes
 from luce.planning.plan import part_of
-from luce.threads import Pool
 
 CHUNK = 8 << 20  # So many bytes of a tensor are made at once. A seed's weights depend on it.
 NOISE = 1e-4  # The output projections have this standard deviation.
@@ -306,7 +306,7 @@ class Oracle:
             self.write_header(partial, name)
             self.fd = os.open(partial, os.O_RDWR)
             embedding = self.tensors[0]
-            with Pool(os.cpu_count() or 1, "luce-oracle") as pool:
+            with ThreadPoolExecutor(os.cpu_count() or 1, "luce-oracle") as pool:
                 work = [job for t in self.tensors if not self.copies(t) for job in self.chunks(t)]
                 for n in pool.map(lambda job: self._store(job, self.make), work):
                     done += n

@@ -3,8 +3,8 @@
 The program runs in Linux namespaces of its own (user, process, mount, network, ipc, uts), as nobody, without
 a capability or a way to get one. It sees the system's libraries and Python's folder, read-only, and a small
 tmpfs, where it starts; no file of the user, no network, no variable of the environment, no process but its
-own. When it ends, or its time does, everything that it started ends with it. Bubblewrap makes the namespaces
-where it is installed and works, else jail.py, which is also what happens inside.
+own. When it ends, or its time does, everything that it started ends with it. Bubblewrap makes the namespaces;
+jail.py is what happens around it and inside.
 
 It passes if it runs to its end: only then jail.py reports a nonce, so leaving early is no pass. What remains:
 - a program that searches its interpreter for the nonce can forge a pass; that harms only the score;
@@ -63,14 +63,11 @@ def check(program: str, limits: Limits = Limits(), namespaces: bool = True) -> V
     """Runs the program, which passes if it runs to its end without an exception.
 
     namespaces=False sets the limits, in a temporary folder and with an empty environment, and confines
-    nothing else. Raises UnsupportedError where this machine has no namespaces for it.
+    nothing else. Raises UnsupportedError where this machine has no bubblewrap, or none that works.
     """
-    if namespaces and sys.platform != "linux":
-        raise UnsupportedError(f"no sandbox here: it needs Linux, this is {sys.platform}", concerns="sandbox")
-    return _check(program, limits, namespaces, bubblewrap() if namespaces else "")
-
-
-def _check(program: str, limits: Limits, namespaces: bool, bwrap: str) -> Verdict:
+    bwrap = shutil.which("bwrap") if namespaces else ""
+    if bwrap is None:
+        raise UnsupportedError("no sandbox here: bubblewrap (bwrap) is not installed", concerns="sandbox")
     ways = {"namespaces": namespaces, "bwrap": bwrap}
     job = json.dumps({"program": program, **ways, **asdict(limits)})
     with nullcontext("/") if namespaces else _temporary() as folder:
@@ -90,24 +87,8 @@ def _check(program: str, limits: Limits, namespaces: bool, bwrap: str) -> Verdic
 
 
 @cache
-def bubblewrap() -> str:
-    """Returns the path of bwrap where it is installed and a program runs in it, which is tried once; else an
-    empty text."""
-    path = shutil.which("bwrap") if sys.platform == "linux" else None
-    try:
-        return path if path and _check(PROBE, Limits(), True, path).passed else ""
-    except (UnsupportedError, InternalError):
-        return ""
-
-
-def way(namespaces: bool) -> str:
-    """Says how check() confines a program: by "bubblewrap", "namespaces" of our own, or "limits" alone."""
-    return ("bubblewrap" if bubblewrap() else "namespaces") if namespaces else "limits"
-
-
-@cache
 def available() -> str | None:
-    """Returns None where check() has its namespaces on this machine, which is tried once; else one line that
+    """Returns None where a program runs in bubblewrap on this machine, which is tried once; else one line that
     says why not."""
     try:
         verdict = check(PROBE)

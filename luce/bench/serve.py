@@ -20,10 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,7 +35,6 @@ from luce.bench.output import Table
 from luce.bench.summary import five_digits
 from luce.errors import LuceError
 from luce.files.tokenizer import Tokenizer
-from luce.threads import Pool, started
 
 MORE = 64  # A warm prompt has so many tokens more.
 ANSWER_S = 1800.0  # A server that says nothing for so long is given up.
@@ -146,7 +147,7 @@ def streams(client: Client, mode: str, counts: Sequence[int], prompt: int, new: 
     """Requests beside each other."""
     for count in counts:
         prompts = [client.tokens(prompt) for _ in range(count)]
-        with Pool(count, "luce-client") as pool:
+        with ThreadPoolExecutor(count, "luce-client") as pool:
             found = list(pool.map(lambda tokens: client.complete(tokens, new), prompts))
         last = max(each.last for each in found)
         seconds, decoding = (last - min(getattr(each, at) for each in found) for at in ("asked", "first"))
@@ -220,7 +221,7 @@ def luce_server(model: Path, *options: str) -> Iterator[Running]:
         else:
             raise LuceError(f"luce serve ended: {' '.join(lines)[-2000:]}")
         stderr = process.stderr
-        started(lambda: [None for _ in stderr], "luce-stderr")
+        Thread(target=lambda: [None for _ in stderr], name="luce-stderr", daemon=True).start()
         yield Running(line.split()[-1], process.pid)
     finally:
         process.terminate()

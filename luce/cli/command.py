@@ -22,21 +22,8 @@ import click
 from luce.cli import stdout
 from luce.cli.terminal import printable
 from luce.errors import Cancelled, FileError, LuceError, PipeClosed
-from luce.room import HEAP, STACK, lacks_memory, require
 
 MAX_U32 = 2**32 - 1
-# Commands that are imported when they are wanted ask for room, since with less a library may end the
-# process. To import any of them takes less than IMPORTS: 85 to 97 MiB were measured, of which numpy takes
-# 40. bench and convert have one thread that allocates beside the main one; serve has two, of which one runs
-# the engine and the other reads prompts; chat has none. Threads of the core do without heaps, and where
-# memory lacks there are fewer.
-IMPORTS = 104 << 20
-ROOM = {
-    "bench": IMPORTS + HEAP,
-    "chat": IMPORTS + STACK,
-    "convert": IMPORTS + HEAP,
-    "serve": IMPORTS + 2 * HEAP,
-}
 COMMAND = "luce.cli.command"  # A context keeps the words of the command line under this key of its meta.
 REMEDIES = {  # They say in words of the command line what helps, by LuceError.concerns.
     "nextn_head": "--mtp-gguf PATH names a file that has one",
@@ -48,7 +35,7 @@ REMEDIES = {  # They say in words of the command line what helps, by LuceError.c
     "f16": "--type BF16 or F32 holds them",
     "existing_file": "--force replaces it",
     "problem_chat_template": "--class takes other prompts",
-    "sandbox": "--unsafe-check runs the checks with limits alone, --no-check skips them",
+    "sandbox": "--unsafe-check runs the answers with limits alone, --no-check does not run them",
 }
 EXTRAS = ("grammar", "hub", "plot", "serve")  # What an error concerns may be one of pyproject.toml's extras.
 # Writing to a stream fails with these.
@@ -102,7 +89,6 @@ class Commands(Listed):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self._later:
-            require(ROOM[cmd_name], f"luce {cmd_name}")
             command: click.Command = getattr(import_module(self._later[cmd_name][0]), cmd_name)
             return command
         return super().get_command(ctx, cmd_name)
@@ -119,6 +105,13 @@ class Commands(Listed):
     def invoke(self, ctx: click.Context) -> Any:
         with one_line():
             return super().invoke(ctx)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Says whether a library or a thread lacked memory, which Python reports as an ImportError of the dynamic
+    loader or as a RuntimeError."""
+    lacks = ("failed to map segment", "cannot allocate memory", "can't start new thread")
+    return isinstance(error, MemoryError) or any(why in str(error).lower() for why in lacks)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,6 @@ import numpy as np
 from luce.convert.weight_types import QType
 from luce.errors import ArgumentError, FileError, LuceError, UnsupportedError
 from luce.native import File, Library
-from luce.room import require
-from luce.threads import Pool
 
 SLAB = 1 << 24  # So many weights are F32 in memory at once.
 F16_MAX = 65504.0
@@ -53,7 +52,6 @@ def slabs(matrix: np.ndarray, widen: Callable[[np.ndarray], np.ndarray]) -> Iter
     step = max(1, SLAB // flat.shape[1])
     for start in range(0, len(flat), step):
         part = flat[start : start + step]
-        require(16 * part.size + (8 << 20), "a few rows")  # numpy makes F32 of them, several times.
         yield widen(part)
 
 
@@ -81,7 +79,7 @@ class Encoder:
     def __init__(self, library: Library, threads: int):
         self.library = library
         self.threads = threads
-        self.pool = Pool(threads, "luce-encode")
+        self.pool = ThreadPoolExecutor(threads, "luce-encode")
 
     def __call__(self, name: str, kind: str, rows: np.ndarray) -> np.ndarray:
         if kind == "F16" and float(np.abs(rows).max(initial=0)) > F16_MAX:

@@ -1,6 +1,6 @@
 """Lays out a qwen35 GGUF: keys, tensor names and shapes.
 
-The converter, the oracle (luce/bench/oracle_model.py) and what writes test models (tests/tiny.py) share it.
+The converter, the oracle (luce/bench/oracle_model.py) and what writes test models (tests/support/tiny.py) share it.
 Shapes are numpy's, slowest first, so a matrix is (out, in) and GGUF stores its dimensions reversed.
 """
 

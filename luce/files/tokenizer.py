@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,6 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.files.bpe import BYTE_SYMBOLS, SPLITS
 from luce.files.probe import fact, whole_numbers
-from luce.room import require
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # They are values of tokenizer.ggml.token_type.
 _ADDED = (_CONTROL, _USER_DEFINED)  # They are matched in the text before it is cut into words.
@@ -23,10 +22,6 @@ _ENDS = ("<|im_end|>", "<|endoftext|>")  # These control tokens end a text whate
 
 _BYTES = {symbol: byte for byte, symbol in enumerate(BYTE_SYMBOLS)}
 _UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # Text can contain these bytes.
-
-
-# To encode a text took at most 324 bytes for each of its own, where each is a token.
-ENCODING_ROOM, ENCODING_BYTES = 1 << 20, 400
 NFC_SHRINKS = 3  # NFC makes a text at most so many times shorter: three jamo are one syllable.
 # A text may be cut there: no word spans the end of a line that is followed by what is no blank, or goes on
 # with a blank after a letter.
@@ -120,7 +115,6 @@ class Tokenizer:
             if special and piece in self.control:
                 ids.append(self.control[piece])
             else:
-                require(ENCODING_ROOM + ENCODING_BYTES * len(piece.encode()), "a prompt's tokens")
                 # A batch, even of one, lets other threads of Python's run meanwhile.
                 ids += self._bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids
             if most is not None and len(ids) > most:
@@ -173,7 +167,6 @@ def _token_types(metadata: Mapping[str, Any], count: int) -> list[int]:
 
 
 def _build(vocabulary: dict[str, int], merges: Sequence[str], split: str) -> tokenizers.Tokenizer:
-    require(room_to_build(vocabulary, merges), "the tokenizer")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     try:
         bpe = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
@@ -187,13 +180,6 @@ def _build(vocabulary: dict[str, int], merges: Sequence[str], split: str) -> tok
         ]
     )
     return bpe
-
-
-def room_to_build(vocabulary: Collection[str], merges: Sequence[str]) -> int:
-    """Returns the bytes that suffice to build a tokenizer: 202 to 221 were measured for a token or a merge
-    (of 4,000 to a million), and 1.7 for each letter of them, of which a vocabulary has some four."""
-    letters = sum(map(len, vocabulary)) + sum(map(len, merges))
-    return (8 << 20) + 240 * (len(vocabulary) + len(merges)) + 2 * letters
 
 
 class Detokenizer:
@@ -232,7 +218,7 @@ class StopStrings:
         if found:
             self._held = ""
             return text[: min(found)[1]], True
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        held = undecided(text, self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], False
 
@@ -242,7 +228,8 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of text that is a beginning of stop, shorter than stop."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+def undecided(text: str, marks: Sequence[str]) -> int:
+    """Returns the length of the text's end that may be the beginning of a mark, which the text does not hold."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    ends = ((n, text[-n:]) for n in range(longest, 0, -1))
+    return next((n for n, end in ends if any(mark.startswith(end) for mark in marks)), 0)

@@ -13,7 +13,7 @@ their own, beside the engine's steps.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,6 @@ from luce.native import Checkpoint, Engine, Sequence
 from luce.native.structs import PAGE
 from luce.prompts.disk import CLOSE_S, DiskCache
 from luce.prompts.turns import Turns
-from luce.threads import Pool
 
 SPARE = 8  # Of so many places on the device one is kept free, so that the next checkpoint waits for no copy.
 MOVED = 8  # What has gone on is moved to host memory where it saves at least one in so many of its tokens.
@@ -84,7 +83,7 @@ class PrefixCache:
         self._cuts = dict[Sequence, tuple[list[int], frozenset[int], np.ndarray]]()
         self._unsaved: list[Kept] = []
         self._held: Kept | None = None  # A sequence is resumed from it now, so it is not dropped.
-        self._reader = Pool(1, "luce-cache-read")
+        self._reader = ThreadPoolExecutor(1, "luce-cache-read")
         self._reading: tuple[Kept, Future[Checkpoint]] | None = None
         self._done = 0  # It was DiskCache.done when files were looked for last.
         self._prompts = 0

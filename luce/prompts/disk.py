@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 
 from luce.errors import FileError, LuceError
-from luce.threads import started
 
 MAGIC = b"LUCEPFX1"
 # These are the magic and the number of tokens. The tokens follow as int32, then the checkpoint.
@@ -50,7 +50,8 @@ class DiskCache:
         self._work: queue.Queue[tuple[Path, np.ndarray, Save] | None] = queue.Queue(maxsize=1)
         self._ended = False
         self._written = dict[Path, bool]()  # The thread was handed these; each says whether it is there.
-        self._thread = started(self._write_all, "luce-cache")
+        self._thread = Thread(target=self._write_all, name="luce-cache", daemon=True)
+        self._thread.start()
 
     @property
     def busy(self) -> bool:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from luce.errors import OutOfMemory
 from luce.server.ask import Refused
-from luce.threads import Pool
 
 T = TypeVar("T")
 # A cost is counted in bytes of JSON: what is SMALL takes about a millisecond, SHORT work has a lane for each
@@ -28,7 +28,7 @@ class Lane:
     """One thread, and a bounded queue before it. `most` is what its work costs at most."""
 
     def __init__(self, name: str, most: float):
-        self.most, self._pool, self._inside = most, Pool(1, name), 0
+        self.most, self._pool, self._inside = most, ThreadPoolExecutor(1, name), 0
 
     async def run(self, make: Callable[[], T]) -> T:
         """Returns what `make` returns in the thread. Where the caller is cancelled, what has not begun does

@@ -28,7 +28,6 @@ from luce.server.scheduler import Happened, Scheduler, put_all
 from luce.text.grammar import Grammars
 from luce.text.infill import Gap, infill_ids
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
-from luce.threads import BESIDE
 
 T = TypeVar("T")
 MAX_DEFAULT_CTX = 32768
@@ -266,7 +265,7 @@ def _free_memory() -> int:
 async def closing(close: Callable[[], None]) -> None:
     """Closes what takes a while to close, here where there is no thread to be had for it."""
     try:
-        work = asyncio.get_running_loop().run_in_executor(BESIDE, close)
+        work = asyncio.get_running_loop().run_in_executor(None, close)
     except OutOfMemory:
         close()
     else:
@@ -373,7 +372,7 @@ class Models:
             idle = self._idle()
             try:
                 given = slot.path, self._settings, loop, not idle, self._is_stopping
-                return await loop.run_in_executor(BESIDE, Served, *given)
+                return await loop.run_in_executor(None, Served, *given)
             except OutOfMemory as error:
                 idle = self._idle()
                 if not idle:

@@ -22,7 +22,6 @@ from luce.decode.request import Request
 from luce.errors import Cancelled, InternalError, LuceError
 from luce.native.structs import PAGE
 from luce.prompts.cache import PrefixCache
-from luce.threads import started
 
 RETRY_S = 0.01  # What failed is followed by such a pause.
 
@@ -84,7 +83,8 @@ class Scheduler:
         self._stopping = False
         self.pages_free = engine.info.n_pages  # This many pages were free after the last turn.
         self._seconds = deque[float](maxlen=32)  # Each entry says how long one of the last jobs took.
-        self._thread = started(self._run, "luce-engine")
+        self._thread = threading.Thread(target=self._run, name="luce-engine", daemon=True)
+        self._thread.start()
 
     @property
     def running(self) -> int:

@@ -5,26 +5,17 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from threading import Lock
 from typing import Any, Protocol
 
 from luce.errors import ArgumentError, UnsupportedError
 from luce.files.tokenizer import Tokenizer
-from luce.room import require
 from luce.text.structured import Constraint, JsonSchema, grammar_of
 
 KEPT = 32  # So many compiled grammars are kept.
 MAX_NODES = 1 << 22  # llguidance's tree of the tokens has a node for each beginning, and fewer than so many.
-WALKING_ROOM = 16 << 20  # To compile a schema of a few fields and to take its first mask took one MiB.
-
-
-def room_for(tokens: Sequence[bytes], nodes: int) -> int:
-    """Returns the bytes that suffice to give llguidance a vocabulary with so many beginnings. It took 414 for
-    a token where 248,000 are merges of four letters, 600 where they are of eight, and 3,200 where 30,000 are
-    of 32 that have little in common."""
-    return (8 << 20) + 400 * len(tokens) + 80 * nodes + 16 * sum(map(len, tokens))
 
 
 def beginnings(tokens: Iterable[bytes]) -> int:
@@ -74,7 +65,6 @@ class Grammars:
         if nodes >= MAX_NODES:
             said = f"the vocabulary's tokens have {nodes:,} beginnings: for grammars they are too many"
             raise UnsupportedError(said)
-        require(room_for(vocabulary.tokens, nodes), "the tokens of grammars")
         wrapper = self._llguidance.TokenizerWrapper(vocabulary)
         return self._llguidance.LLTokenizer(wrapper, eos_token=ends)
 
@@ -98,7 +88,6 @@ class Grammars:
     def lark(self, grammar: str) -> Callable[[], Matcher]:
         """Compiles a grammar in llguidance's form of Lark. ArgumentError says where it is wrong."""
         tokens = self._tokens
-        require(WALKING_ROOM, "a grammar")
         matcher = self._compiled.get(grammar)
         if matcher is None:
             matcher = self._llguidance.LLMatcher(tokens, grammar, log_level=0)

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from luce.files.tokenizer import undecided
 from luce.text.calls import CallReader
 from luce.text.dialects import BLANK, QWEN, SIGN, Dialect
 from luce.text.parameters import Parameters
-from luce.text.pieces import Call, CallEnd, Piece, Reasoning, Text, undecided
+from luce.text.pieces import Call, CallEnd, Piece, Reasoning, Text
 
 THINK, END_THINK = QWEN.think
 

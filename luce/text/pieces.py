@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,6 @@ class Shown:
                 self._open = thinks
             shown.append(Text(piece.text) if isinstance(piece, Reasoning) else piece)
         return shown
-
-
-def undecided(text: str, marks: Sequence[str]) -> int:
-    """Returns the length of the text's end that may be the beginning of a mark."""
-    longest = min(max(map(len, marks), default=1) - 1, len(text))
-    ends = ((n, text[-n:]) for n in range(longest, 0, -1))
-    return next((n for n, end in ends if any(mark.startswith(end) for mark in marks)), 0)
 
 
 def as_json(value: Any) -> str:

@@ -5,7 +5,7 @@ A text is read in all ways that may still be right at once, and a Reading is one
 one place to the next, and what is damaged on the way has its price in Damage. Of readings that stand alike, the
 one with the least damage goes on, and among equals the one whose values end later. So calls that a value holds
 stay in it, a value never takes in a second call, and the last end that leaves a well-formed rest ends a call.
-tests/call_reference.py has the same rules in a plain form, and tries all readings.
+tests/support/call_reference.py has the same rules in a plain form, and tries all readings.
 
 Where a grammar forces a call (`held`), it is nothing else, and its first end is its end.
 """

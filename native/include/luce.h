@@ -79,7 +79,7 @@ typedef struct luce_checkpoint luce_checkpoint;
 
 /* LUCE_ABI_VERSION of the loaded library; compare it before anything else. */
 LUCE_API int32_t luce_abi_version(void);
-/* The version for people: "0.1.0 (ggml 0.25.3, cuda)". The string is static. */
+/* The version for people: "0.2.0 (ggml 0.25.3, cuda)". The string is static. */
 LUCE_API const char *luce_version(void);
 /* The message of the calling thread's last failed call is one line; it is valid until its next failing call. */
 LUCE_API const char *luce_last_error(void);

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.extend([str(ROOT / "tests"), str(ROOT / "tools")])  # Their modules are used below.
+sys.path.extend([str(ROOT / "tests" / "support"), str(ROOT / "tools")])  # Their modules are used below.
 
 
 def arguments() -> argparse.Namespace:

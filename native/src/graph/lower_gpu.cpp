@@ -38,7 +38,7 @@
 //                                each value is computed from one or two others
 //   MUL_MAT, SWIGLU, SIGMOID, ADD   products with weights of types that rowmm lacks (IQ1, IQ2, IQ3), a row at a time,
 //                                and what their input and residual need
-// tests/test_launches.py holds the graphs of steps to both lists. A prefill has ggml's FLASH_ATTN_EXT besides.
+// tests/core/graph/test_launches.py holds the graphs of steps to both lists. A prefill has ggml's FLASH_ATTN_EXT besides.
 #include "graph/lowering.h"
 
 #ifdef LUCE_USE_CUDA

@@ -12,7 +12,7 @@
 
 static inline char *luce_ggml_setting(const char *name) {
     /* ggml's programmatic dependent launches lose a dependency around F16 attention on Hopper: logits were off by 1.6 and
-     * differed between runs (ggml 0.25.3; tests/test_model.py compares the bits of two runs). */
+     * differed between runs (ggml 0.25.3; tests/core/graph/test_model.py compares the bits of two runs). */
     static char off[] = "0";
     return strcmp(name, "GGML_CUDA_PDL") == 0 ? off : NULL;
 }

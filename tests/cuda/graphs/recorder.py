@@ -1,6 +1,6 @@
 """Records what steps would launch on an H200 where there is no GPU.
 
-    PYTHONPATH=tests python -m cuda.graphs.recorder OUT [MODEL ..]
+    PYTHONPATH=tests:tests/support python -m cuda.graphs.recorder OUT [MODEL ..]
 
 The core is compiled with CUDA on, against a pretended device (pretended.h). Each launcher of native/kernels is
 replaced by one that writes down its arguments; that is made here of the headers that declare them. Models have
@@ -32,10 +32,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import gguf
-import numpy as np
 import tiny
 import tiny_dflash
-from cuda.test_emulated_kernels import as_cpp, copy
+from cuda.as_cpp import as_cpp, copy
+from hollow import write_without_weights
 
 import luce
 from luce.bench.oracle_tokenizer import add_tokenizer
@@ -116,23 +116,6 @@ CASES: dict[str, Case] = {
         replace(MIXTURE, fused_experts=True, n_ff_shared=0), K_QUANTS, options={"cpu_experts": 2}
     ),
 }  # fmt: skip
-
-
-def write_without_weights(w: gguf.GGUFWriter, shapes: Mapping[str, tuple[int, ...]], type_of: Types) -> None:
-    """Ends a file with tensors that are a hole in it."""
-    total = 0
-    for name, shape in shapes.items():
-        kind = QType.I64 if name == "d2t" else QType[type_of(name)]
-        values, size = gguf.GGML_QUANT_SIZES[kind]
-        n_bytes = int(np.prod(shape, dtype=np.int64)) // values * size
-        w.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, raw_dtype=kind)
-        total += gguf.GGUFWriter.ggml_pad(n_bytes, w.data_alignment)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_ti_data_to_file()
-    path = Path(w.path)
-    w.close()
-    os.truncate(path, path.stat().st_size + w.data_alignment + total)
 
 
 def write_model(folder: Path, name: str, case: Case) -> list[str]:

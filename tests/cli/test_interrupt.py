@@ -1,0 +1,197 @@
+"""Presses Ctrl-C at any moment: exit 130, one line, and nothing of it is lost."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import drive
+import pytest
+from checkout import HEADER
+from command_line import one_line
+
+from luce import native as _native
+from luce.decode.generation import Generation
+from luce.speculate.costs import NO_TIME, Costs
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Opens engines without a text of their own, by which auto learns what rounds take: the user's text is
+    what is interrupted."""
+    monkeypatch.setattr("luce.decode.engine.timed", lambda native, *_: (Costs(native.costs()), NO_TIME))
+
+
+def test_ctrl_c_while_text_streams_exits_130(process, endless):
+    running = process("ab", "-n", "200000", gguf=endless)
+    assert running.stdout.read(1)
+    running.send_signal(signal.SIGINT)
+    _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert stderr.decode().splitlines() == ["Error: interrupted"]
+
+
+@pytest.mark.usefixtures("foreground", "untimed")
+@pytest.mark.parametrize("verb", ["_begin", "_prefill", "_propose", "_verify", "_commit"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, verb, as_json):
+    def interrupted(self):
+        monkeypatch.setattr(Generation, verb, original)
+        signal.raise_signal(signal.SIGINT)
+        return (yield from original(self))
+
+    original = getattr(Generation, verb)
+    monkeypatch.setattr(Generation, verb, interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    result = luce_("generate", "--gguf", endless, "ab", *(["--json"] if as_json else []))
+    assert result.exit_code == 130
+    assert one_line(result) == "Error: interrupted"
+    if as_json:
+        assert json.loads(result.stdout)["finish_reason"] == "cancelled"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.usefixtures("foreground")
+def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch):
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one was ignored")
+        yield
+
+    monkeypatch.setattr(Generation, "_verify", interrupted)
+    result = luce_("generate", "--gguf", endless, "ab")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize(
+    "place",
+    [
+        "planning.opened.probe",
+        "planning.opened.Tokenizer",
+        "planning.opened.plan",
+        "decode.engine.Engine.__init__",
+        "decode.engine.timed",
+    ],
+)
+def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
+    def interrupted(*args, **options):
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was ignored")
+
+    monkeypatch.setattr(f"luce.{place}", interrupted)
+    result = luce_("generate", "--gguf", "{}", "ab")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+
+
+@pytest.mark.usefixtures("foreground", "untimed")
+@pytest.mark.parametrize(("call", "budget"), [("prefill", 1), ("prefill", 9), ("commit", 2)])
+def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, call, budget):
+    """Python sees the signal when the call returns: the text may be whole by then."""
+
+    def interrupted(self, *args):
+        result = original(self, *args)
+        monkeypatch.setattr(_native.Sequence, call, original)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    original = getattr(_native.Sequence, call)
+    monkeypatch.setattr(_native.Sequence, call, interrupted)
+    result = luce_("generate", "--gguf", "{}", "ab", "-n", budget, "--json")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+    found = json.loads(result.stdout)
+    whole = len(found["tokens"]) == budget
+    assert found["finish_reason"] == ("length" if whole else "cancelled") and whole == (budget < 9)
+
+
+@pytest.mark.usefixtures("foreground")
+@pytest.mark.parametrize("call", ["draft", "verify"])
+def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, call):
+    """It does so between the draft and the verify of a round too, where the generation itself is not asked."""
+    steps = []
+
+    def step(name, original):
+        def run(self, items):
+            steps.append(name)
+            if name == call and steps.count(name) == 2:
+                signal.raise_signal(signal.SIGINT)
+            return original(self, items)
+
+        return run
+
+    for name, verb in (("draft", "draft"), ("verified", "verify")):
+        monkeypatch.setattr(_native.Engine, name, step(verb, getattr(_native.Engine, name)))
+    head = ["--mtp-gguf", endless, "--mtp-gamma", "2"]
+    result = luce_("generate", "--gguf", endless, "ab", *head, "--json")
+    assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
+    assert steps == ["draft", "verify"] * 2 if call == "verify" else ["draft", "verify", "draft"]
+
+
+def test_ctrl_c_stays_ignored_in_the_background(luce_, monkeypatch):
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        return (yield from original(self))
+
+    original = Generation._verify
+    monkeypatch.setattr(Generation, "_verify", interrupted)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert luce_("generate", "--gguf", "{}", "ab", "-n", "3").exit_code == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_cancel_waits_for_no_lock(native, tiny_gguf, device, tmp_path):
+    """A signal handler may have interrupted the one who holds it: cffi's, when it looks a function up. The
+    FFI has a lock where the header was parsed at the start."""
+    shutil.copy(HEADER, tmp_path)
+    core = _native.load(native.path.parent, tmp_path / "luce.h")
+    with drive.open_model(core, tiny_gguf, device) as model, drive.open_engine(model, n_ctx=64) as engine:
+        with core.ffi._lock:
+            thread = threading.Thread(target=engine.cancel, daemon=True)
+            thread.start()
+            thread.join(timeout=120)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("module", ["click", "tokenizers", "luce.cli.options", "luce.decode.engine"])
+def test_ctrl_c_during_an_import_is_told_once(tmp_path, module):
+    program = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Presses:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Presses())\n"
+        "sys.argv = ['luce', 'generate', 'x', '-n', '1']\n"
+        "from luce.__main__ import main\n"
+        "main()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: interrupted\n")
+
+
+def test_ctrl_c_at_the_very_end_is_told_once(tmp_path):
+    """A second one, while Python ends, prints no traceback."""
+    program = (
+        "import atexit, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "atexit.register(signal.raise_signal, signal.SIGINT)\n"
+        "from luce.cli import commands\n"
+        "commands.probe = lambda *a: signal.raise_signal(signal.SIGINT)\n"
+        "from luce.data import BOX\n"
+        "sys.argv = ['luce', 'probe-gguf', str(BOX)]\n"
+        "from luce.__main__ import main\n"
+        "main()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Error: interrupted\n")

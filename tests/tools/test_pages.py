@@ -1,0 +1,51 @@
+"""Pages and tables that scripts make are what the scripts make of the tree as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import make_benchmark_table
+import make_cli_page
+import make_fit_table
+import pytest
+from checkout import ROOT
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+
+
+def test_the_page_of_the_command_line_is_its_help() -> None:
+    assert make_cli_page.PAGE.read_text(encoding="utf-8") == make_cli_page.page(), "run tools/make_cli_page.py"
+
+
+@pytest.mark.parametrize("page", make_benchmark_table.PAGES, ids=lambda page: page.name)
+def test_the_tables_of_figures_are_those_of_recorded_rows(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == make_benchmark_table.made(text), "run tools/make_benchmark_table.py"
+
+
+@pytest.mark.long
+def test_the_table_of_what_fits_is_probes_arithmetic() -> None:
+    text = make_fit_table.PAGE.read_text(encoding="utf-8")
+    assert text == make_fit_table.made(text), "run tools/make_fit_table.py"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    lost = [
+        (page.name, target)
+        for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists() and not target.endswith("python-api.md")  # It is being written.
+    ]
+    assert not lost
+
+
+def test_rows_that_pages_name_are_recorded() -> None:
+    rows = {path.stem for path in (ROOT / "bench" / "results").iterdir()}
+    for page in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"`(\d{4}-\d\d-\d\d-[\w.-]*?)(?:\.(?:json|txt))?`", page.read_text(encoding="utf-8")):
+            assert name in rows, f"{page.name} names {name}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
