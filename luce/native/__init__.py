@@ -5,9 +5,10 @@ closed in any order. Every failed call raises the LuceError subclass of its luce
 one-line message.
 """
 
-from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, Rows, Sequence, Source, Verified
+from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, Rows, Sequence, Verified
 from luce.native.files import File, Model, Progress
 from luce.native.library import Handle, IntArray, Library, Lists, default, load, use
+from luce.native.structs import Source
 
 __all__ = [
     "CHOSEN",

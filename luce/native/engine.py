@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
-from enum import IntEnum
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,34 +13,29 @@ from luce.native.library import Handle, IntArray, Library, Lists
 from luce.native.structs import (
     CheckpointInfo,
     Cost,
+    DrafterInfo,
     EngineInfo,
     EngineParams,
     Logprobs,
     Penalties,
     Sampling,
     SequenceInfo,
+    Source,
+    first,
 )
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-class Source(IntEnum):
-    """Says who drafts on the device (luce_source): the NextN head drafts a chain, the DFlash drafter a block.
-    PART is the head that chooses among the first tokens of the vocabulary, which costs less."""
-
-    NEXTN = 0
-    DFLASH = 1
-    PART = 2
-
-
 class Drafts(NamedTuple):
-    """Asks for n drafts after the anchor of a sequence: a chain of the NextN head, or the first n of a block."""
+    """Asks for n drafts after the anchor of a sequence: a chain, or the first n of a block. `source` is a drafter's
+    index in the engine's list, or what it is: the first one there that is this."""
 
     sequence: Sequence
     anchor: int
     n: int
-    source: Source = Source.NEXTN
+    source: Source | int = Source.NEXTN
 
 
 # What the anchor of Rows without tokens may be, beside a token: that of the sequence's last draft, whose first
@@ -50,15 +45,15 @@ DRAFTED, CHOSEN = -2, -1
 
 class Rows(NamedTuple):
     """The rows of one sequence in a round: `tokens` with their `parents` (None for a chain). Where tokens is
-    None they are the `anchor` and n - 1 drafts, which never left the device: `source` drafts them after a token
-    or CHOSEN."""
+    None they are the `anchor` and n - 1 drafts, which never left the device: `source`, as in Drafts, drafts them
+    after a token or CHOSEN."""
 
     sequence: Sequence
     tokens: IntArray | None = None
     parents: IntArray | None = None
     n: int = 0
     anchor: int = DRAFTED
-    source: Source = Source.NEXTN
+    source: Source | int = Source.NEXTN
 
     @property
     def width(self) -> int:
@@ -105,7 +100,7 @@ class Engine(Handle):
 
     def __init__(self, model: Model, params: EngineParams | None = None):
         library = model.library
-        made = engine_params(library, params or EngineParams())
+        made = engine_params(library, params or EngineParams(), [each.kind for each in model.info.drafters])
         out = library.ffi.new("luce_engine **")
         library.check(library.lib.luce_engine_open(out, model.handle, made.struct))
         super().__init__(library, out[0], library.lib.luce_engine_close)
@@ -119,15 +114,33 @@ class Engine(Handle):
 
     @property
     def info(self) -> EngineInfo:
-        return self.library.read(EngineInfo, self.library.lib.luce_engine_get_info, self.handle)
+        found = self.library.read(EngineInfo, self.library.lib.luce_engine_get_info, self.handle)
+        return replace(found, drafters=self.drafters)
+
+    @cached_property
+    def drafters(self) -> tuple[DrafterInfo, ...]:
+        """Returns the engine's list of drafters."""
+        lib, read = self.library.lib, self.library.read
+        n = read(EngineInfo, lib.luce_engine_get_info, self.handle).n_drafters
+        return tuple(read(DrafterInfo, lib.luce_engine_get_drafter, self.handle, index) for index in range(n))
+
+    def _index(self, source: Source | int) -> int:
+        if not isinstance(source, Source):
+            return source
+        if (index := first(self.drafters, source)) is None:
+            lacks = {Source.NEXTN: "n_draft", Source.DFLASH: "blocks", Source.PART: "n_part"}[source]
+            raise StateError(f"the engine was opened without drafts of this source ({lacks} 0)")
+        return index
 
     def costs(self) -> list[Cost]:
-        """Returns what steps took when the engine was opened."""
+        """Returns what steps took when the engine was opened, of the first drafter of each Source."""
         costs, n = self.library.lib.luce_engine_costs, self.library.ffi.new("uint32_t *")
         self.library.check(costs(self.handle, self.library.ffi.NULL, n))
         listed = self.library.ffi.new("luce_cost[]", n[0])
         self.library.check(costs(self.handle, listed, n))
-        return [Cost(cost.rows, cost.drafts, cost.seconds) for cost in listed[0 : n[0]]]
+        steps = {0: 0, 1 + len(self.drafters): 1 + len(Source)}  # To the numbers of Cost.
+        steps |= {1 + at: 1 + source for source in Source if (at := first(self.drafters, source)) is not None}
+        return [Cost(cost.rows, steps[cost.step], cost.seconds) for cost in listed[0 : n[0]] if cost.step in steps]
 
     def cancel(self) -> None:
         """Makes the prefill, draft or verify that runs now, or else the next one, raise Cancelled. It may be
@@ -143,8 +156,8 @@ class Engine(Handle):
         """Drafts a chain after the anchor of each of several sequences, all with one source. The drafts stay
         on the device: Rows without tokens verify them, and Sequence.drafted reads them. What is committed
         does not change."""
-        sources = {item.source for item in items} or {Source.NEXTN}
-        if len(sources) > 1:
+        indexes = {self._index(item.source) for item in items} or {0}
+        if len(indexes) > 1:
             raise ArgumentError("the drafts of one call come from one source")
         made = self.library.ffi.new("luce_draft_item[]", max(len(items), 1))
         for struct, item in zip(made, items, strict=False):
@@ -153,7 +166,7 @@ class Engine(Handle):
                 struct.anchor = item.anchor
             except OverflowError:
                 raise ArgumentError(f"{item.anchor} does not fit into 32 bits") from None
-        self.library.check(self.library.lib.luce_engine_draft(self.handle, sources.pop(), made, len(items)))
+        self.library.check(self.library.lib.luce_engine_draft(self.handle, indexes.pop(), made, len(items)))
 
     def verify(self, items: collections.abc.Sequence[Rows]) -> list[list[int] | NumericError]:
         """Runs one forward over the rows of several sequences, LUCE_MAX_ROWS in all. Returns for each item
@@ -214,7 +227,8 @@ class Engine(Handle):
                 struct.tokens = tokens = self.library.ints(item.tokens)
                 kept.append(tokens)
             else:
-                struct.source = item.source
+                if n > 1 and item.anchor != DRAFTED:
+                    struct.drafter = self._index(item.source)
                 try:
                     struct.anchor = item.anchor
                 except OverflowError:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from luce.errors import ArgumentError
 from luce.native.library import Handle, Library, default
 from luce.native.metadata import Metadata
-from luce.native.structs import EngineParams, FileInfo, Memory, ModelInfo, Tensor
+from luce.native.structs import DrafterInfo, DrafterParams, EngineParams, FileInfo, Memory, ModelInfo, Tensor
 
+# The file of a drafter, and its kind: "nextn", "dflash", or None for what the file holds.
+DrafterFile = tuple["File", str | None]
 Progress = Callable[[float], object]  # It is given the part that is done, in 0..1. A true result cancels.
 
 
@@ -52,12 +55,14 @@ class File(Handle):
         head: File | None = None,
         drafter: File | None = None,
         cpu_experts: int = 0,
+        drafters: Sequence[DrafterFile] = (),
     ) -> Memory:
         """Returns what a model and one engine of it need, in bytes. Raises what opening the model would
         raise: UnsupportedError or FileError where luce cannot run the files."""
         library = self.library
-        model = _model_params(library, device, head, drafter, cpu_experts)
-        engine = engine_params(library, params or EngineParams())
+        listed = _listed(head, drafter, drafters)
+        model = _model_params(library, device, listed, cpu_experts)
+        engine = engine_params(library, params or EngineParams(), [kind for _, kind in listed])
         return library.read(
             Memory, library.lib.luce_plan_memory, self.handle, model.struct, engine.struct
         )
@@ -71,36 +76,58 @@ class Params:
     kept: tuple[Any, ...]
 
 
+def _listed(head: File | None, drafter: File | None, more: Sequence[DrafterFile]) -> list[DrafterFile]:
+    """Returns a model's list of drafters: a NextN head, a DFlash drafter, and more."""
+    named = [(head, "nextn"), (drafter, "dflash")]
+    return [(file, kind) for file, kind in named if file is not None] + list(more)
+
+
 def _model_params(
-    library: Library,
-    device: str,
-    head: File | None,
-    drafter: File | None,
-    cpu_experts: int,
-    progress: Any = None,
+    library: Library, device: str, drafters: Sequence[DrafterFile], cpu_experts: int, progress: Any = None
 ) -> Params:
-    name = library.ffi.new("char[]", device.encode())
-    struct = library.struct("luce_model_params", device=name, n_cpu_experts=cpu_experts)
-    if head is not None:
-        struct.head = head.handle
-    if drafter is not None:
-        struct.drafter = drafter.handle
+    new = library.ffi.new
+    name, listed = new("char[]", device.encode()), new("luce_drafter_file[]", max(len(drafters), 1))
+    kinds = [library.ffi.NULL if kind is None else new("char[]", kind.encode()) for _, kind in drafters]
+    for struct, (file, _), kind in zip(listed, drafters, kinds, strict=False):
+        struct.file, struct.kind = file.handle, kind
+    made = library.struct(
+        "luce_model_params", device=name, n_cpu_experts=cpu_experts, drafters=listed, n_drafters=len(drafters)
+    )
     if progress is not None:
-        struct.progress = progress
-    return Params(struct, (name, head, drafter, progress))
+        made.progress = progress
+    return Params(made, (name, listed, kinds, drafters, progress))
 
 
-def engine_params(library: Library, params: EngineParams) -> Params:
-    """Returns `params` as luce_engine_params."""
+def engine_params(library: Library, params: EngineParams, kinds: Sequence[str | None]) -> Params:
+    """Returns `params` as luce_engine_params, for a model with drafters of these kinds."""
     fields: dict[str, Any] = dict(vars(params))
+    asked = [*_asked(*(fields.pop(name) for name in ("n_draft", "n_part", "blocks")), kinds), *params.drafters]
     kv_type = fields.pop("kv_type")
     name = library.ffi.NULL if kv_type is None else library.ffi.new("char[]", kv_type.encode())
-    return Params(library.struct("luce_engine_params", kv_type=name, **fields), (name,))
+    listed = library.ffi.new("luce_drafter_params[]", max(len(asked), 1))
+    for struct, each in zip(listed, asked, strict=False):
+        struct.drafter, struct.n_draft, struct.n_part = each.drafter, each.n_draft, each.n_part
+    fields |= {"drafters": listed, "n_drafters": len(asked)}
+    return Params(library.struct("luce_engine_params", kv_type=name, **fields), (name, listed))
+
+
+def _asked(n_draft: int, n_part: int, blocks: int, kinds: Sequence[str | None]) -> list[DrafterParams]:
+    """Returns the entries that EngineParams asks for by kinds."""
+    if n_draft and "nextn" not in kinds:
+        raise ArgumentError(f"n_draft is {n_draft}, but the model was opened without a NextN head")
+    if n_part and not n_draft:
+        raise ArgumentError(f"n_part is {n_part}, expected 0 where n_draft is 0")
+    if blocks not in (0, 1):
+        raise ArgumentError(f"blocks is {blocks}, expected 0 or 1")
+    if blocks and "dflash" not in kinds:
+        raise ArgumentError("blocks are to be drafted, but the model was opened without a DFlash drafter")
+    head = [DrafterParams(kinds.index("nextn"), n_draft, n) for n in (0, n_part)[: 1 + bool(n_part)]] if n_draft else []
+    return head + ([DrafterParams(kinds.index("dflash"))] if blocks else [])
 
 
 class Model(Handle):
-    """Weights on a device, with the NextN head that `head` holds (the model's own file or another) and the
-    DFlash drafter of `drafter`. Of the first `cpu_experts` layers the experts stay in host memory, where the
+    """Weights on a device, with a list of drafters: the NextN head that `head` holds (the model's own file or
+    another), the DFlash drafter of `drafter`, and those of `drafters`. Of the first `cpu_experts` layers the experts stay in host memory, where the
     CPU multiplies them. `progress` may cancel (Cancelled); what it raises is raised here."""
 
     def __init__(
@@ -111,6 +138,7 @@ class Model(Handle):
         head: File | None = None,
         drafter: File | None = None,
         cpu_experts: int = 0,
+        drafters: Sequence[DrafterFile] = (),
     ):
         library = file.library
         raised: list[BaseException] = []
@@ -122,7 +150,7 @@ class Model(Handle):
                 error=1,
                 onerror=lambda kind, error, trace: raised.append(error),
             )
-        params = _model_params(library, device, head, drafter, cpu_experts, callback)
+        params = _model_params(library, device, _listed(head, drafter, drafters), cpu_experts, callback)
         self.cpu_experts = cpu_experts
         out = library.ffi.new("luce_model **")
         status = library.lib.luce_model_open(out, file.handle, params.struct)
@@ -135,4 +163,7 @@ class Model(Handle):
 
     @cached_property
     def info(self) -> ModelInfo:
-        return self.library.read(ModelInfo, self.library.lib.luce_model_get_info, self.handle)
+        lib, read = self.library.lib, self.library.read
+        info = read(ModelInfo, lib.luce_model_get_info, self.handle)
+        listed = (read(DrafterInfo, lib.luce_model_get_drafter, self.handle, n) for n in range(info.n_drafters))
+        return replace(info, drafters=tuple(listed))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import ClassVar
 
 PAGE = 256  # A KV page has so many positions, as LUCE_PAGE says.
@@ -93,15 +94,62 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
+class DrafterParams:
+    """How an engine drafts with the model's drafter of this index: at most `n_draft` tokens a round, which 0
+    leaves to the drafter, among the first `n_part` tokens of the vocabulary, or with 0 among all."""
+
+    drafter: int = 0
+    n_draft: int = 0
+    n_part: int = 0
+
+
+@dataclass(frozen=True)
+class DrafterInfo:
+    """A drafter of a model's or an engine's list (luce.h: luce_drafter_info). `kind` is "nextn" or "dflash",
+    and `n_block` counts the rows of the step that drafts all at once; 0 means that a step drafts one token."""
+
+    STRUCT: ClassVar[str] = "luce_drafter_info"
+
+    kind: str
+    form: int
+    n_draft: int
+    n_block: int
+    n_part: int
+    drafter: int
+    has_kv: int
+
+
+class Source(IntEnum):
+    """A drafter by what it is, and not by its place in an engine's list: a NextN head, a DFlash drafter, or a head
+    that drafts among the first tokens of the vocabulary alone, which costs less."""
+
+    NEXTN = 0
+    DFLASH = 1
+    PART = 2
+
+    @staticmethod
+    def of(drafter: DrafterInfo) -> Source | None:
+        """Returns what an entry of a list is; None where Python has no word for it."""
+        if drafter.kind == "nextn":
+            return Source.PART if drafter.n_part else Source.NEXTN
+        return Source.DFLASH if drafter.kind == "dflash" else None
+
+
+def first(drafters: tuple[DrafterInfo, ...], source: Source) -> int | None:
+    """Returns the index of the first drafter of a list that is a `source`, or None."""
+    return next((index for index, each in enumerate(drafters) if Source.of(each) is source), None)
+
+
+@dataclass(frozen=True)
 class EngineParams:
     """Says how an engine is opened. 0 and None mean the core's default, which luce.h gives for each field
     (luce_engine_params).
 
     `n_ctx` counts the positions of a sequence, `n_pages` KV pages, `n_rows` the most rows of a sequence in a
-    step, `n_draft` the most drafts of the NextN head in a round, `n_top` the candidates that are kept of
-    each draft, `n_part` the first tokens of the vocabulary that Source.PART drafts among, and `n_chunk` the
-    rows of a prefill step. n_draft > 0 needs a model with a head. `blocks` 1 lets DFlash blocks be drafted,
-    which needs a model with a drafter.
+    step, `n_top` the candidates that are kept of each draft, and `n_chunk` the rows of a prefill step.
+    `drafters` is the engine's list of drafters. Before these, the list has what three fields ask for: the model's
+    first NextN head, where `n_draft` counts its most drafts of a round, with `n_part` once more, among so many
+    first tokens, and where `blocks` is 1 its first DFlash drafter.
     """
 
     n_ctx: int = 0
@@ -116,6 +164,7 @@ class EngineParams:
     n_chunk: int = 0
     n_threads: int = 0
     kv_type: str | None = None
+    drafters: tuple[DrafterParams, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,8 +194,7 @@ class Tensor:
 @dataclass(frozen=True)
 class ModelInfo:
     """This is an opened model, whose `device` is as resolved. `n_nextn` counts the NextN blocks in its file,
-    and `has_head` says that one is loaded. `block_size` counts the rows of a DFlash block; it is 0 where no
-    drafter is loaded."""
+    and `n_drafters` the `drafters` that are loaded."""
 
     STRUCT: ClassVar[str] = "luce_model_info"
 
@@ -159,13 +207,19 @@ class ModelInfo:
     n_layer: int
     n_nextn: int
     n_ctx_train: int
-    has_head: int
-    block_size: int
+    n_drafters: int
+    drafters: tuple[DrafterInfo, ...] = field(default=(), kw_only=True)
+
+    @property
+    def has_head(self) -> bool:
+        """Says whether a NextN head is loaded."""
+        return first(self.drafters, Source.NEXTN) is not None
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """This is an opened engine: its sizes as resolved, what is free now, and its bytes on the device."""
+    """This is an opened engine: its sizes as resolved, what is free now, its bytes on the device, and its list of
+    drafters."""
 
     STRUCT: ClassVar[str] = "luce_engine_info"
 
@@ -175,15 +229,32 @@ class EngineInfo:
     n_checkpoints: int
     n_pages: int
     n_rows: int
-    n_draft: int
+    n_drafters: int
     n_top: int
-    n_part: int
     n_chunk: int
     n_threads: int
-    n_block: int
     pages_free: int
     sequences_free: int
     checkpoints_free: int
+    drafters: tuple[DrafterInfo, ...] = field(default=(), kw_only=True)
+
+    @property
+    def n_draft(self) -> int:
+        """Returns the most drafts of a NextN head in a round, 0 without one."""
+        at = first(self.drafters, Source.NEXTN)
+        return 0 if at is None else self.drafters[at].n_draft
+
+    @property
+    def n_part(self) -> int:
+        """Returns how many tokens Source.PART drafts among, 0 without it."""
+        at = first(self.drafters, Source.PART)
+        return 0 if at is None else self.drafters[at].n_part
+
+    @property
+    def n_block(self) -> int:
+        """Returns the rows of a DFlash block, 0 without a drafter."""
+        at = first(self.drafters, Source.DFLASH)
+        return 0 if at is None else self.drafters[at].n_block
 
 
 @dataclass(frozen=True)

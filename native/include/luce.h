@@ -2,7 +2,7 @@
  *
  * The model of the thing
  *   file        is an opened GGUF (all parts of a split one), mapped into memory; no weights are loaded
- *   model       is weights on one device; it is immutable, and any number of engines share it
+ *   model       is weights on one device, with the drafters loaded beside them; it is immutable, and engines share it
  *   engine      is the working memory of a model: KV pages, recurrent slots, buffers, ready graphs
  *   sequence    is one timeline in an engine: a committed prefix of tokens in the caches
  *   checkpoint  is a position that any sequence of the engine can start from
@@ -48,9 +48,10 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 14 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 15 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
-#define LUCE_MAX_DRAFT 8 /* drafts of a NextN chain */
+#define LUCE_MAX_DRAFT 8 /* drafts of a chain of which each is a step */
+#define LUCE_MAX_DRAFTERS 16 /* of a model, and in an engine's list */
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
 #define LUCE_PAGE 256 /* positions of a KV page */
 #define LUCE_MAX_DIMS 4
@@ -156,19 +157,35 @@ LUCE_API luce_status luce_file_get_tensor(luce_file *file, uint64_t index, luce_
 /* It is called with the part done, in 0..1; it returns non-zero to cancel (LUCE_E_CANCELLED). */
 typedef int32_t (*luce_progress_fn)(float fraction, void *user);
 
+/* The file of a drafter, which may be the model's own, and the drafter's kind: "nextn", a NextN (MTP) head; "dflash", of
+ * llama.cpp's layout or an older one; NULL: what the file holds. E_FILE names what is missing, or both values where it does
+ * not fit the model; E_UNSUPPORTED names what luce does not implement; E_ARG lists the kinds. */
+typedef struct luce_drafter_file {
+    luce_file *file;
+    const char *kind;
+} luce_drafter_file;
+
 typedef struct luce_model_params {
     uint64_t struct_size;
     const char *device; /* "auto" (= NULL), "cpu", "cuda", "cuda:N" */
-    luce_file *head; /* of the NextN head: this file or another; NULL: none. E_FILE: it does not fit */
-    /* A DFlash drafter for this model, of llama.cpp's layout or an older one; NULL: none. E_FILE names what is missing,
-     * or both values where it does not fit the model; E_UNSUPPORTED names what luce does not implement. */
-    luce_file *drafter;
+    const luce_drafter_file
+        *drafters; /* (n_drafters): the model's list, in any order; kinds may come twice */
+    uint32_t n_drafters; /* 0..LUCE_MAX_DRAFTERS */
     luce_progress_fn progress; /* may be NULL */
     void *progress_user;
     /* Of so many layers, from the first, the CPU multiplies the experts, in host memory. Each number has one answer, in
      * every mode. E_ARG: there are fewer layers, or no experts. E_UNSUPPORTED names a type that it does not have. */
     uint32_t n_cpu_experts;
 } luce_model_params;
+
+/* How an engine drafts with one of the model's drafters. Several entries may be of one, and then share its KV. */
+typedef struct luce_drafter_params {
+    uint32_t drafter; /* index of the model's list */
+    uint32_t
+        n_draft; /* most drafts of a round; 0: as many as it can (luce_drafter_info), which a block always has */
+    uint32_t
+        n_part; /* tokens that it drafts among, the first of the vocabulary: a multiple of 128; 0: all. No block */
+} luce_drafter_params;
 
 typedef struct luce_engine_params {
     uint64_t struct_size;
@@ -177,12 +194,12 @@ typedef struct luce_engine_params {
     uint32_t n_checkpoints; /* checkpoints that may be on the device at once, 0..1024 */
     /* KV pages of all sequences and checkpoints; 0: enough for n_sequences full ones and, with checkpoints, one more */
     uint32_t n_pages;
-    /* Most rows of one sequence in a step, 1..LUCE_MAX_ROWS; 0: n_draft + 1, or a DFlash block's rows if more */
+    /* Most rows of one sequence in a step, 1..LUCE_MAX_ROWS; 0: the most drafts of any drafter + 1 */
     uint32_t n_rows;
-    uint32_t n_draft; /* most drafts of a round, 0..LUCE_MAX_DRAFT; needs a model with a head */
-    uint32_t blocks; /* 1: DFlash blocks may be drafted; needs a model with a drafter. 0: none are */
+    uint32_t n_drafters; /* 0..LUCE_MAX_DRAFTERS */
+    const luce_drafter_params
+        *drafters; /* (n_drafters): the engine's list. Calls name a drafter by its index here */
     uint32_t n_top; /* candidates kept of each draft (luce_sequence_get_lists), 0..LUCE_MAX_TOP */
-    uint32_t n_part; /* tokens that LUCE_SOURCE_PART drafts among: a multiple of 128; 0: no such source */
     /* Most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512, or 2048 on a GPU */
     uint32_t n_chunk;
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
@@ -222,10 +239,30 @@ typedef struct luce_model_info {
     uint32_t n_layer; /* trunk blocks */
     uint32_t n_nextn; /* NextN blocks in the file */
     uint32_t n_ctx_train; /* context_length of the file */
-    int32_t has_head; /* a NextN head is loaded: engines may draft */
-    uint32_t block_size; /* rows of a DFlash block, the anchor's among them; 0: no drafter is loaded */
+    uint32_t n_drafters; /* that are loaded */
 } luce_model_info;
 LUCE_API luce_status luce_model_get_info(luce_model *model, luce_model_info *out);
+
+/* What the candidates of a draft are. A tree may be grown of any (luce_tree). */
+typedef enum luce_form {
+    LUCE_FORM_CHAIN = 0, /* each from those before it; a list follows the first choices above */
+    LUCE_FORM_INDEPENDENT = 1, /* a list for each depth, whatever was chosen above */
+    LUCE_FORM_CONDITIONAL = 2 /* lists by the candidate above; no drafter of this version has them */
+} luce_form;
+
+typedef struct luce_drafter_info {
+    uint64_t struct_size;
+    char kind[16]; /* as in luce_drafter_file */
+    int32_t form; /* luce_form */
+    uint32_t n_draft; /* most drafts of a round: that it can, or that the engine's entry allows */
+    uint32_t
+        n_block; /* rows of the step that drafts all at once, the anchor's among them; 0: a step drafts one token */
+    uint32_t n_part; /* of an engine's entry */
+    uint32_t drafter; /* index of the model's list */
+    int32_t has_kv; /* it has KV of its own in each engine that uses it */
+} luce_drafter_info;
+/* A drafter of the model's list. E_ARG: there is none of this index. */
+LUCE_API luce_status luce_model_get_drafter(luce_model *model, uint32_t index, luce_drafter_info *out);
 
 /* ---- engine: the working memory of a model ------------------------------------------------------ */
 
@@ -238,14 +275,15 @@ LUCE_API luce_status luce_engine_close(luce_engine *engine);
 typedef struct luce_engine_info {
     uint64_t struct_size;
     uint64_t memory_bytes; /* allocated on the device by this engine's caches and buffers */
-    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_top, n_part, n_chunk,
+    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_drafters, n_top, n_chunk,
         n_threads; /* as resolved */
-    uint32_t n_block; /* rows of a DFlash block; 0: none are drafted */
     uint32_t pages_free; /* with those of checkpoints on their way to the host: one waits for them */
     uint32_t sequences_free; /* that may still be opened */
     uint32_t checkpoints_free; /* that may still be on the device, counted in the same way */
 } luce_engine_info;
 LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out);
+/* An entry of the engine's list of drafters. E_ARG: there is none of this index. */
+LUCE_API luce_status luce_engine_get_drafter(luce_engine *engine, uint32_t index, luce_drafter_info *out);
 
 /* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first, after
  * a step at most. Any thread and signal handlers may call it, also while the engine works. It sets no last error. */
@@ -288,12 +326,6 @@ LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const l
 LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                            int32_t *choice);
 
-typedef enum luce_source {
-    LUCE_SOURCE_NEXTN = 0, /* a chain: the head goes on from its own hidden state, a step a draft */
-    LUCE_SOURCE_DFLASH = 1, /* a block: choices for the positions after the anchor, all in one step */
-    LUCE_SOURCE_PART = 2 /* as NEXTN, but the head chooses among the first n_part tokens alone */
-} luce_source;
-
 /* The anchor of a round item without tokens, if it is no token. */
 enum {
     /* The anchor is what the round ahead chooses: the round that was begun before this one, and is not waited for. Item i
@@ -311,7 +343,7 @@ typedef struct luce_round_item {
     const int32_t *parents; /* (n) in depth-first order: parents[0] = -1, parents[i] < i; NULL: a chain */
     uint32_t n; /* rows, 1..n_rows */
     int32_t anchor; /* where tokens is NULL: a token, LUCE_CHOSEN or LUCE_DRAFTED */
-    int32_t source; /* luce_source: who drafts after a token or LUCE_CHOSEN; one in a round */
+    uint32_t drafter; /* of the engine's list: who drafts after a token or LUCE_CHOSEN; one in a round */
 } luce_round_item;
 
 /* Runs one forward over the rows of several sequences, and waits for it: luce_engine_begin and luce_engine_wait in one. It
@@ -368,7 +400,7 @@ LUCE_API luce_status luce_accept(const int32_t *tokens, const int32_t *parents, 
 LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t *path, uint32_t n);
 
 /* Reads the F32 logits of one row; n must be n_vocab. It is a row of the engine's last verify, row 0 of its last
- * prefill with a choice (the prompt's last token), or row i of its last DFlash block: the drafter's for the token at
+ * prefill with a choice (the prompt's last token), or row i of its last drafted block: the drafter's for the token at
  * the anchor's position + i, -1e30 where it lacks a token. E_STATE when the engine has run another step since. */
 LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
 
@@ -404,18 +436,19 @@ LUCE_API luce_status luce_engine_begin(luce_engine *engine, const luce_round_ite
 LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tokens, uint32_t n_rows,
                                       luce_status *status, uint32_t n_items, uint32_t *left);
 
-/* Drafts n tokens for each of several sequences, all with one source: a chain of the head, or the first n of a DFlash
- * block. The drafts stay on the device, for a round of LUCE_DRAFTED. Nothing committed is changed; rows that are verified and not committed are dropped. */
+/* Drafts n tokens for each of several sequences, all with one drafter of the engine's list: n links of a chain, or the
+ * first n of a block. The drafts stay on the device, for a round of LUCE_DRAFTED. Nothing committed is changed; rows that
+ * are verified and not committed are dropped. */
 typedef struct luce_draft_item {
     luce_sequence *sequence; /* with at least one committed token */
     int32_t anchor;
-    uint32_t n; /* drafts: 1..n_draft of the head, 1..n_block - 1 of a block */
+    uint32_t n; /* drafts: 1..n_draft of the drafter */
 } luce_draft_item;
 /* It does not wait for the device. E_CONTEXT when n_past + n would reach n_ctx (a verify of them has a row more),
- * E_STATE in an engine without drafts of the source, E_MEMORY when pages run out: then nothing was done. E_DEVICE,
+ * E_ARG: there is no such drafter, E_MEMORY when pages run out: then nothing was done. E_DEVICE,
  * E_INTERNAL: a step failed, and its sequences are failed; others have their drafts, or are as they were. */
-LUCE_API luce_status luce_engine_draft(luce_engine *engine, int32_t source /* luce_source */,
-                                       const luce_draft_item *items, uint32_t n_items);
+LUCE_API luce_status luce_engine_draft(luce_engine *engine, uint32_t drafter, const luce_draft_item *items,
+                                       uint32_t n_items);
 
 /* Reads the n tokens of the last draft. It waits for the device only where no verify has done so since. A draft
  * whose logits were not finite is E_NUMERIC; the sequence is not failed by it. */
@@ -456,14 +489,14 @@ LUCE_API luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t
 
 /* What a step costs over a short context: the time from its begin to its choices on the host, at the opening. */
 typedef struct luce_cost {
-    uint32_t rows; /* of the step */
-    /* 0: a verify of `rows` rows; 1: one more draft of the NextN head for each of `rows` sequences; 2: a DFlash block
-     * for each of them; 3: as 1, of LUCE_SOURCE_PART; 4: what the head is fed, before it drafts, of `rows` rows that
-     * were verified in steps of one row each */
-    uint32_t drafts;
+    uint32_t rows; /* of the step, or its sequences */
+    /* 0: a verify of `rows` rows; 1 + i: one more draft, or a block, of drafter i of the engine's list for each of `rows`
+     * sequences; 1 + n_drafters: what drafters are fed, before they draft, of `rows` rows that were verified in steps of
+     * one row each */
+    uint32_t step;
     float seconds;
 } luce_cost;
-/* The costs come in the order of drafts, then of rows, for each number of rows from 1 to the most that a step can have.
+/* The costs come in the order of `step`, then of rows, for each number of rows from 1 to the most that a step can have.
  * out NULL: *n becomes the number of entries; else *n entries at most are written and counted. */
 LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n);
 

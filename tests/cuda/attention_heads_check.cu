@@ -67,14 +67,13 @@ StepCtl random_step(const Shape &s, int pages_each, Ints &table) {
         SeqCtl &seq = host.seqs[i];
         seq.row0 = row;
         seq.n_past = 200 + pick(100);
-        seq.n_move = seq.n_move_head = seq.n_move_drafter = 0;
+        seq.n_replay = 0;
+        seq.moves = uint32_t(1) << s.owner;
         if (pick(2) == 0) {
             const Ints tree = random_tree(1 + pick(30), 12, pick(2) == 0),
                        path = path_to(tree, pick(int(tree.size())));
             std::copy(path.begin(), path.end(), seq.pending);
-            (s.owner == KV_TRUNK  ? seq.n_move
-             : s.owner == KV_HEAD ? seq.n_move_head
-                                  : seq.n_move_drafter) = int(path.size());
+            seq.n_replay = int(path.size());
         }
         seq.pages = i * pages_each;
         const int most = s.T - row - pick(2);

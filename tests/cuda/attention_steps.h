@@ -56,8 +56,8 @@ struct Kv {
             seq.row0 = row0;
             seq.n_rows = int(w.parents.size());
             seq.n_past = w.context->n;
-            seq.n_move = int(w.pending.size());
-            seq.n_move_head = 0;
+            seq.n_replay = int(w.pending.size());
+            seq.moves = 1u << KV_TRUNK;
             seq.pages = int(table.size());
             std::copy(w.pending.begin(), w.pending.end(), seq.pending);
             table.insert(table.end(), w.context->pages.begin(), w.context->pages.end());

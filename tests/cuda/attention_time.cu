@@ -96,7 +96,8 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
         seq.row0 = i * rows;
         seq.n_rows = rows;
         seq.n_past = context;
-        seq.n_move = seq.n_move_head = 0;
+        seq.n_replay = 0;
+        seq.moves = 0;
         seq.pages = i * cells.n_pages;
         for (int r = 0; r < rows; r++) {
             RowCtl &row = host.rows[i * rows + r];

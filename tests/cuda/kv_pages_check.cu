@@ -44,7 +44,7 @@ void check_moves(const KvShape &s, int rounds) {
     table.clear();
     StepCtl host = kv.control({works[1]}, table);
     host.seqs[0].n_rows = 3;
-    std::swap(host.seqs[0].n_move, host.seqs[0].n_move_head);
+    host.seqs[0].moves = 1u << kv_owner(0);
     kv.ctl.set({host});
     Device<int32_t> pages(table);
     kv.store(pages, after, after, 3, 1, 1);

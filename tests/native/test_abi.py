@@ -181,6 +181,7 @@ def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence
         "luce_kv": lambda s: lib.luce_file_get_kv(file.handle, 0, s),
         "luce_tensor_info": lambda s: lib.luce_file_get_tensor(file.handle, 0, s),
         "luce_model_info": lambda s: lib.luce_model_get_info(model.handle, s),
+        "luce_drafter_info": lambda s: lib.luce_model_get_drafter(model.handle, 0, s),
         "luce_engine_info": lambda s: lib.luce_engine_get_info(engine.handle, s),
         "luce_sequence_info": lambda s: lib.luce_sequence_get_info(sequence.handle, s),
         "luce_checkpoint_info": lambda s: lib.luce_checkpoint_get_info(

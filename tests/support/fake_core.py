@@ -22,7 +22,7 @@ from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, Out
 from luce.files.tokenizer import Tokenizer
 from luce.native import CHOSEN, Drafts, Lists, Rows, Verified, default
 from luce.native import Source as By
-from luce.native.structs import EngineInfo, SequenceInfo
+from luce.native.structs import DrafterInfo, EngineInfo, SequenceInfo
 from luce.speculate.drafting import Drafter, Fixed
 
 N_VOCAB = 384
@@ -119,9 +119,9 @@ class FakeEngine:
     def info(self):
         return EngineInfo(
             memory_bytes=0, n_ctx=self.n_ctx, n_sequences=self.n_sequences, n_checkpoints=0, n_pages=1,
-            n_rows=self.n_rows, n_draft=self.n_draft, n_top=self.n_top, n_part=0, n_chunk=self.n_chunk,
-            n_threads=1, n_block=0, pages_free=1,
+            n_rows=self.n_rows, n_drafters=1, n_top=self.n_top, n_chunk=self.n_chunk, n_threads=1, pages_free=1,
             sequences_free=self.n_sequences - len(self.open), checkpoints_free=0,
+            drafters=(DrafterInfo("nextn", 0, self.n_draft, 0, 0, 0, 1),),
         )  # fmt: skip
 
     def sequence(self):

@@ -13,7 +13,7 @@ MAX_ROWS = 64
 PAGE = 256
 HEAD, ROW, CHOICE = 4, 4, 8
 # They count int32 values of StepCtl before its rows, of a RowCtl and of a SeqCtl.
-SEQ = 12 + MAX_ROWS + CHOICE
+SEQ = 10 + MAX_ROWS + CHOICE
 SIZE = HEAD + MAX_ROWS * (ROW + SEQ)
 UNUSED = -77  # No op may rely on it.
 
@@ -31,7 +31,7 @@ class Seq:
     fresh: bool = False
     replay: bool = True  # The recurrent state does not hold the pending rows yet.
     move: bool = False  # The trunk's KV of the pending rows lies where the verify wrote it.
-    move_head: bool = False  # The NextN head's KV lies there too.
+    move_head: bool = False  # The first drafter's KV lies there too.
     pages: int = 0
     n_rows: int | None = None  # A prefill has so many, and no parents.
     keep: Sequence[int] = ()  # Each row is kept there; -1 is nowhere.
@@ -70,9 +70,10 @@ def step_ctl(*seqs: Seq) -> np.ndarray:
     for i, seq in enumerate(seqs):
         n_rows = len(seq.parents) if seq.n_rows is None else seq.n_rows
         n = len(seq.pending)
-        debts = n * seq.replay, n * seq.move, n * seq.move_head
-        parts[i, :10] = seq.slot, seq.fresh, row0, n_rows, seq.n_past, seq.bank, *debts, seq.pages
-        parts[i, 12 : 12 + n] = seq.pending
+        moves = seq.move | seq.move_head << 1
+        debts = n if seq.replay or moves else 0, moves
+        parts[i, :9] = seq.slot, seq.fresh, row0, n_rows, seq.n_past, seq.bank, *debts, seq.pages
+        parts[i, 10 : 10 + n] = seq.pending
         parts[i, -CHOICE:] = choice_ctl(seq.sampling)
         for r, (parent, depth) in enumerate(zip(seq.parents, seq.depths(), strict=True)):
             keep = seq.keep[r] if seq.keep else -1

@@ -20,9 +20,6 @@ constexpr int BATCH = 8; // so many moves are done at once
 
 // Params are the arguments that a kernel takes, with the parts apart.
 struct Params : AttentionHeadsArgs {
-    __device__ int32_t n_move(const SeqCtl &seq) const {
-        return owner == KV_TRUNK ? seq.n_move : owner == KV_HEAD ? seq.n_move_head : seq.n_move_drafter;
-    }
     // Returns which row of the pool the first head of a position is.
     __device__ int64_t row(const SeqCtl &seq, int32_t position) const {
         return pool.row(pages[seq.pages + position / PAGE], position, 0);
@@ -206,15 +203,15 @@ __global__ void __launch_bounds__(WARPS *LANES, 1)
         bool any = false; // it counts sequences that have no row here too
         for (int half = 0; half < MAX_ROWS; half += LANES) {
             const int i = half + lane, s = i < a.T ? a.ctl->rows[i].seq : -1;
-            moving |= uint64_t(__ballot_sync(~0u, s >= 0 && a.n_move(a.ctl->seqs[max(s, 0)]) > 0)) << half;
-            any = __any_sync(~0u, i < a.ctl->n_seqs && a.n_move(a.ctl->seqs[i]) > 0) || any;
+            moving |= uint64_t(__ballot_sync(~0u, s >= 0 && a.ctl->seqs[max(s, 0)].n_move(a.owner) > 0)) << half;
+            any = __any_sync(~0u, i < a.ctl->n_seqs && a.ctl->seqs[i].n_move(a.owner) > 0) || any;
         }
         all = any && blockIdx.y == 0;
         if (all) { // this is so in all warps of the block
             wait_for_previous();
             for (int s = warp; s < a.ctl->n_seqs; s += n_warps) {
                 const SeqCtl &seq = a.ctl->seqs[s];
-                if (const int32_t n = a.n_move(seq); n > 0) {
+                if (const int32_t n = seq.n_move(a.owner); n > 0) {
                     move_head<Head<TYPE, D>::BYTES>(a, head.base, seq, n, lane);
                 }
             }

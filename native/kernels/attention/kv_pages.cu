@@ -116,9 +116,7 @@ __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_
     const bool value = column >= columns;
     const int at = value ? column - columns : column;
     const Column<TYPE> cells(a.pool, value ? a.pool.v : a.pool.k, at, a.pages + seq.pages);
-    const int32_t n = a.owner == KV_TRUNK  ? seq.n_move
-                      : a.owner == KV_HEAD ? seq.n_move_head
-                                           : seq.n_move_drafter;
+    const int32_t n = seq.n_move(a.owner);
     if (n > 0) {
         if (blockIdx.z > 0) {
             return;

@@ -38,19 +38,19 @@ struct SeqCtl {
     // The slot's log has the pending rows' keys and decays in this bank; new rows use the other one.
     int32_t bank;
     int32_t n_replay; // the recurrent state does not hold so many pending rows yet
-    // Pending rows whose trunk KV still lies where the verify wrote it; 0 where it needs no move.
-    int32_t n_move;
-    int32_t n_move_head; // it says the same of the NextN head's KV
+    // A bit for each owner of KV: its pending rows still lie where the verify wrote them, and have to be moved.
+    uint32_t moves;
     int32_t pages; // this sequence's pages begin here in the page table
-    int32_t n_move_drafter; // it says the same of the DFlash drafter's KV
-    // So many of the positions before n_past have KV of the NextN head that links of the same graph write or move: no
+    // So many of the positions before n_past have KV of the drafter that links of the same graph write or move: no
     // launch may read them before it has waited for what is ahead of it.
     int32_t n_new;
     // pending has the rows of the last verify that were accepted, counted from that verify's first row of
-    // this sequence, in commit order: pending[i] >= i. They are committed positions n_past - n .. n_past - 1,
-    // n = n_replay or n_move.
+    // this sequence, in commit order: pending[i] >= i. They are committed positions n_past - n_replay .. n_past - 1.
     int32_t pending[MAX_ROWS];
     ChoiceCtl choice;
+
+    // Returns how many pending rows an owner of KV has to move.
+    LUCE_BOTH int32_t n_move(int32_t owner) const { return (moves >> owner & 1) != 0 ? n_replay : 0; }
 };
 
 struct StepCtl {
@@ -162,8 +162,11 @@ struct KvPool {
     }
 };
 
-// KvOwner says whose KV a layer is. Each owner has rows of its own to move (SeqCtl).
-enum KvOwner : int32_t { KV_TRUNK = 0, KV_HEAD = 1, KV_DRAFTER = 2 };
+// Each layer's KV has an owner, which is a bit of SeqCtl::moves: the trunk, or one of the model's drafters.
+constexpr int32_t KV_TRUNK = 0, MAX_DRAFTERS = 16;
+constexpr int32_t kv_owner(uint32_t drafter) {
+    return 1 + int32_t(drafter);
+}
 
 // norm_rope computes RMS(head) * norm and NEOX RoPE of the query and key heads of rows. The first rope_dim
 // values of a head rotate, value i with i + rope_dim / 2 by the angle position * base^(-2 i / rope_dim).
@@ -187,7 +190,7 @@ struct KvStoreArgs {
     int32_t T;
     // It is 1 for a prefill of seqs[0] alone: row t is at n_past + t, and T = n_rows is any number.
     int32_t append;
-    int32_t owner; // it is a KvOwner
+    int32_t owner; // of the KV
     const float *k; // [T][Hkv][D], normalised and rotated
     const float *v; // [T][Hkv][D]
     const StepCtl *ctl;
@@ -230,7 +233,7 @@ struct AttentionHeadsArgs {
     const RowmmArgs *parts;
     KvPool pool;
     int32_t T, H; // H is 0 where there is no q
-    int32_t owner; // it is a KvOwner
+    int32_t owner; // of the KV
     int32_t rope_dim;
     float base, eps;
     const int32_t *positions; // [T]
@@ -250,7 +253,8 @@ constexpr int PLAN_LAYERS = 128; // as many layers of a step may take a plan
 struct AttentionArgs {
     KvPool pool;
     int32_t T, H;
-    int32_t first; // it is the lowest position that is visible (the NextN head has no row 0)
+    int32_t
+        first; // it is the lowest position that is visible (a drafter that reads the row before has no row 0)
     int32_t window; // where it is > 0, a row at p sees keys above p - window only
     float scale; // it scales q.k
     float softcap; // where it is > 0, scores become softcap * tanh(score / softcap)

@@ -11,6 +11,9 @@ namespace luce {
 // The handles of models: abi/library.cpp hands them out, and abi/engine.cpp takes them.
 Handles<luce_model, Model> &model_handles();
 
+// What luce.h says of a drafter of the model's list.
+luce_drafter_info drafter_info(const Model &model, uint32_t index);
+
 // Runs f. What it throws becomes a status and the thread's last error.
 template <typename F> luce_status guarded(F &&f) noexcept {
     try {

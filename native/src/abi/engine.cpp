@@ -52,6 +52,21 @@ luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out) {
     });
 }
 
+luce_status luce_engine_get_drafter(luce_engine *engine, uint32_t index, luce_drafter_info *out) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        check_struct(out, "out");
+        const std::vector<DrafterUse> &uses = e->params().cache.drafters;
+        if (index >= uses.size()) {
+            fail(LUCE_E_ARG, "drafter %u: the engine was opened with %zu", index, uses.size());
+        }
+        luce_drafter_info info = drafter_info(e->model(), uses[index].drafter);
+        info.n_draft = uses[index].n_draft;
+        info.n_part = uses[index].n_part;
+        put(out, info);
+    });
+}
+
 luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
@@ -111,20 +126,12 @@ static void check_items(const void *items, uint32_t n) {
     }
 }
 
-static Source checked_source(int32_t source) {
-    if (source < LUCE_SOURCE_NEXTN || source > LUCE_SOURCE_PART) {
-        fail(LUCE_E_ARG, "source %d: there are %d to %d", source, LUCE_SOURCE_NEXTN, LUCE_SOURCE_PART);
-    }
-    return Source(source);
-}
-
-luce_status luce_engine_draft(luce_engine *engine, int32_t source, const luce_draft_item *items,
+luce_status luce_engine_draft(luce_engine *engine, uint32_t drafter, const luce_draft_item *items,
                               uint32_t n_items) {
     return guarded([&] {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         check_items(items, n_items);
-        const Source from = checked_source(source);
         struct {
             std::shared_ptr<Sequence> sequence;
         } kept[LUCE_MAX_ROWS];
@@ -133,7 +140,7 @@ luce_status luce_engine_draft(luce_engine *engine, int32_t source, const luce_dr
             kept[i].sequence = sequence_of(items[i].sequence, e.get(), i, kept);
             list[i] = {kept[i].sequence.get(), items[i].anchor, items[i].n};
         }
-        e->rounds().draft(from, list, n_items);
+        e->rounds().draft(drafter, list, n_items);
     });
 }
 
@@ -143,12 +150,9 @@ static void check_round(const luce_round_item *items, uint32_t n_items, const En
     check_items(items, n_items);
     for (uint32_t i = 0; i < n_items; i++) {
         const luce_round_item &item = items[i];
-        out[i] = {nullptr, item.tokens, item.parents, item.n, item.anchor, Source::nextn};
+        out[i] = {nullptr, item.tokens, item.parents, item.n, item.anchor, item.drafter};
         if (!out[i].chosen()) {
             out[i].sequence = sequence_of(item.sequence, e, i, out.data());
-        }
-        if (out[i].drafts()) {
-            out[i].source = checked_source(item.source);
         }
     }
 }

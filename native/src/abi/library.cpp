@@ -8,6 +8,7 @@
 #include "engine/engine.h"
 #include "engine/tree.h"
 #include "graph/architecture.h"
+#include "graph/drafter.h"
 #include "model/quantize.h"
 
 #include <algorithm>
@@ -28,13 +29,15 @@ template <size_t N> void copy_text(char (&dst)[N], const std::string &text) {
 }
 
 std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *params) {
-    const auto optional = [](luce_file *handle) {
-        return handle == nullptr ? nullptr : g_files.get(handle)->gguf;
-    };
-    const std::shared_ptr<GgufFile> head = params == nullptr ? nullptr : optional(params->head);
-    const std::shared_ptr<GgufFile> drafter = params == nullptr ? nullptr : optional(params->drafter);
-    return Model::describe(file.gguf, head, drafter,
-                           find_device(params == nullptr ? nullptr : params->device),
+    std::vector<DrafterFile> drafters;
+    const uint32_t n = params == nullptr ? 0 : params->n_drafters;
+    if (n > 0) {
+        need(params->drafters, "drafters");
+    }
+    for (uint32_t i = 0; i < std::min(n, uint32_t(LUCE_MAX_DRAFTERS) + 1); i++) { // more are refused there
+        drafters.push_back({g_files.get(params->drafters[i].file)->gguf, params->drafters[i].kind});
+    }
+    return Model::describe(file.gguf, drafters, find_device(params == nullptr ? nullptr : params->device),
                            params == nullptr ? 0 : params->n_cpu_experts);
 }
 
@@ -213,9 +216,32 @@ luce_status luce_model_get_info(luce_model *model, luce_model_info *out) {
         info.n_layer = hp.n_layer;
         info.n_nextn = hp.n_nextn;
         info.n_ctx_train = hp.n_ctx_train;
-        info.has_head = m->weights().head != nullptr;
-        info.block_size = m->weights().drafter ? m->weights().drafter->block_size : 0;
+        info.n_drafters = uint32_t(m->weights().drafters.size());
         put(out, info);
+    });
+}
+
+luce_drafter_info luce::drafter_info(const Model &model, uint32_t index) {
+    const Drafter &drafter = *model.weights().drafters[index];
+    luce_drafter_info info{};
+    copy_text(info.kind, drafter.kind->name);
+    info.form = int32_t(drafter.form);
+    info.n_draft = drafter.n_draft;
+    info.n_block = drafter.n_block;
+    info.drafter = index;
+    info.has_kv = !drafter.kv.empty();
+    return info;
+}
+
+luce_status luce_model_get_drafter(luce_model *model, uint32_t index, luce_drafter_info *out) {
+    return guarded([&] {
+        const auto m = model_handles().get(model);
+        check_struct(out, "out");
+        if (index >= m->weights().drafters.size()) {
+            fail(LUCE_E_ARG, "drafter %u: the model was opened with %zu", index,
+                 m->weights().drafters.size());
+        }
+        put(out, drafter_info(*m, index));
     });
 }
 

@@ -68,9 +68,7 @@ void store_head(const KvStoreArgs &a, int which, int head) {
     const int n_seqs = a.append != 0 ? 1 : a.ctl->n_seqs;
     for (int s = 0; s < n_seqs; s++) {
         const SeqCtl &seq = a.ctl->seqs[s];
-        const int n_move = a.owner == KV_TRUNK  ? seq.n_move
-                           : a.owner == KV_HEAD ? seq.n_move_head
-                                                : seq.n_move_drafter;
+        const int n_move = seq.n_move(a.owner);
         const Rows rows(pool, which, a.pages, seq, head);
         for (int i = 0; i < n_move; i++) {
             const int32_t first = seq.n_past - n_move;

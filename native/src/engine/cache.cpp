@@ -1,5 +1,7 @@
 #include "engine/cache.h"
 
+#include "graph/drafter.h"
+
 #include <algorithm>
 
 namespace luce {
@@ -29,21 +31,52 @@ void Pool::release(int32_t id) {
 
 // ---- device memory ----
 
-Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const DFlash *drafter,
-             const CacheParams &params)
+uint32_t CacheParams::max_pages() const {
+    uint32_t rows = n_rows;
+    for (const DrafterUse &use : drafters) {
+        rows = std::max(rows, use.n_block);
+    }
+    return (n_ctx + rows + PAGE - 1) / PAGE;
+}
+
+uint32_t CacheParams::most_drafts() const {
+    uint32_t most = 0;
+    for (const DrafterUse &use : drafters) {
+        most = std::max(most, use.n_draft);
+    }
+    return most;
+}
+
+// Returns the model's drafters that some use has, in the model's order.
+static std::vector<const Drafter *> drafters_of(const Weights &weights, const std::vector<DrafterUse> &uses) {
+    std::vector<const Drafter *> used;
+    for (const auto &drafter : weights.drafters) {
+        const auto is_it = [&](const DrafterUse &use) { return use.drafter == drafter->index; };
+        if (std::any_of(uses.begin(), uses.end(), is_it)) {
+            used.push_back(drafter.get());
+        }
+    }
+    return used;
+}
+
+Cache::Cache(const Weights &weights, const HParams &hp, const CacheParams &params)
     : pages(params.n_pages), sequence_slots(params.n_sequences), checkpoint_slots(params.n_checkpoints),
-      params_(params), max_pages_(params.max_pages()) {
+      params_(params), max_pages_(params.max_pages()), drafters_(drafters_of(weights, params.drafters)),
+      drafter_kv_(weights.drafters.size()) {
     const size_t n_layer = weights.blocks.size();
-    const size_t n_drafter = drafter == nullptr ? 0 : drafter->layers.size();
-    context_ = new_context(ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 7));
+    size_t n_drafter = 0;
+    for (const Drafter *drafter : drafters_) {
+        n_drafter += drafter->kv.size();
+    }
+    context_ = new_context(ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 5));
     host_context_ = new_context(ggml_tensor_overhead() * 2);
     ggml_context *ctx = context_.get(), *host = host_context_.get();
     const int64_t n_slots = params.n_sequences + params.n_checkpoints;
     const auto pool = [&](const AttentionShape &s) {
         return ggml_new_tensor_4d(ctx, params.kv_type, s.head_dim, PAGE, s.n_head_kv, params.n_pages);
     };
-    const auto cells = [&](const Attention &a) {
-        KvCells kv = {pool(a.shape), pool(a.shape)};
+    const auto cells = [&](const AttentionShape &s) {
+        KvCells kv = {pool(s), pool(s)};
         kv_bytes_ += ggml_nbytes(kv.k) + ggml_nbytes(kv.v);
         return kv;
     };
@@ -51,7 +84,7 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
     delta_.resize(n_layer);
     for (size_t il = 0; il < n_layer; il++) {
         if (const Attention *a = weights.blocks[il].attention()) {
-            kv_[il] = cells(*a);
+            kv_[il] = cells(a->shape);
             continue;
         }
         const DeltaNetShape &s = weights.blocks[il].deltanet()->shape;
@@ -82,14 +115,17 @@ Cache::Cache(const Weights &weights, const HParams &hp, const NextN *head, const
         gemm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.gemm_scratch));
         state_bytes_ += ggml_nbytes(gemm_scratch_);
     }
-    if (head != nullptr) {
-        head_kv_ = cells(*head->block.attention());
-        hidden_ =
-            ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd, n_slots * (2 * int64_t(params.n_rows) + 1) + 2);
-        state_bytes_ += ggml_nbytes(hidden_);
-    }
-    for (size_t il = 0; il < n_drafter; il++) {
-        drafter_kv_.push_back(cells(drafter->layers[il].attention));
+    for (const Drafter *drafter : drafters_) {
+        for (const AttentionShape &shape : drafter->kv) {
+            drafter_kv_[drafter->index].push_back(cells(shape));
+            owners_ |= 1u << kv_owner(drafter->index);
+        }
+        lagging_ |= uint32_t(drafter->lags()) << kv_owner(drafter->index);
+        if ((drafter->reads & READS_HIDDEN) != 0 && hidden_ == nullptr) {
+            hidden_ = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd,
+                                         n_slots * (2 * int64_t(params.n_rows) + 1) + 2);
+            state_bytes_ += ggml_nbytes(hidden_);
+        }
     }
     // Until allocate() nothing is for the graph allocator to place.
     set_data(reinterpret_cast<void *>(uintptr_t(256)));
@@ -143,8 +179,9 @@ void Cache::poison() {
             }
         };
         std::for_each(kv_.begin(), kv_.end(), cells);
-        std::for_each(drafter_kv_.begin(), drafter_kv_.end(), cells);
-        cells(head_kv_);
+        for (const std::vector<KvCells> &layers : drafter_kv_) {
+            std::for_each(layers.begin(), layers.end(), cells);
+        }
     });
     const auto states = [&](int32_t slot, int32_t n) {
         for (const DeltaState &d : delta_) {
@@ -153,7 +190,7 @@ void Cache::poison() {
                 rows(d.window, slot, n, d.window->nb[2]);
             }
         }
-        if (has_head()) {
+        if (keeps_hidden()) {
             const int64_t banks = 2 * int64_t(params_.n_rows) + 1;
             rows(hidden_, hidden_row(slot, 0, 0), n * banks, hidden_->nb[1]);
         }
@@ -204,11 +241,10 @@ std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, u
             kv(cells, 0);
         }
     }
-    if (has_head()) {
-        kv(head_kv_, 1);
-    }
-    for (const KvCells &cells : drafter_kv_) {
-        kv(cells, 0);
+    for (const Drafter *drafter : drafters_) {
+        for (const KvCells &cells : drafter_kv_[drafter->index]) {
+            kv(cells, drafter->first);
+        }
     }
     const std::vector<Piece> state = state_pieces(slot, hidden);
     list.insert(list.end(), state.begin(), state.end());
@@ -223,7 +259,7 @@ std::vector<Cache::Piece> Cache::state_pieces(int32_t slot, int32_t hidden) cons
             list.push_back({d.window, size_t(slot) * d.window->nb[2], d.window->nb[2]});
         }
     }
-    if (has_head()) {
+    if (keeps_hidden()) {
         list.push_back({hidden_, size_t(hidden) * hidden_->nb[1], hidden_->nb[1]});
     }
     return list;
@@ -297,9 +333,7 @@ void Timeline::fill(SeqCtl &seq, int32_t row0, int32_t n_rows, int32_t page_base
     seq.n_past = int32_t(n_past());
     seq.bank = debts_.replay.bank;
     seq.n_replay = int32_t(debts_.replay.n);
-    seq.n_move = int32_t(debts_.n_moves(KV_TRUNK));
-    seq.n_move_head = int32_t(debts_.n_moves(KV_HEAD));
-    seq.n_move_drafter = int32_t(debts_.n_moves(KV_DRAFTER));
+    seq.moves = debts_.moves;
     seq.n_new = 0;
     seq.pages = page_base;
     std::copy_n(debts_.replay.rows, debts_.replay.n, seq.pending);
@@ -330,20 +364,10 @@ void Timeline::verified(const int32_t *tokens, const int32_t *parents, uint32_t 
     std::copy_n(parents, n, verified_.parents);
 }
 
-void Timeline::drafted(int32_t anchor, uint32_t n) {
-    debts_.moves[KV_HEAD] = false;
-    drafted(anchor, n, cache_.draft_entry(slot_, 0));
-}
-
-void Timeline::drafted_block(int32_t anchor, uint32_t n) {
-    debts_.moves[KV_DRAFTER] = false;
-    drafted(anchor, n, cache_.block_entry(slot_, 0));
-}
-
-void Timeline::drafted(int32_t anchor, uint32_t n, int32_t entry) {
-    verified_.n = 0; // the head's or the drafter's KV of the verified rows is overwritten
+void Timeline::drafted(int32_t anchor, uint32_t n, uint32_t drafter) {
+    debts_.moves &= ~(1u << kv_owner(drafter));
+    verified_.n = 0; // the drafter's KV of the verified rows is overwritten
     draft_anchor_ = anchor;
-    draft_entry_ = entry;
     n_drafted_ = n;
 }
 
@@ -377,9 +401,7 @@ void Timeline::commit(const int32_t *path, uint32_t n) {
     std::copy_n(path, n, debts_.replay.rows);
     debts_.replay.n = n;
     const bool skips = path[n - 1] != int32_t(n) - 1; // a prefix lies where it belongs
-    debts_.moves[KV_TRUNK] = skips;
-    debts_.moves[KV_HEAD] = skips && cache_.has_head();
-    debts_.moves[KV_DRAFTER] = skips && cache_.has_drafter();
+    debts_.moves = skips ? cache_.owners() : 0;
     const int32_t next = next_hidden(path[n - 1]);
     if (debts_.unseen.n == 0) {
         debts_.unseen.first_hidden = hidden_;

@@ -11,27 +11,25 @@
 //   replay       accepted rows that are in the DeltaNet log of the      commit             the next verify or prefill
 //                sequence's slot, and not yet in its state and window
 //   moves        of each owner of KV: the rows of `replay` lie where    commit of a path   trunk: the next verify or
-//                the verify wrote them (position n_past + row), and     that skips rows    prefill; head, drafter: that
-//                not where they belong (n_past + depth)                                    too, or their next draft
-//   unseen       the last committed rows, whose KV of the NextN head    commit of a step   a step of its own, before
-//                is not written yet; a bank keeps their hidden states   that fed no head   the next draft of the head,
-//                                                                                          prefill, step of more rows
-//                                                                                          than one, or dump, and once
-//                                                                                          n_rows rows are unseen
+//                the verify wrote them (position n_past + row), and     that skips rows    prefill; a drafter: that
+//                not where they belong (n_past + depth)                                    too, or its next draft
+//   unseen       the last committed rows, whose KV of the drafters      commit of a step   a step of its own, before
+//                that lag is not written yet; a bank keeps their        that fed none      the next draft of one of
+//                hidden states                                                             them, prefill, step of more
+//                                                                                          rows than one, or dump, and
+//                                                                                          once n_rows rows are unseen
 //
 // A step that fails pays nothing: its sequences are failed, and a reset or resume drops their debts. What a cancel, a
 // closed neighbour or a round that is dropped keeps from running leaves debts as they are.
 //
-// The NextN head's KV row of position p comes from the target's hidden state at p - 1 and token p. Both are known in
-// the step that verifies token p, so a step of several rows writes it beside the trunk's rows; it is moved and dropped
-// with them. A step of one row (StepShape::feeds_head) is plain decoding, which may want no drafts for long: it leaves
-// the row unseen, and many such rows are fed at once. While a sequence has unseen rows, it takes part only in steps of one
-// row and in DFlash blocks. At most n_rows rows are unseen: then they are fed before the next step of one row, too.
-// A step of one row also moves nothing of the head: where that is due, the round gets a wider one (Step::verify_shape).
-// There is no row 0. What a draft writes there, the verify after it overwrites.
-// A DFlash drafter's KV row of position p comes from what the trunk's blocks put out for token p: the step that
-// verifies it writes it too, and it is moved and dropped with the trunk's rows. A block that is drafted lies behind the
-// committed positions; the verify after it overwrites it.
+// A drafter's KV row of position p comes from what the target has of the rows up to p. The step that verifies token p
+// writes it beside the trunk's rows; it is moved and dropped with them. What a draft writes lies behind the committed
+// positions; the verify after it overwrites it.
+// Drafters that lag (Drafter::lags) read hidden states, which are kept. A step of one row (feeds_lagging) is plain
+// decoding, which may want no drafts for long: it leaves the row unseen, and many such rows are fed at once, to all of
+// them. While a sequence has unseen rows, it takes part only in steps of one row and in drafts of others. At most n_rows
+// rows are unseen: then they are fed before the next step of one row, too. A step of one row also moves nothing of
+// theirs: where that is due, the round gets a wider one (Step::verify_shape).
 #pragma once
 
 #include "common/kernels.h"
@@ -56,15 +54,26 @@ struct DeltaState {
 
 constexpr uint32_t MAX_ENQUEUED = 2; // so many verifies may be on the stream at once
 
+// One entry of an engine's list of drafters: how it drafts with one of the model's. Several may use the same one, and
+// share its KV.
+struct DrafterUse {
+    uint32_t drafter; // of the model
+    uint32_t n_draft; // so many drafts of a round at most
+    uint32_t n_part; // it drafts among so many first tokens of the vocabulary; 0 means among all
+    uint32_t n_block; // Drafter::n_block
+
+    // Positions behind the committed ones that n drafts write.
+    uint32_t reach(uint32_t n) const { return std::max(n, n_block); }
+};
+
 struct CacheParams {
-    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_draft, n_chunk;
-    uint32_t n_block = 0; // a DFlash block has so many rows; 0 means that the engine drafts none
+    uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_chunk;
     uint32_t n_top = 0; // so many candidates are kept of each draft; 0 means the draft alone
-    // The head may draft among this many first tokens of the vocabulary; 0 means that it does not.
-    uint32_t n_part = 0;
+    std::vector<DrafterUse> drafters;
     ggml_type kv_type;
     // Returns how many pages one sequence can need. The rows of a step may lie behind n_ctx positions.
-    uint32_t max_pages() const { return (n_ctx + std::max(n_rows, n_block) + PAGE - 1) / PAGE; }
+    uint32_t max_pages() const;
+    uint32_t most_drafts() const; // of a round, by any drafter
     // Bytes that luce's own matmul wants on this device; 0 means that it does not run there.
     uint64_t rowmm_scratch = 0;
     // The largest matrix that a prefill writes out for cuBLAS takes so many bytes; 0 means that it writes out
@@ -91,9 +100,7 @@ private:
 // allocated once.
 class Cache {
 public:
-    // head and drafter are null where the engine does not draft with them.
-    Cache(const Weights &weights, const HParams &hp, const NextN *head, const DFlash *drafter,
-          const CacheParams &params);
+    Cache(const Weights &weights, const HParams &hp, const CacheParams &params);
 
     void allocate(const Device &device);
 
@@ -104,10 +111,12 @@ public:
     uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
     const DeltaState &delta(uint32_t block) const { return delta_[block]; }
-    bool has_head() const { return hidden_ != nullptr; }
-    const KvCells &head_kv() const { return head_kv_; }
-    bool has_drafter() const { return !drafter_kv_.empty(); }
-    const KvCells &drafter_kv(size_t layer) const { return drafter_kv_[layer]; }
+    // The model's drafters that the engine uses, each once, in the model's order; and the KV of one, by its layers.
+    const std::vector<const Drafter *> &drafters() const { return drafters_; }
+    const std::vector<KvCells> &drafter_kv(uint32_t drafter) const { return drafter_kv_[drafter]; }
+    uint32_t owners() const { return owners_; } // a bit for each owner of KV
+    uint32_t lagging() const { return lagging_; } // a bit for each of these that is a drafter which lags
+    bool keeps_hidden() const { return hidden_ != nullptr; }
     // {bytes} I8; where matmuls count in it, it is zero between steps.
     ggml_tensor *rowmm_scratch() const { return rowmm_scratch_; }
     ggml_tensor *gemm_scratch() const { return gemm_scratch_; } // {bytes} I8
@@ -117,7 +126,7 @@ public:
     // as TopkArgs says, which is null where n_top is 0.
     ggml_tensor *given() const { return given_; }
     ggml_tensor *lists() const { return lists_; }
-    // {E, rows} F32: the target's after output_norm, or the head's.
+    // {E, rows} F32: the target's after output_norm, or those of drafts. It is null where no drafter reads them.
     ggml_tensor *hidden() const { return hidden_; }
 
     // hidden_row() counts rows of `hidden`. A slot has two banks of n_rows rows, which verifies write in
@@ -127,13 +136,9 @@ public:
     int32_t hidden_unused() const; // rows that only fill a step's width write here
     // It stands before a timeline's first token, and is never written.
     int32_t hidden_zero() const { return hidden_unused() + 1; }
-    // A slot has these entries of `drafts`: first those of the NextN head's chain, then those of the DFlash
-    // block. Behind those of all slots lie the choices of the verifies that may be under way.
-    uint32_t drafts_of_slot() const { return params_.n_draft + params_.n_block; }
-    int32_t draft_entry(int32_t slot, int32_t i) const { return slot * int32_t(drafts_of_slot()) + i; }
-    int32_t block_entry(int32_t slot, int32_t i) const {
-        return draft_entry(slot, i) + int32_t(params_.n_draft);
-    }
+    // A slot has entries of `drafts` for the longest draft. Behind those of all slots lie the choices of the verifies that
+    // may be under way.
+    int32_t draft_entry(int32_t slot, int32_t i) const { return slot * int32_t(params_.most_drafts()) + i; }
     int32_t choice_entry(uint32_t verify, uint32_t row) const {
         return draft_entry(int32_t(params_.n_sequences), int32_t(verify * MAX_ROWS + row));
     }
@@ -141,7 +146,7 @@ public:
     Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
 
     // pieces() lists all of a timeline that the device holds, in the order that saved bytes have: for each
-    // layer the K and V of its pages, or its state and window; the head's KV; the drafter's KV; the hidden
+    // layer the K and V of its pages, or its state and window; the KV of each drafter in use; the hidden
     // row. It covers n_past positions in whole pages.
     struct Piece {
         ggml_tensor *tensor;
@@ -162,8 +167,9 @@ private:
     uint32_t max_pages_;
     std::vector<KvCells> kv_; // they are in the order of trunk blocks; entries are empty for DeltaNet
     std::vector<DeltaState> delta_; // they are in the order of trunk blocks; entries are empty for attention
-    KvCells head_kv_{};
-    std::vector<KvCells> drafter_kv_; // they are in the order of the drafter's layers
+    std::vector<const Drafter *> drafters_;
+    std::vector<std::vector<KvCells>> drafter_kv_; // by the model's drafters and their layers
+    uint32_t owners_ = 1u << KV_TRUNK, lagging_ = 0;
     ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *given_ = nullptr, *lists_ = nullptr,
                 *rowmm_scratch_ = nullptr, *gemm_scratch_ = nullptr;
     uint64_t kv_bytes_ = 0, state_bytes_ = 0, host_bytes_ = 0;
@@ -181,20 +187,19 @@ struct Debts {
         int32_t bank =
             0; // of the log: it has their keys and decays, and the next verify writes the other one
     } replay;
-    bool moves[3] = {}; // by KvOwner: the rows of `replay` have to be moved in its pages
+    uint32_t moves = 0; // a bit for each owner of KV: the rows of `replay` have to be moved in its pages
     struct {
         uint32_t n = 0;
         int32_t first_hidden =
             0; // the first one is computed from this hidden row, each other from that of the one before
     } unseen;
 
-    uint32_t n_moves(KvOwner owner) const { return moves[owner] ? replay.n : 0; }
     bool any() const { return replay.n > 0 || unseen.n > 0; } // moves are of replayed rows
     // A verify or prefill of all owners of KV pays these.
     void pay() {
         fresh = false;
         replay.n = 0;
-        std::fill(std::begin(moves), std::end(moves), false);
+        moves = 0;
     }
 };
 
@@ -240,12 +245,12 @@ public:
 
     // A step that has run is booked with one of these:
     void appended(const int32_t *tokens, uint32_t n);
-    // n rows of a verify are in the log; `seen` says whether they were fed to the head. No booking takes memory, so that
+    // n rows of a verify are in the log; `seen` says whether they were fed to the drafters that lag. No booking takes memory, so that
     // none is done by half.
     void verified(const int32_t *tokens, const int32_t *parents, uint32_t n, bool seen);
     void fed() { debts_.unseen.n = 0; } // its unseen rows were fed
-    void drafted(int32_t anchor, uint32_t n); // it drafted a chain of the NextN head
-    void drafted_block(int32_t anchor, uint32_t n); // it drafted a block, whose first n are wanted
+    void drafted(int32_t anchor, uint32_t n,
+                 uint32_t drafter); // one of the model's, which has paid its moves
     void settled() { debts_.pay(); } // it had no rows of its own
     // Fails with E_ARG unless it is a path from the root.
     void check_path(const int32_t *path, uint32_t n) const;
@@ -258,10 +263,8 @@ public:
     int32_t draft_anchor() const { return draft_anchor_; }
     // Counts those of the last draft, until the timeline moves on.
     uint32_t n_drafted() const { return n_drafted_; }
-    int32_t draft_entry(int32_t i) const { return draft_entry_ + i; } // i counts within the last draft
 
 private:
-    void drafted(int32_t anchor, uint32_t n, int32_t entry); // its drafts lie there
     void release_pages();
     int32_t behind_unseen(int32_t i) const { return cache_.hidden_row(slot_, hidden_bank_, i); }
 
@@ -275,9 +278,9 @@ private:
     struct {
         uint32_t n = 0;
         int32_t tokens[MAX_ROWS], parents[MAX_ROWS];
-        bool seen = true; // the head was fed with them
+        bool seen = true; // drafters that lag were fed with them
     } verified_; // the rows of the last verify, until they are committed or dropped
-    int32_t draft_anchor_ = 0, draft_entry_ = 0;
+    int32_t draft_anchor_ = 0;
     uint32_t n_drafted_ = 0;
 };
 

@@ -1,5 +1,6 @@
 #include "engine/checkpoint.h"
 
+#include "graph/drafter.h"
 #include "luce_build.h" // CMake writes it
 
 #include <algorithm>
@@ -19,14 +20,14 @@ struct Header {
     uint64_t checksum; // it covers everything, with itself taken as 0
     uint32_t n_past;
     uint32_t n_chunk;
-    uint32_t has_head;
-    uint32_t has_drafter;
+    uint32_t drafters; // it has a bit for each of the model's drafters of which there is KV
+    uint32_t reserved;
     char build[24]; // it is LUCE_BUILD
     char arithmetic[240]; // it is Model::arithmetic, as far as there is room
 };
 constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
                DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
-constexpr uint32_t VERSION = 4;
+constexpr uint32_t VERSION = 5;
 
 // save() reads as many bytes while it holds the engine, which takes under 1 ms.
 constexpr uint64_t PIECE = uint64_t(2) << 20;
@@ -144,6 +145,14 @@ template <size_t N> std::string text_of(const char (&from)[N]) {
     return std::string(from, strnlen(from, N));
 }
 
+uint32_t drafters_of(const Engine &engine) {
+    uint32_t bits = 0;
+    for (const Drafter *drafter : engine.cache().drafters()) {
+        bits |= 1u << drafter->index;
+    }
+    return bits;
+}
+
 Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t> &tokens,
                  const char (&magic)[8]) {
     Header h{};
@@ -154,8 +163,7 @@ Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t>
     h.size = size;
     h.n_past = uint32_t(tokens.size());
     h.n_chunk = engine.params().cache.n_chunk;
-    h.has_head = engine.cache().has_head();
-    h.has_drafter = engine.cache().has_drafter();
+    h.drafters = drafters_of(engine);
     put_text(h.build, LUCE_BUILD);
     put_text(h.arithmetic, engine.model().arithmetic());
     return h;
@@ -169,7 +177,7 @@ void put_tokens(uint8_t *data, const std::vector<int32_t> &tokens) {
 
 Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
     const CacheParams &c = engine.params().cache;
-    const bool has_head = engine.cache().has_head();
+    const uint32_t drafters = drafters_of(engine);
     Header h{};
     if (size < sizeof(h)) {
         fail(LUCE_E_ARG, "%llu bytes are no saved checkpoint", (unsigned long long) size);
@@ -200,13 +208,13 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
         fail(LUCE_E_ARG, "the checkpoint was saved with kv_type %s, this engine has %s",
              h.kv_type < GGML_TYPE_COUNT ? type_name(ggml_type(h.kv_type)) : "?", type_name(c.kv_type));
     }
-    if (h.has_head != uint32_t(has_head)) {
-        fail(LUCE_E_ARG, "the checkpoint was saved %s a NextN head, this engine is %s",
-             h.has_head ? "with" : "without", has_head ? "with one" : "without");
-    }
-    if (h.has_drafter != uint32_t(engine.cache().has_drafter())) {
-        fail(LUCE_E_ARG, "the checkpoint was saved %s a DFlash drafter, this engine is %s",
-             h.has_drafter ? "with" : "without", h.has_drafter ? "without one" : "with one");
+    for (const auto &drafter : engine.model().weights().drafters) {
+        const bool saved = (h.drafters >> drafter->index & 1) != 0,
+                   has = (drafters >> drafter->index & 1) != 0;
+        if (saved != has) {
+            fail(LUCE_E_ARG, "the checkpoint was saved %s %s, this engine is %s one",
+                 saved ? "with" : "without", drafter->kind->title, has ? "with" : "without");
+        }
     }
     if (h.n_chunk != c.n_chunk || h.n_past % PAGE != 0 || h.n_past == 0) {
         fail(LUCE_E_ARG, "the checkpoint has %u tokens in chunks of %u, this engine's chunks have %u",

@@ -2,6 +2,7 @@
 
 #include "engine/checkpoint.h"
 #include "engine/sequence.h"
+#include "graph/drafter.h"
 #include "ops/matmul.h"
 
 #include <algorithm>
@@ -34,23 +35,38 @@ uint32_t in_range(const char *what, uint32_t value, uint32_t fallback, uint32_t 
     return v;
 }
 
-const NextN *head_of(const Model &model, const EngineParams &params) {
-    return params.cache.n_draft > 0 ? model.weights().head.get() : nullptr;
-}
-
-uint32_t block_rows(const Model &model, const luce_engine_params &params) {
-    if (params.blocks > 1) {
-        fail(LUCE_E_ARG, "blocks is %u, expected 0 or 1", params.blocks);
+// Returns the engine's list of drafters as the caller asks for it.
+std::vector<DrafterUse> resolve_drafters(const Model &model, const luce_engine_params &params) {
+    const std::vector<std::shared_ptr<const Drafter>> &known = model.weights().drafters;
+    if (params.n_drafters > 0 && params.drafters == nullptr) {
+        fail(LUCE_E_ARG, "drafters is null, and n_drafters %u", params.n_drafters);
     }
-    if (params.blocks == 1 && !model.weights().drafter) {
-        fail(LUCE_E_ARG, "blocks are to be drafted, but the model was opened without a DFlash drafter");
+    if (params.n_drafters > uint32_t(MAX_DRAFTERS)) {
+        fail(LUCE_E_ARG, "n_drafters is %u, expected 0 to %d", params.n_drafters, MAX_DRAFTERS);
     }
-    return params.blocks == 1 ? model.weights().drafter->block_size : 0;
-}
-
-Cache make_cache(const Model &model, const EngineParams &params) {
-    const DFlash *drafter = params.cache.n_block > 0 ? model.weights().drafter.get() : nullptr;
-    return Cache(model.weights(), model.hparams(), head_of(model, params), drafter, params.cache);
+    std::vector<DrafterUse> uses;
+    for (uint32_t i = 0; i < params.n_drafters; i++) {
+        const luce_drafter_params &p = params.drafters[i];
+        if (p.drafter >= known.size()) {
+            fail(LUCE_E_ARG, "drafters[%u] is drafter %u of the model, which has %zu", i, p.drafter,
+                 known.size());
+        }
+        const Drafter &drafter = *known[p.drafter];
+        const uint32_t n_draft = p.n_draft == 0 ? drafter.n_draft : p.n_draft,
+                       vocab = model.hparams().n_vocab;
+        if (n_draft > drafter.n_draft || (drafter.n_block > 0 && n_draft != drafter.n_draft)) {
+            fail(LUCE_E_ARG, "n_draft is %u of drafters[%u], %s: expected %s%u", n_draft, i,
+                 drafter.kind->title, drafter.n_block > 0 ? "" : "0 to ", drafter.n_draft);
+        }
+        if (p.n_part > 0 && (p.n_part % 128 != 0 || p.n_part >= vocab || drafter.n_block > 0)) {
+            fail(LUCE_E_ARG,
+                 "n_part is %u of drafters[%u], %s: expected 0, or where it drafts one by one a multiple of "
+                 "128 below %u",
+                 p.n_part, i, drafter.kind->title, vocab);
+        }
+        uses.push_back({p.drafter, n_draft, p.n_part, drafter.n_block});
+    }
+    return uses;
 }
 
 } // namespace
@@ -65,13 +81,9 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     c.n_ctx = in_range("n_ctx", p->n_ctx, std::min(trained, 4096u), trained);
     c.n_sequences = in_range("n_sequences", p->n_sequences, 1, MAX_ROWS);
     c.n_checkpoints = p->n_checkpoints;
-    c.n_draft = p->n_draft;
-    c.n_block = block_rows(model, *p);
+    c.drafters = resolve_drafters(model, *p);
     c.n_top = p->n_top;
-    c.n_part = p->n_part;
-    c.n_rows =
-        in_range("n_rows", p->n_rows, std::max(std::min(c.n_draft, uint32_t(LUCE_MAX_DRAFT)) + 1, c.n_block),
-                 LUCE_MAX_ROWS);
+    c.n_rows = in_range("n_rows", p->n_rows, c.most_drafts() + 1, LUCE_MAX_ROWS);
     c.n_chunk = in_range("n_chunk", p->n_chunk, model.device().gpu ? 2048 : 512, 4096);
     c.kv_type = kv_type_of(p->kv_type);
     out.n_threads = in_range("n_threads", p->n_threads, std::min(cores, 16u), 512);
@@ -81,24 +93,18 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     if (c.n_chunk % LUCE_PAGE != 0) {
         fail(LUCE_E_ARG, "n_chunk is %u, expected a multiple of %d", c.n_chunk, LUCE_PAGE);
     }
-    if (c.n_draft > LUCE_MAX_DRAFT || (c.n_draft > 0 && c.n_rows <= c.n_draft)) {
-        fail(LUCE_E_ARG, "n_draft is %u, expected 0 to %d, and below n_rows, which is %u", c.n_draft,
-             LUCE_MAX_DRAFT, c.n_rows);
+    for (const DrafterUse &use : c.drafters) { // of a block fewer drafts may be verified
+        if (use.n_block == 0 && c.n_rows <= use.n_draft) {
+            fail(LUCE_E_ARG, "n_draft is %u, expected below n_rows, which is %u", use.n_draft, c.n_rows);
+        }
     }
-    if (c.n_top > TOPK_MAX || (c.n_top > 0 && c.n_draft == 0 && c.n_block == 0)) {
+    if (c.n_top > TOPK_MAX || (c.n_top > 0 && c.drafters.empty())) {
         fail(LUCE_E_ARG, "n_top is %u, expected 0 to %d, and 0 in an engine without drafts", c.n_top,
              TOPK_MAX);
     }
     if (c.n_top > 0 && model.hparams().n_vocab > TOPK_MAX_N) {
         fail(LUCE_E_UNSUPPORTED, "lists of drafts are made of up to %lld tokens, the vocabulary has %u",
              (long long) TOPK_MAX_N, model.hparams().n_vocab);
-    }
-    if (c.n_part > 0 && (c.n_part % 128 != 0 || c.n_part >= model.hparams().n_vocab || c.n_draft == 0)) {
-        fail(LUCE_E_ARG, "n_part is %u, expected 0, or with n_draft a multiple of 128 below %u", c.n_part,
-             model.hparams().n_vocab);
-    }
-    if (c.n_draft > 0 && !model.weights().head) {
-        fail(LUCE_E_ARG, "n_draft is %u, but the model was opened without a NextN head", c.n_draft);
     }
 #ifdef LUCE_USE_CUDA
     if (model.device().gpu) {
@@ -113,7 +119,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
 }
 
 luce_memory Engine::plan(const Model &model, const EngineParams &params) {
-    const Cache cache = make_cache(model, params);
+    const Cache cache(model.weights(), model.hparams(), params.cache);
     return memory_of(model, cache, Step::measure(model, cache, params));
 }
 
@@ -131,7 +137,7 @@ luce_memory Engine::memory_of(const Model &model, const Cache &cache, const Step
 }
 
 Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
-    : model_(std::move(model)), params_(params), cache_(make_cache(*model_, params)) {
+    : model_(std::move(model)), params_(params), cache_(model_->weights(), model_->hparams(), params.cache) {
     const StepSizes sizes = Step::measure(*model_, cache_, params);
     const luce_memory need = memory_of(*model_, cache_, sizes);
     check_memory(
@@ -154,10 +160,8 @@ luce_engine_info Engine::info() const {
     out.n_checkpoints = c.n_checkpoints;
     out.n_pages = c.n_pages;
     out.n_rows = c.n_rows;
-    out.n_draft = c.n_draft;
-    out.n_block = c.n_block;
+    out.n_drafters = uint32_t(c.drafters.size());
     out.n_top = c.n_top;
-    out.n_part = c.n_part;
     out.n_chunk = c.n_chunk;
     out.n_threads = params_.n_threads;
     out.pages_free = cache_.pages.n_free();
@@ -223,7 +227,7 @@ void Engine::need_pages(uint32_t n) {
     }
 }
 
-void Engine::feed_head(Timeline &line) {
+void Engine::feed_lagging(Timeline &line) {
     if (line.debts().unseen.n == 0) {
         return;
     }

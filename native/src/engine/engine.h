@@ -54,8 +54,8 @@ public:
     // Makes sure that so many pages can be taken, else fails with E_MEMORY. It waits for checkpoints that are
     // leaving the device where that helps.
     void need_pages(uint32_t n);
-    void
-    feed_head(Timeline &line); // it enqueues a step that shows the NextN head the rows that it has not seen
+    // Enqueues a step that shows the drafters that lag the rows that they have not seen.
+    void feed_lagging(Timeline &line);
     void reclaim(); // it waits for all such checkpoints, whose pages and slots are free then
 
     // Checkpoints travel on this stream, beside the steps. It is null on the CPU, where copies are done at

@@ -3,6 +3,7 @@
 #include "engine/accept.h"
 #include "engine/engine.h"
 #include "engine/sequence.h"
+#include "graph/drafter.h"
 
 #include <algorithm>
 
@@ -19,8 +20,8 @@ void Rounds::begin(const RoundItem *items, uint32_t n) {
                  "item %u: a round's anchors are what the round ahead chooses in all items or in none", i);
         }
         first = first == nullptr && items[i].drafts() ? &items[i] : first;
-        if (items[i].drafts() && items[i].source != first->source) {
-            fail(LUCE_E_ARG, "item %u: the drafts of a round come from one source", i);
+        if (items[i].drafts() && items[i].drafter != first->drafter) {
+            fail(LUCE_E_ARG, "item %u: the drafts of a round come from one drafter", i);
         }
     }
     chosen ? begin_chosen(items, n) : begin_known(items, n);
@@ -41,9 +42,8 @@ void Rounds::begin_known(const RoundItem *items, uint32_t n) {
     Round &round = at(0);
     fill(round, items, n);
     for (uint32_t i = 0; i < n; i++) {
-        const bool block = items[i].drafts() && items[i].source == Source::dflash;
-        pages += items[i].sequence->line().pages_wanted(
-            std::max(items[i].n, block ? engine_.params().cache.n_block : 0));
+        const uint32_t reach = items[i].drafts() ? use(items[i].drafter).reach(items[i].n) : items[i].n;
+        pages += items[i].sequence->line().pages_wanted(reach);
     }
     engine_.need_pages(pages);
     hold(round, items);
@@ -70,7 +70,7 @@ void Rounds::begin_chosen(const RoundItem *items, uint32_t n) {
         if (items[i].n < 1) {
             fail(LUCE_E_ARG, "a sequence has 1 to %u rows in a step, got 0", c.n_rows);
         }
-        const uint32_t most = items[i].n > 1 ? std::min(most_drafts(items[i].source), c.n_rows - 1) : 0;
+        const uint32_t most = items[i].n > 1 ? std::min(use(items[i].drafter).n_draft, c.n_rows - 1) : 0;
         if (items[i].n > most + 1) {
             fail(LUCE_E_ARG, "a sequence has at most %u drafts in a step, got %u", most, items[i].n - 1);
         }
@@ -92,13 +92,13 @@ void Rounds::ask(const RoundItem *items, uint32_t n) {
     round.state = Round::State::asked;
     round.n_items = n;
     round.n_rows = 0;
-    round.source = Source::nextn;
+    round.drafter = 0;
     for (uint32_t i = 0; i < n; i++) {
         round.items[i].first = round.n_rows;
         round.items[i].n = items[i].n;
         round.items[i].status = LUCE_OK;
         round.n_rows += items[i].n;
-        round.source = items[i].n > 1 ? items[i].source : round.source;
+        round.drafter = items[i].n > 1 ? items[i].drafter : round.drafter;
     }
     round.error.reset();
     n_ = 2;
@@ -166,7 +166,7 @@ void Rounds::check_known(const RoundItem &item) const {
     } else if (item.anchor != LUCE_DRAFTED) {
         engine_.check_tokens(&item.anchor, 1);
         if (item.drafts()) {
-            check_draft({item.sequence.get(), item.anchor, item.n - 1}, most_drafts(item.source));
+            check_draft({item.sequence.get(), item.anchor, item.n - 1}, use(item.drafter).n_draft);
         }
     } else if (line.n_drafted() == 0 || item.n > line.n_drafted() + 1) {
         fail(LUCE_E_STATE, "%u rows without tokens: %u drafts are there to verify", item.n, line.n_drafted());
@@ -210,11 +210,9 @@ void Rounds::fill(Round &round, const RoundItem *items, uint32_t n) const {
                      positions[row] - 1, n_ctx);
             }
             const int32_t at = int32_t(row) - 1;
-            tokens[row] = item.tokens != nullptr          ? item.tokens[row]
-                          : row == 0                      ? (drafted ? line.draft_anchor() : item.anchor)
-                          : drafted                       ? -1 - line.draft_entry(at)
-                          : item.source == Source::dflash ? -1 - cache.block_entry(line.slot(), at)
-                                                          : -1 - cache.draft_entry(line.slot(), at);
+            tokens[row] = item.tokens != nullptr ? item.tokens[row]
+                          : row == 0             ? (drafted ? line.draft_anchor() : item.anchor)
+                                                 : -1 - cache.draft_entry(line.slot(), at);
         }
         round.items[i].first = first;
         round.items[i].n = item.n;
@@ -261,15 +259,15 @@ template <typename F> void Rounds::enqueue(Round &round, const F &steps) {
 void Rounds::enqueue_drafts(const RoundItem *items, uint32_t n) {
     DraftItem asked[MAX_ROWS];
     uint32_t n_asked = 0;
-    Source source = Source::nextn;
+    uint32_t drafter = 0;
     for (uint32_t i = 0; i < n; i++) {
         if (items[i].drafts()) {
             asked[n_asked++] = {items[i].sequence.get(), items[i].anchor, items[i].n - 1};
-            source = items[i].source;
+            drafter = items[i].drafter;
         }
     }
     if (n_asked > 0) {
-        begin_draft(source, asked, n_asked);
+        begin_draft(drafter, asked, n_asked);
     }
 }
 
@@ -277,20 +275,20 @@ void Rounds::enqueue_drafts(const RoundItem *items, uint32_t n) {
 void Rounds::enqueue_verify(Round &round) {
     Step &step = engine_.step();
     Cache &cache = engine_.cache();
-    bool moves_head = false;
+    uint32_t moves = 0;
     for (uint32_t i = 0; i < round.n_items; i++) {
         round.items[i].held->begin_step(); // all of them fail with it, also those that it has not come to
-        moves_head = moves_head || round.items[i].held->line().debts().moves[KV_HEAD];
+        moves |= round.items[i].held->line().debts().moves;
     }
-    const StepShape shape = step.verify_shape(round.n_rows, moves_head);
-    round.seen = !cache.has_head() || shape.feeds_head();
+    const StepShape shape = step.verify_shape(round.n_rows, moves);
+    round.seen = cache.lagging() == 0 || feeds_lagging(shape.rows);
     Batch batch(step.verify_host(), cache);
     for (uint32_t i = 0; i < round.n_items; i++) {
         const Round::Item &item = round.items[i];
         Sequence &sequence = *item.held;
         sequence.line().take_pages(item.n);
         if (round.seen || sequence.line().debts().unseen.n == engine_.params().cache.n_rows) {
-            engine_.feed_head(sequence.line());
+            engine_.feed_lagging(sequence.line());
         }
         batch.add_verify(sequence.line(), sequence.choice_ctl(), item.n, round.parents + item.first,
                          round.tokens + item.first);
@@ -453,8 +451,7 @@ bool Rounds::accepts(const Round &round, const Round &asked, Accepted &out) cons
         if (line.n_past() + kept + n - 1 >= c.n_ctx) {
             return false;
         }
-        const bool block = n > 1 && asked.source == Source::dflash;
-        pages += line.pages_wanted(kept + std::max(n, block ? c.n_block : 0));
+        pages += line.pages_wanted(kept + (n > 1 ? use(asked.drafter).reach(n) : n));
         out.n[i] = kept;
     }
     return pages <= engine_.cache().pages.n_free() && !engine_.cancel().is_raised();
@@ -469,7 +466,7 @@ void Rounds::go_on(const Round &round, Round &asked, const Accepted &accepted) {
                     nullptr,
                     asked.items[i].n,
                     accepted.anchor[i],
-                    asked.source};
+                    asked.drafter};
     }
     hold(asked, items);
     try {
@@ -488,16 +485,12 @@ void Rounds::go_on(const Round &round, Round &asked, const Accepted &accepted) {
 
 // ---- draft ----
 
-uint32_t Rounds::most_drafts(Source source) const {
-    const CacheParams &c = engine_.params().cache;
-    const bool block = source == Source::dflash, part = source == Source::part;
-    if ((block ? c.n_block : part ? c.n_part : c.n_draft) == 0) {
-        fail(LUCE_E_STATE, "the engine was opened without drafts of this source (%s 0)",
-             block  ? "blocks"
-             : part ? "n_part"
-                    : "n_draft");
+const DrafterUse &Rounds::use(uint32_t drafter) const {
+    const std::vector<DrafterUse> &uses = engine_.params().cache.drafters;
+    if (drafter >= uses.size()) {
+        fail(LUCE_E_ARG, "drafter %u: the engine was opened with %zu", drafter, uses.size());
     }
-    return block ? c.n_block - 1 : c.n_draft;
+    return uses[drafter];
 }
 
 void Rounds::check_draft(const DraftItem &item, uint32_t most) const {
@@ -516,57 +509,66 @@ void Rounds::check_draft(const DraftItem &item, uint32_t most) const {
     }
 }
 
-void Rounds::draft(Source source, const DraftItem *items, uint32_t n_items) {
+void Rounds::draft(uint32_t drafter, const DraftItem *items, uint32_t n_items) {
     settle();
     engine_.check_cancelled();
-    begin_draft(source, items, n_items);
+    begin_draft(drafter, items, n_items);
 }
 
-void Rounds::begin_draft(Source source, const DraftItem *items, uint32_t n_items) {
-    const bool block = source == Source::dflash;
-    const uint32_t most = most_drafts(source), n_block = engine_.params().cache.n_block;
+void Rounds::begin_draft(uint32_t drafter, const DraftItem *items, uint32_t n_items) {
+    const DrafterUse &by = use(drafter);
     uint32_t pages = 0;
     for (uint32_t i = 0; i < n_items; i++) {
-        check_draft(items[i], most);
-        pages += items[i].sequence->line().pages_wanted(block ? n_block : items[i].n);
+        check_draft(items[i], by.n_draft);
+        pages += items[i].sequence->line().pages_wanted(by.reach(items[i].n));
     }
     engine_.need_pages(pages);
-    block ? draft_blocks(items, n_items) : draft_chains(items, n_items, source == Source::part);
+    by.n_block > 0 ? draft_blocks(drafter, items, n_items) : draft_chains(drafter, items, n_items);
+}
+
+// Takes the pages that an item's drafts write, and pays what its drafter has not seen.
+void Rounds::prepare(uint32_t drafter, const DraftItem &item) {
+    const DrafterUse &by = use(drafter);
+    item.sequence->line().take_pages(by.reach(item.n));
+    if ((engine_.cache().lagging() >> kv_owner(by.drafter) & 1) != 0) {
+        engine_.feed_lagging(item.sequence->line());
+    }
 }
 
 // A step for each link, of those whose chains are so long: one that fails takes these sequences along alone.
-void Rounds::draft_chains(const DraftItem *items, uint32_t n_items, bool part) {
+void Rounds::draft_chains(uint32_t drafter, const DraftItem *items, uint32_t n_items) {
     uint32_t longest = 0;
     for (uint32_t i = 0; i < n_items; i++) {
         longest = std::max(longest, items[i].n);
     }
     if (n_items == 1 && longest > 1 && engine_.step().has_chains()) {
-        engine_.in_step([&] { draft_chain(items[0], part); });
+        engine_.in_step([&] { draft_chain(drafter, items[0]); });
         return;
     }
     for (uint32_t link = 0; link < longest; link++) {
-        engine_.in_step([&] { draft_link(items, n_items, link, part); });
+        engine_.in_step([&] { draft_link(drafter, items, n_items, link); });
     }
 }
 
 // A step of all links of one sequence's chain.
-void Rounds::draft_chain(const DraftItem &item, bool part) {
+void Rounds::draft_chain(uint32_t drafter, const DraftItem &item) {
     Sequence &sequence = *item.sequence;
+    const uint32_t of = use(drafter).drafter;
     sequence.begin_step();
     for (uint32_t link = 0; link < item.n; link++) {
         Batch batch(engine_.step().draft_host(link), engine_.cache());
         if (link == 0) {
-            sequence.line().take_pages(item.n);
-            engine_.feed_head(sequence.line());
+            prepare(drafter, item);
         }
-        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link);
+        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link, of);
     }
-    engine_.step().draft_chain(item.n, part);
-    sequence.line().drafted(item.anchor, item.n);
+    engine_.step().draft_chain(drafter, item.n);
+    sequence.line().drafted(item.anchor, item.n, of);
     sequence.fail_with("");
 }
 
-void Rounds::draft_link(const DraftItem *items, uint32_t n_items, uint32_t link, bool part) {
+void Rounds::draft_link(uint32_t drafter, const DraftItem *items, uint32_t n_items, uint32_t link) {
+    const uint32_t of = use(drafter).drafter;
     for (uint32_t i = 0; link == 0 && i < n_items; i++) {
         items[i].sequence->begin_step(); // all of them fail with it, also those that it has not come to
     }
@@ -575,47 +577,48 @@ void Rounds::draft_link(const DraftItem *items, uint32_t n_items, uint32_t link,
         if (items[i].n > link) {
             Sequence &sequence = *items[i].sequence;
             if (link == 0) {
-                sequence.line().take_pages(items[i].n);
-                engine_.feed_head(sequence.line());
+                prepare(drafter, items[i]);
             }
-            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link);
+            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link, of);
         }
     }
     const uint32_t width = engine_.step().draft_width(batch.n_rows());
     batch.fill_up(width);
-    engine_.step().draft(width, link, batch.n_pages(), part);
+    engine_.step().draft(drafter, width, link, batch.n_pages());
     for (uint32_t i = 0; i < n_items; i++) {
         if (items[i].n == link + 1) {
-            items[i].sequence->line().drafted(items[i].anchor, items[i].n);
+            items[i].sequence->line().drafted(items[i].anchor, items[i].n, of);
             items[i].sequence->fail_with("");
         }
     }
 }
 
 // A step for as many blocks as it has room for.
-void Rounds::draft_blocks(const DraftItem *items, uint32_t n_items) {
-    const uint32_t at_once = blocks_at_once(engine_.params().cache);
+void Rounds::draft_blocks(uint32_t drafter, const DraftItem *items, uint32_t n_items) {
+    const uint32_t at_once = drafted_at_once(engine_.params().cache, use(drafter));
     for (uint32_t first = 0; first < n_items; first += at_once) {
-        engine_.in_step(
-            [&] { draft_some_blocks(items + first, std::min(at_once, n_items - first), first / at_once); });
+        engine_.in_step([&] {
+            draft_some_blocks(drafter, items + first, std::min(at_once, n_items - first), first / at_once);
+        });
     }
 }
 
-void Rounds::draft_some_blocks(const DraftItem *items, uint32_t n_items, uint32_t index) {
-    const DFlash &drafter = *engine_.model().weights().drafter;
+void Rounds::draft_some_blocks(uint32_t drafter, const DraftItem *items, uint32_t n_items, uint32_t index) {
+    const DrafterUse &by = use(drafter);
+    const int32_t mask = engine_.model().weights().drafters[by.drafter]->mask_token;
     for (uint32_t i = 0; i < n_items; i++) {
         items[i].sequence->begin_step();
     }
-    Batch batch(engine_.step().block_host(index), engine_.cache());
+    Batch batch(engine_.step().draft_host(index), engine_.cache());
     for (uint32_t i = 0; i < n_items; i++) {
         Sequence &sequence = *items[i].sequence;
-        sequence.line().take_pages(drafter.block_size);
-        batch.add_block(sequence.line(), sequence.choice_ctl(), items[i].anchor, drafter.mask_token);
+        prepare(drafter, items[i]);
+        batch.add_block(sequence.line(), sequence.choice_ctl(), items[i].anchor, by.n_block, mask);
     }
-    engine_.step().block(n_items * drafter.block_size, index, batch.n_pages());
+    engine_.step().draft(drafter, n_items * by.n_block, index, batch.n_pages());
     for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->line().drafted_block(items[i].anchor, items[i].n);
-        items[i].sequence->end_step(Sequence::Rows::block, items[i].n + 1, i * drafter.block_size);
+        items[i].sequence->line().drafted(items[i].anchor, items[i].n, by.drafter);
+        items[i].sequence->end_step(Sequence::Rows::drafted, items[i].n + 1, i * by.n_block);
     }
 }
 

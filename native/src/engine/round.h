@@ -39,9 +39,6 @@ namespace luce {
 class Engine;
 class Sequence;
 
-// Who drafts (luce_source).
-enum class Source : int32_t { nextn, dflash, part }; // its values are those of luce_source
-
 struct DraftItem {
     Sequence *sequence;
     int32_t anchor;
@@ -55,7 +52,7 @@ struct RoundItem {
     const int32_t *tokens, *parents; // (n); tokens may be null, and parents for a chain
     uint32_t n;
     int32_t anchor; // where tokens is null: a token, LUCE_CHOSEN or LUCE_DRAFTED
-    Source source; // who drafts after such an anchor
+    uint32_t drafter; // of the engine's, which drafts after such an anchor
 
     bool chosen() const { return tokens == nullptr && anchor == LUCE_CHOSEN; }
     bool drafts() const { return tokens == nullptr && anchor != LUCE_DRAFTED && n > 1; } // the device is to
@@ -79,9 +76,9 @@ struct Round {
     // By row, once it has landed. `told` are the tokens, or -1 for a draft whose logits were not finite.
     int32_t choices[MAX_ROWS], told[MAX_ROWS];
 
-    Source source; // of its drafts, while it is asked
+    uint32_t drafter; // of its drafts, while it is asked
     uint32_t number; // of its step: the pinned table of its choices
-    bool seen; // its rows are fed to the head
+    bool seen; // its rows are fed to the drafters that lag
     bool booked; // the round behind it has committed its rows
     std::optional<Error> error; // failed: of all of it; landed: of the first item that was not finite
 };
@@ -92,7 +89,7 @@ public:
 
     // What luce.h says of luce_engine_draft, luce_engine_begin and luce_engine_wait. wait() says in *left how many rounds
     // can be waited for after it, also where it throws what the round failed with.
-    void draft(Source source, const DraftItem *items, uint32_t n);
+    void draft(uint32_t drafter, const DraftItem *items, uint32_t n);
     void begin(const RoundItem *items, uint32_t n);
     void wait(int32_t *choices, int32_t *tokens, uint32_t n_rows, luce_status *status, uint32_t n_items,
               uint32_t *left);
@@ -109,7 +106,7 @@ private:
     };
 
     Round &at(uint32_t i) { return all_[(oldest_ + i) % MAX_ENQUEUED]; }
-    uint32_t most_drafts(Source source) const;
+    const DrafterUse &use(uint32_t drafter) const; // E_ARG: there is none
     void check_draft(const DraftItem &item, uint32_t most) const;
     void check_known(const RoundItem &item) const;
     void begin_known(const RoundItem *items, uint32_t n);
@@ -129,12 +126,13 @@ private:
     static void release(Round &round);
     static void fail_all(Round &round, const Error &error);
 
-    void begin_draft(Source source, const DraftItem *items, uint32_t n);
-    void draft_chains(const DraftItem *items, uint32_t n, bool part);
-    void draft_chain(const DraftItem &item, bool part);
-    void draft_link(const DraftItem *items, uint32_t n, uint32_t link, bool part);
-    void draft_blocks(const DraftItem *items, uint32_t n);
-    void draft_some_blocks(const DraftItem *items, uint32_t n, uint32_t index);
+    void begin_draft(uint32_t drafter, const DraftItem *items, uint32_t n);
+    void prepare(uint32_t drafter, const DraftItem &item);
+    void draft_chains(uint32_t drafter, const DraftItem *items, uint32_t n);
+    void draft_chain(uint32_t drafter, const DraftItem &item);
+    void draft_link(uint32_t drafter, const DraftItem *items, uint32_t n, uint32_t link);
+    void draft_blocks(uint32_t drafter, const DraftItem *items, uint32_t n);
+    void draft_some_blocks(uint32_t drafter, const DraftItem *items, uint32_t n, uint32_t index);
 
     Engine &engine_;
     Round all_[MAX_ENQUEUED];

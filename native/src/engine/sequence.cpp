@@ -89,7 +89,7 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
         Step &step = engine_->step();
         begin_step();
         line_.take_pages(n);
-        engine_->feed_head(line_);
+        engine_->feed_lagging(line_);
         const uint32_t n_pages =
             fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
         if (chooses_ && choice != nullptr) {
@@ -118,7 +118,9 @@ void Sequence::check_drafted(uint32_t n) const {
 
 void Sequence::get_draft(int32_t *tokens, uint32_t n) {
     check_drafted(n);
-    const auto entry = [&](uint32_t i) { return engine_->step().drafted(line_.draft_entry(int32_t(i))); };
+    const auto entry = [&](uint32_t i) {
+        return engine_->step().drafted(engine_->cache().draft_entry(line_.slot(), int32_t(i)));
+    };
     for (uint32_t i = 0; i < n; i++) {
         if (entry(i).not_finite) {
             fail(LUCE_E_NUMERIC,
@@ -137,7 +139,7 @@ void Sequence::get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k
     }
     check_drafted(depth);
     // They come with the drafts, in one wait.
-    const int32_t *lists = engine_->step().listed(line_.draft_entry(0));
+    const int32_t *lists = engine_->step().listed(engine_->cache().draft_entry(line_.slot(), 0));
     std::vector<int32_t> drafts(depth);
     get_draft(drafts.data(), depth);
     for (uint32_t i = 0; i < depth; i++) {
@@ -199,9 +201,9 @@ const float *Sequence::logits(uint32_t row) {
 
 int32_t Sequence::choose(uint32_t row, const uint8_t *mask, uint64_t mask_size) {
     logits(row);
-    if (rows_ == Rows::block || (rows_ == Rows::verified && line_.n_verified() == 0)) {
+    if (rows_ == Rows::drafted || (rows_ == Rows::verified && line_.n_verified() == 0)) {
         fail(LUCE_E_STATE, "there is nothing to choose: its last rows are %s",
-             rows_ == Rows::block ? "a drafter's" : "committed, or dropped");
+             rows_ == Rows::drafted ? "a drafter's" : "committed, or dropped");
     }
     const std::vector<int32_t> before = line_.before(row);
     penalise(logits_.data(), engine_->n_vocab(), penalties_, before);
@@ -220,10 +222,10 @@ void Sequence::settle() {
     engine_->in_step([&] {
         Step &step = engine_->step();
         begin_step();
-        engine_->feed_head(line_);
+        engine_->feed_lagging(line_);
         Batch batch(step.verify_host(), engine_->cache());
         batch.add_verify(line_, choice_, 0, nullptr, nullptr);
-        const StepShape shape = step.verify_shape(0, line_.debts().moves[KV_HEAD]);
+        const StepShape shape = step.verify_shape(0, line_.debts().moves);
         batch.fill_up(shape.rows);
         step.verify(shape.rows, 0, batch.n_pages());
         line_.settled();

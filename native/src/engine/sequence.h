@@ -44,7 +44,7 @@ public:
     // Marks it as failed. end_step() clears that, and so does fail_with("") where a step was only enqueued.
     void begin_step() { failure_ = "a step did not end"; }
     // Rows says what the rows of a step are, whose logits may be read after it.
-    enum class Rows { prompt, verified, block };
+    enum class Rows { prompt, verified, drafted };
     // They are n_rows of the engine's rows, from first_row on.
     void end_step(Rows rows, uint32_t n_rows, uint32_t first_row);
     void

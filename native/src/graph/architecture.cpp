@@ -1,5 +1,6 @@
 #include "graph/architecture.h"
 
+#include "graph/drafter.h"
 #include "graph/qwen35.h"
 
 namespace luce {
@@ -16,10 +17,9 @@ const Architecture &architecture_of(const GgufFile &file) {
         }
         known += (known.empty() ? "" : ", ") + std::string(a->name);
     }
-    if (is_dflash(name)) {
-        fail(LUCE_E_UNSUPPORTED,
-             "%s: architecture %s is a DFlash drafter: it drafts for a model, it is not one",
-             file.path().c_str(), name.c_str());
+    if (const DrafterKind *drafter = drafter_alone(file)) {
+        fail(LUCE_E_UNSUPPORTED, "%s: architecture %s is %s: it drafts for a model, it is not one",
+             file.path().c_str(), name.c_str(), drafter->title);
     }
     fail(LUCE_E_UNSUPPORTED, "%s: architecture %s: luce runs %s", file.path().c_str(), name.c_str(),
          known.c_str());

@@ -7,6 +7,8 @@
 
 namespace luce {
 
+struct NextN; // nextn.h defines it
+
 struct Architecture {
     const char *name; // it is the value of general.architecture in the file
 
@@ -17,24 +19,15 @@ struct Architecture {
     // loaded.
     Weights (*read_trunk)(WeightReader &reader, const HParams &hp);
     // Reads the NextN head of a file that may hold nothing else. The error names both values where the head
-    // does not fit the trunk. This and build_draft are null where luce knows no heads of the architecture.
-    std::unique_ptr<NextN> (*read_head)(Model &model, const GgufFile &file, const HParams &trunk,
+    // does not fit the trunk. It is null where luce knows no heads of the architecture.
+    std::shared_ptr<NextN> (*read_head)(Model &model, const GgufFile &file, const HParams &trunk,
                                         const Weights &weights);
 
-    // They write the plain graph of a step: of the target, and of the head. Of the target: a prefill computes its rows and has
-    // no logits; prefill_last has logits of the last row, and chooses; a verify has logits of all rows, `hidden`, which is
-    // the rows before the output norm, and chooses. Where cache.has_drafter() it calls feed_dflash with what each block
-    // put out, where has_head() feed_nextn. Layers that has_layer() denies are left out.
+    // Writes the plain graph of a step of the target. A prefill computes its rows and has no logits; prefill_last has
+    // logits of the last row, and chooses; a verify has logits of all rows, `hidden`, which is the rows before the output
+    // norm, and chooses. It calls feed_drafters with what each block put out. Layers that has_layer() denies are left out.
     void (*build_step)(Plain &graph);
-    void (*build_draft)(Plain &graph);
 };
-
-// Returns whether general.architecture is that of a DFlash drafter, in any of its layouts (dflash.cpp).
-bool is_dflash(const std::string &architecture);
-// Reads the drafter of a file. E_UNSUPPORTED names what luce does not implement. E_FILE names a key or tensor
-// that is missing, or both values where the drafter does not fit the trunk.
-std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HParams &trunk,
-                                    const Weights &weights);
 
 // E_UNSUPPORTED says what the file's architecture is, where luce does not run it.
 const Architecture &architecture_of(const GgufFile &file);

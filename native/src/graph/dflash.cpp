@@ -9,13 +9,46 @@
 //             are k_norm(Wk F), rotated to the position, and Wv F, without the layer's own norm
 //   block     rows [anchor, mask, mask ..] at the anchor's position and those after it; a layer's rows see the context
 //             and, where it is not causal, all of the block; row i predicts the token at its own position
-#include "graph/drafter.h"
+#include "graph/dflash.h"
+
 #include "graph/qwen35.h"
 
 #include <cmath>
 
 namespace luce {
 namespace {
+
+// A layer of a DFlash drafter has attention without a gate, over context rows and the block.
+struct DFlashLayer {
+    Attention attention; // q is {E, D*H}
+    bool causal; // it says whether a block's rows see only those before them, or all of the block
+    ggml_tensor *attn_norm; // {E}
+    ggml_tensor *ffn_norm; // {E}
+    Ffn ffn;
+};
+
+// DFlash is a block-diffusion drafter. The keys and values of committed positions come from what the trunk's
+// layers in `taps` put out. One forward over [anchor, mask, mask ..] drafts a whole block.
+struct DFlash : Drafter {
+    std::vector<uint32_t> taps; // they rise; t is the residual stream after trunk block t - 1
+    float rms_eps;
+    float embedding_scale; // it scales the block's embeddings
+    float softcap; // it bounds logits; 0 means that nothing does
+    ggml_tensor *fc; // {n_taps*E, E}
+    ggml_tensor *hidden_norm; // {E}
+    std::vector<DFlashLayer> layers;
+    ggml_tensor *norm; // {E}
+    // Embedding {E, V} and output {E, rows of d2t or V} are the drafter's own, or the trunk's.
+    ggml_tensor *token_embd;
+    // {rows of output} I64: the target's token of each row; null means all of the vocabulary.
+    ggml_tensor *d2t;
+
+    void feed(Plain &g, const Seen &seen) const override;
+    void draft(Plain &g) const override;
+
+private:
+    Val attention(Val x, size_t il) const;
+};
 
 struct Found {
     const GgufFile &file;
@@ -244,29 +277,32 @@ void read_ends(WeightReader &r, const Found &f, const HParams &trunk, const Weig
     d.token_embd = d.token_embd == nullptr ? weights.token_embd : d.token_embd;
 }
 
-} // namespace
-
-bool is_dflash(const std::string &architecture) {
+// Says whether general.architecture is that of a DFlash drafter, in any of its layouts.
+bool is_dflash(const GgufFile &file) {
+    const std::string architecture = file.string("general.architecture");
     const std::string older = "dflash-draft", end = "-" + older;
     return architecture == "dflash" || architecture == older ||
            (architecture.size() > end.size() &&
             architecture.compare(architecture.size() - end.size(), end.size(), end) == 0);
 }
 
-std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HParams &trunk,
-                                    const Weights &weights) {
+std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams &trunk,
+                              const Weights &weights) {
     const Found f = {file, file.string("general.architecture")};
-    if (!is_dflash(f.arch)) {
+    if (!is_dflash(file)) {
         f.bad("architecture " + f.arch + " is not that of a DFlash drafter");
     }
     refuse_keys(f);
     check_target(f, trunk);
-    auto d = std::make_unique<DFlash>();
-    d->block_size = f.size("block_size", 65536);
-    if (d->block_size < 2 || d->block_size > MAX_ROWS) {
+    auto d = std::make_shared<DFlash>();
+    d->form = Form::independent;
+    d->reads = READS_TAPS;
+    d->n_block = f.size("block_size", 65536);
+    if (d->n_block < 2 || d->n_block > MAX_ROWS) {
         f.refuse(format("key %s is %u: luce drafts blocks of 2 to %d rows", f.key("block_size").c_str(),
-                        d->block_size, MAX_ROWS));
+                        d->n_block, MAX_ROWS));
     }
+    d->n_draft = d->n_block - 1;
     d->taps = read_taps(f, trunk.n_layer);
     d->mask_token = read_mask_token(f, trunk.n_vocab);
     d->rms_eps = float(file.number(f.key("attention.layer_norm_rms_epsilon")));
@@ -295,6 +331,7 @@ std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HP
         d->layers.push_back(read_layer(r, shape, E, FF, il));
         d->layers.back().causal = causal[il];
         d->layers.back().attention.shape.window = window[il];
+        d->kv.push_back(d->layers.back().attention.shape);
     }
     d->norm = r.f32(f.tensor({"output_norm.weight", "dflash.output_norm.weight", "dflash.norm.weight"}), {E});
     read_ends(r, f, trunk, weights, *d);
@@ -304,41 +341,40 @@ std::unique_ptr<DFlash> read_dflash(Model &model, const GgufFile &file, const HP
 
 // ---- graphs ----
 
-static KvLayer kv_of(const Plain &g, size_t il) {
-    return {g.cache.drafter_kv(il), KV_DRAFTER};
-}
-
-void feed_dflash(const DFlash &d, const std::vector<Val> &outputs) {
-    Val features = outputs[d.taps[0] - 1]; // {E, T}
-    for (size_t i = 1; i < d.taps.size(); i++) {
-        features = concat(features, outputs[d.taps[i] - 1]);
+void DFlash::feed(Plain &g, const Seen &seen) const {
+    Val features = (*seen.outputs)[taps[0] - 1]; // {E, T}
+    for (size_t i = 1; i < taps.size(); i++) {
+        features = concat(features, (*seen.outputs)[taps[i] - 1]);
     }
-    const Val f = named(own_rows(norm(matmul(features, d.fc), d.hidden_norm, d.rms_eps)), "dflash_features");
-    for (size_t il = 0; il < d.layers.size(); il++) {
-        write_kv(f, d.layers[il].attention, kv_of(*f.graph, il), d.rms_eps);
+    const Val f = named(own_rows(luce::norm(matmul(features, fc), hidden_norm, rms_eps)), "dflash_features");
+    for (size_t il = 0; il < layers.size(); il++) {
+        write_kv(f, layers[il].attention, kv_of(g, il), rms_eps);
     }
 }
 
 // Attention of a block's rows x, whose K and V lie behind the context's.
-static Val attention(Val x, const DFlash &d, size_t il) {
-    const DFlashLayer &layer = d.layers[il];
-    const Attention &w = layer.attention;
-    const Val cells = write_kv(x, w, kv_of(*x.graph, il), d.rms_eps);
-    const Val q = rope(head_norm(matmul(x, w.q), w.q_norm, d.rms_eps), w.shape); // {D*H, T}
-    return matmul(attend(q, cells, w.shape, !layer.causal), w.out);
+Val DFlash::attention(Val x, size_t il) const {
+    const Attention &w = layers[il].attention;
+    const Val cells = write_kv(x, w, kv_of(*x.graph, il), rms_eps);
+    const Val q = rope(head_norm(matmul(x, w.q), w.q_norm, rms_eps), w.shape); // {D*H, T}
+    return matmul(attend(q, cells, w.shape, !layers[il].causal), w.out);
 }
 
-void draft_dflash(Plain &g) {
-    const DFlash &d = *g.model.weights().drafter;
-    Val x = scale(embed(g, d.token_embd), d.embedding_scale); // {E, T}
-    for (size_t il = 0; il < d.layers.size(); il++) {
-        x = add(x, attention(norm(x, d.layers[il].attn_norm, d.rms_eps), d, il));
-        x = add(x, ffn(norm(x, d.layers[il].ffn_norm, d.rms_eps), d.layers[il].ffn));
+void DFlash::draft(Plain &g) const {
+    Val x = scale(embed(g, token_embd), embedding_scale); // {E, T}
+    for (size_t il = 0; il < layers.size(); il++) {
+        x = add(x, attention(luce::norm(x, layers[il].attn_norm, rms_eps), il));
+        x = add(x, ffn(luce::norm(x, layers[il].ffn_norm, rms_eps), layers[il].ffn));
     }
-    const Val own = softcap(matmul(norm(x, d.norm, d.rms_eps), d.output), d.softcap); // {rows of d2t or V, T}
-    g.logits = spread(own, d.d2t, g.model.hparams().n_vocab); // {V, T}
+    const Val own =
+        luce::softcap(matmul(luce::norm(x, norm, rms_eps), output), softcap); // {rows of d2t or V, T}
+    g.logits = spread(own, d2t, g.model.hparams().n_vocab); // {V, T}
     choose(g.logits, /*ahead=*/false);
     keep_best(g.logits);
 }
+
+} // namespace
+
+const DrafterKind DFLASH = {"dflash", "a DFlash drafter", is_dflash, read};
 
 } // namespace luce

@@ -1,27 +1,85 @@
-// The graphs of drafters: what a step of the target does for them, and their own steps.
+// A drafter proposes what may follow the anchor, on the device. A model has a list of them, and an engine a list of uses of
+// these: both loop over their lists, and know of a drafter what is said here. A new drafter is a row of the table in
+// drafter.cpp and has a file of its own.
 #pragma once
 
 #include "graph/plain.h"
+#include "model/weights.h"
 
 namespace luce {
 
+// What the candidates of a draft are (luce_form): a chain, each from those before it; a list for each depth, whatever was
+// chosen above; lists that depend on the candidate above.
+enum class Form { chain, independent, conditional };
+
+// What a drafter reads of the target's rows, in bits.
+enum Reads : uint8_t {
+    READS_HIDDEN = 1, // hidden rows after the output norm, which the cache keeps
+    READS_TAPS = 2, // what blocks of the trunk put out, in the target's step alone
+    READS_TARGET_KV = 4, // the trunk's KV of committed positions
+};
+
+// What the step of a target's rows, or a feed of rows that were committed, shows drafters.
+struct Seen {
+    Val before; // {E, T}: of each row the hidden row of the position before; of READS_HIDDEN
+    const std::vector<Val> *outputs; // {E, T} of each trunk block; of READS_TAPS
+};
+
+struct DrafterKind;
+
+struct Drafter {
+    // The row of the table that read it, and its place in the model's list.
+    const DrafterKind *kind = nullptr;
+    uint32_t index = 0;
+
+    Form form = Form::chain;
+    uint8_t reads = 0;
+    uint32_t n_draft = 0; // so many drafts of a round at most
+    // Rows of the step that drafts all at once: the anchor's and one a draft. 0: each draft is a step of one row.
+    uint32_t n_block = 0;
+    int32_t mask_token = 0; // of the rows of such a step but the anchor's
+    std::vector<AttentionShape> kv; // of each layer of its own that has KV
+    uint32_t first = 0; // its KV has no positions below
+    ggml_tensor *output = nullptr; // {E, ..}: its product over the vocabulary
+
+    virtual ~Drafter() = default;
+    virtual const Moe *moe() const { return nullptr; } // its experts, where it has any
+
+    // Writes its KV of the rows, in the target's step or a feed.
+    virtual void feed(Plain &g, const Seen &seen) const = 0;
+    // Its step: one row of each sequence, whose choice and hidden state are kept for the next draft, or a block of each.
+    virtual void draft(Plain &g) const = 0;
+
+    // It has KV which a verify of one row leaves to a feed: hidden rows are kept for that, taps are not.
+    bool lags() const { return (reads & READS_HIDDEN) != 0 && !kv.empty(); }
+    KvLayer kv_of(const Plain &g, size_t layer) const {
+        return {g.cache.drafter_kv(index)[layer], kv_owner(index), int32_t(first)};
+    }
+};
+
+struct DrafterKind {
+    const char *name; // "nextn", as luce.h names kinds
+    const char *title; // "a NextN head", in messages
+    bool (*holds)(const GgufFile &file); // whether a file of which nothing else is said holds such a drafter
+    // E_UNSUPPORTED names what luce does not implement. E_FILE names a key or tensor that is missing, or both values where
+    // the drafter does not fit the trunk.
+    std::shared_ptr<Drafter> (*read)(Model &model, const GgufFile &file, const HParams &trunk,
+                                     const Weights &weights);
+};
+
+// Returns the kind of this name (E_ARG: there is none), or with null the kind that the file holds.
+const DrafterKind &drafter_kind(const char *name, const GgufFile &file);
+// Says whether a file holds a drafter and no more, by its architecture, and which one: else null.
+const DrafterKind *drafter_alone(const GgufFile &file);
+
+// What a step of the target does for the engine's drafters: their KV of its rows is written, and hidden rows are kept.
+// `outputs` are of the trunk's blocks, h {E, T} the rows after the output norm. A verify of one row leaves drafters that
+// lag to a feed (engine/cache.h).
+void feed_drafters(const std::vector<Val> &outputs, Val h);
+// A feed of all drafters that lag.
+void feed_lagging(Plain &g);
+
 // Writes K and V of rows x {E, T} into their cells, without attention over them.
 Val write_kv(Val x, const Attention &w, const KvLayer &kv, float eps);
-
-// Keeps the hidden states h {E, T} of a target's rows, after its output norm, and writes the NextN head's KV rows: row p
-// comes from the hidden state at p - 1 and token p. A verify of one row leaves that to a feed (cache.h).
-void feed_nextn(const NextN &head, Val h);
-
-// A feed, or one link of the NextN chains of the step's sequences: a row each, whose choice and hidden state are
-// kept for the next link.
-void draft_nextn(Plain &g);
-
-// Computes the rows' context for a DFlash drafter: K and V of each of its layers, from what the trunk's
-// blocks put out (outputs[il] {E, T}).
-void feed_dflash(const DFlash &drafter, const std::vector<Val> &outputs);
-
-// Computes a block for each of the step's sequences, whose rows are [anchor, mask, mask ..]. The choices of
-// all rows are kept but the anchors'. Logits are of all rows, over the target's vocabulary.
-void draft_dflash(Plain &g);
 
 } // namespace luce

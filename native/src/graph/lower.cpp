@@ -203,7 +203,7 @@ ggml_tensor *Lowering::gate_of(Val gate) {
 OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_tensor *plan, int32_t layer) {
     const Attends &attends = std::get<Attends>(n.params);
     AttentionArgs a{};
-    a.first = attends.kv.owner == KV_HEAD; // its row 0 is nobody's
+    a.first = attends.kv.first;
     a.window = int32_t(attends.shape->window);
     a.max_pages = gpu ? int32_t(plain.cache.max_pages()) : 0;
     a.scale = attends.scale;

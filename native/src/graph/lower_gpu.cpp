@@ -130,10 +130,9 @@ protected:
         return t;
     }
 
-    // A drafter's block of rows that see each other has no such form.
+    // A drafter's block has no such form.
     bool packs_attention(const Node &n) const {
-        return (n.op == Op::attend || n.op == Op::gated_attend) && !plain.prefill() &&
-               std::get<Attends>(n.params).kv.owner != KV_DRAFTER;
+        return (n.op == Op::attend || n.op == Op::gated_attend) && !plain.prefill() && !plain.drafts_blocks();
     }
 
     // SwiGLU adds partial sums up where the product behind it leaves such sums too. A shared expert's does not, beside experts
@@ -350,8 +349,8 @@ protected:
 
     // ---- attention ----
 
-    // The plan of a trunk layer's attention is made once for all layers like it, ahead of them. A head's one layer
-    // has none: its blocks make it in less time than another kernel takes.
+    // The plan of a trunk layer's attention is made once for all layers like it, ahead of them. A drafter's few layers
+    // have none: their blocks make it in less time than another kernel takes.
     struct AttentionPlan {
         ggml_tensor *node;
         int32_t layers; // so many have taken it so far

@@ -18,21 +18,20 @@
 
 namespace luce {
 
-// prefill: rows of a prompt, without a choice. prefill_last: its last rows. verify: anchors and drafts. draft: a link of the
-// NextN head's chains; draft_part chooses among the first tokens of the vocabulary alone. block: a DFlash block. feed: the
-// NextN head's KV of committed rows.
-enum class StepKind { prefill, prefill_last, verify, draft, draft_part, block, feed };
+// prefill: rows of a prompt, without a choice. prefill_last: its last rows. verify: anchors and drafts. draft: a step of one
+// of the engine's drafters. feed: KV of committed rows, of the drafters that lag.
+enum class StepKind { prefill, prefill_last, verify, draft, feed };
 
-// Says whether a verify of so many rows writes their KV of the NextN head.
-inline bool feeds_head(int64_t rows) {
+// Says whether a verify of so many rows writes their KV of the drafters that lag.
+inline bool feeds_lagging(int64_t rows) {
     return rows > 1;
 }
 
-// A KvLayer says which layer's KV is meant: a trunk block's, a drafter's, or the NextN head's, which has no
-// row 0.
+// A KvLayer says which layer's KV is meant: a trunk block's, or a drafter's, which may have no positions below `first`.
 struct KvLayer {
     KvCells cells;
-    KvOwner owner;
+    int32_t owner;
+    int32_t first;
 };
 
 enum class Op : uint8_t {
@@ -64,7 +63,7 @@ enum class Op : uint8_t {
     last, // the last row alone
     own_rows, // x as rows of its own, which readers of many kinds share
     spread, // a drafter's logits at the target's tokens
-    keep_hidden, // the rows (of a prompt the last one) are kept for the NextN head
+    keep_hidden, // the rows (of a prompt the last one) are kept for drafters
     compute, // x is computed, whether or not anything reads it
     choose, // a token for each row
     keep_best, // the best candidates of each row go into the cache's lists
@@ -128,8 +127,9 @@ struct Node {
 
 class Plain {
 public:
-    Plain(const Model &of, const Cache &with, StepKind step, int64_t rows, int64_t cells, bool trial)
-        : model(of), cache(with), kind(step), T(rows), n_kv(cells), brief(trial) {}
+    Plain(const Model &of, const Cache &with, StepKind step, int64_t rows, int64_t cells, bool trial,
+          uint32_t by)
+        : model(of), cache(with), kind(step), T(rows), n_kv(cells), brief(trial), drafter(by) {}
     Plain(const Plain &) = delete;
     Plain &operator=(const Plain &) = delete;
 
@@ -139,8 +139,12 @@ public:
     const int64_t T; // it counts the step's rows
     const int64_t n_kv; // it counts the cells that a prefill's attention reads
     const bool brief; // of the layers of one kind it has the first alone
+    const uint32_t drafter; // of a draft: which of the engine's it is
 
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
+    const DrafterUse &use() const { return cache.params().drafters[drafter]; }
+    // Whether it drafts blocks, of rows after the anchor.
+    bool drafts_blocks() const { return kind == StepKind::draft && use().n_block > 0; }
     bool has_layer(uint32_t layer) const { return !brief || model.first_of_kind(layer); }
 
     // What stays readable after the step: logits {V, n} and the rows before the output norm {E, T}, and a

@@ -3,7 +3,7 @@
 #include "graph/qwen35.h"
 
 #include "cpu/experts.h"
-#include "graph/drafter.h"
+#include "graph/nextn.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -293,7 +293,7 @@ Block read_block(WeightReader &r, const Qwen35 &q, uint32_t il, bool recurrent) 
 NextN read_nextn(WeightReader &r, const Qwen35 &q, uint32_t il, const Weights &trunk) {
     const std::string p = "blk." + std::to_string(il) + ".nextn.";
     const int64_t E = q.hp.n_embd, V = q.hp.n_vocab;
-    NextN n{};
+    NextN n;
     n.block = read_block(r, q, il, false);
     n.rms_eps = q.hp.rms_eps;
     n.eh_proj = r.matrix(p + "eh_proj.weight", 2 * E, E);
@@ -377,7 +377,7 @@ Qwen35 read_head_shape(const GgufFile &file, const char *expected, const HParams
     return q;
 }
 
-std::unique_ptr<NextN> read_head(Model &model, const GgufFile &file, const HParams &trunk,
+std::shared_ptr<NextN> read_head(Model &model, const GgufFile &file, const HParams &trunk,
                                  const Weights &weights) {
     const Qwen35 q = read_head_shape(file, model.architecture().name, trunk);
     if (&file != &model.file()) { // the model's own file is checked with its trunk
@@ -393,7 +393,7 @@ std::unique_ptr<NextN> read_head(Model &model, const GgufFile &file, const HPara
         }
     }
     WeightReader reader(model, file);
-    return std::make_unique<NextN>(read_nextn(reader, q, q.hp.n_layer, weights));
+    return std::make_shared<NextN>(read_nextn(reader, q, q.hp.n_layer, weights));
 }
 
 } // namespace
@@ -450,7 +450,7 @@ static void build(Plain &g) {
             const Block &block = w.blocks[il];
             const Val y = norm(x, block.attn_norm, eps);
             x = add(x, block.attention() != nullptr
-                           ? attention(y, *block.attention(), {g.cache.kv(il), KV_TRUNK}, eps)
+                           ? attention(y, *block.attention(), {g.cache.kv(il), KV_TRUNK, 0}, eps)
                            : deltanet(y, *block.deltanet(), g.cache.delta(il), eps));
             x = add(x, feed_forward(norm(x, block.post_norm, eps), block));
             named(x, "l_out-" + std::to_string(il));
@@ -458,12 +458,7 @@ static void build(Plain &g) {
         outputs.push_back(x);
     }
     const Val h = norm(x, w.output_norm, eps);
-    if (g.cache.has_drafter()) {
-        feed_dflash(*w.drafter, outputs);
-    }
-    if (g.cache.has_head()) {
-        feed_nextn(*w.head, h);
-    }
+    feed_drafters(outputs, h);
     if (g.kind == StepKind::prefill) {
         compute(x);
         return;
@@ -476,7 +471,7 @@ static void build(Plain &g) {
     g.choice = choose(g.logits, /*ahead=*/true);
 }
 
-const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build, draft_nextn};
-const Architecture QWEN35MOE = {"qwen35moe", hparams, read_trunk, read_head, build, draft_nextn};
+const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build};
+const Architecture QWEN35MOE = {"qwen35moe", hparams, read_trunk, read_head, build};
 
 } // namespace luce

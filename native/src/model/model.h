@@ -109,46 +109,6 @@ struct Block {
     const Moe *moe() const { return std::get_if<Moe>(&ffn); }
 };
 
-// A NextN head is one attention block between its own norms and a language-model head.
-struct NextN {
-    Block block;
-    float rms_eps;
-    ggml_tensor *eh_proj; // {2E, E}  it multiplies [embedding, hidden]
-    ggml_tensor *enorm; // {E}
-    ggml_tensor *hnorm; // {E}
-    ggml_tensor *norm; // {E}  it is shared_head_norm, or the trunk's output_norm
-    ggml_tensor *output; // {E, V}  it is shared_head_head, or the trunk's output
-    ggml_tensor *token_embd; // {E, V}  it is embed_tokens, or the trunk's
-};
-
-// A layer of a DFlash drafter has attention without a gate, over context rows and the block.
-struct DFlashLayer {
-    Attention attention; // q is {E, D*H}
-    bool causal; // it says whether a block's rows see only those before them, or all of the block
-    ggml_tensor *attn_norm; // {E}
-    ggml_tensor *ffn_norm; // {E}
-    Ffn ffn;
-};
-
-// DFlash is a block-diffusion drafter. The keys and values of committed positions come from what the trunk's
-// layers in `taps` put out. One forward over [anchor, mask, mask ..] drafts a whole block.
-struct DFlash {
-    uint32_t block_size; // a block's rows are the anchor and block_size - 1 drafts
-    int32_t mask_token;
-    std::vector<uint32_t> taps; // they rise; t is the residual stream after trunk block t - 1
-    float rms_eps;
-    float embedding_scale; // it scales the block's embeddings
-    float softcap; // it bounds logits; 0 means that nothing does
-    ggml_tensor *fc; // {n_taps*E, E}
-    ggml_tensor *hidden_norm; // {E}
-    std::vector<DFlashLayer> layers;
-    ggml_tensor *norm; // {E}
-    ggml_tensor *token_embd; // {E, V}  it is the drafter's own, or the trunk's
-    ggml_tensor *output; // {E, rows of d2t or V}  it is the drafter's own, or the trunk's
-    // {rows of output} I64: the target's token of each row; null means all of the vocabulary.
-    ggml_tensor *d2t;
-};
-
 struct HParams {
     uint32_t n_vocab = 0; // V
     uint32_t n_embd = 0; // E
@@ -158,13 +118,14 @@ struct HParams {
     float rms_eps = 0;
 };
 
+struct Drafter; // drafter.h defines it
+
 struct Weights {
     ggml_tensor *token_embd; // {E, V}
     ggml_tensor *output_norm; // {E}
     ggml_tensor *output; // {E, V}; it is token_embd where the file ties them
     std::vector<Block> blocks;
-    std::unique_ptr<NextN> head; // it is null where none was asked for
-    std::unique_ptr<DFlash> drafter; // it is null where none was asked for
+    std::vector<std::shared_ptr<const Drafter>> drafters; // as they were asked for
 };
 
 struct ContextFree {
@@ -188,15 +149,19 @@ inline Context new_context(size_t n_bytes) {
 
 struct Architecture; // architecture.h defines it
 
+// The file that a drafter is read from, which may be the model's own, and its kind (drafter.h): null is what the file says.
+struct DrafterFile {
+    std::shared_ptr<GgufFile> file;
+    const char *kind;
+};
+
 class Model {
 public:
     // Reads hyperparameters and checks every tensor's presence, shape and type, and touches no weight. The
-    // model can then build graphs, for measuring, but it cannot run until load(). The NextN head is taken
-    // from the file `head`, which may be `file` itself or null. `drafter` is a DFlash drafter's file or null.
-    // Both must fit the trunk. The experts of the first n_cpu_experts layers stay in host memory; E_ARG says
-    // that there are fewer such layers.
-    static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
-                                           std::shared_ptr<GgufFile> drafter, const Device &device,
+    // model can then build graphs, for measuring, but it cannot run until load(). The drafters must fit the trunk.
+    // The experts of the first n_cpu_experts layers stay in host memory; E_ARG says that there are fewer such layers.
+    static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file,
+                                           const std::vector<DrafterFile> &drafters, const Device &device,
                                            uint32_t n_cpu_experts = 0);
 
     // Places the weights. A CPU uses them in the mapping, and a GPU has them uploaded. progress gets 0..1,
@@ -234,7 +199,7 @@ private:
     void place_mapped(bool all);
 
     std::shared_ptr<GgufFile> file_;
-    std::shared_ptr<GgufFile> head_file_, drafter_file_;
+    std::vector<std::shared_ptr<GgufFile>> drafter_files_; // without the model's own
     const Device *device_ = nullptr;
     const Architecture *architecture_ = nullptr;
     HParams hp_;

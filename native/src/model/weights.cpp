@@ -2,6 +2,7 @@
 #include "model/weights.h"
 
 #include "graph/architecture.h"
+#include "graph/drafter.h"
 #include "step/host_experts.h"
 
 #ifdef LUCE_USE_CUDA
@@ -240,8 +241,8 @@ const float *WeightReader::take_scales(const std::string &weight, int64_t n) {
     return found;
 }
 
-std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shared_ptr<GgufFile> head,
-                                       std::shared_ptr<GgufFile> drafter, const Device &device,
+std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
+                                       const std::vector<DrafterFile> &drafters, const Device &device,
                                        uint32_t n_cpu_experts) {
     auto model = std::make_shared<Model>();
     model->device_ = &device;
@@ -264,23 +265,31 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
     for (const GgufTensor &t : trunk.tensors()) {
         model->n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
     }
-    // Two may be tied: the trunk's, the drafter's.
-    const size_t n_tensors = trunk.tensors().size() + (head ? head->tensors().size() : 0) +
-                             (drafter ? drafter->tensors().size() : 0) + 2;
+    if (drafters.size() > MAX_DRAFTERS) {
+        fail(LUCE_E_ARG, "a model has at most %d drafters, got %zu", MAX_DRAFTERS, drafters.size());
+    }
+    size_t n_tensors = trunk.tensors().size() + 1; // of each file one may be tied
+    for (const DrafterFile &drafter : drafters) {
+        n_tensors += drafter.file->tensors().size() + 1;
+    }
     model->context_ = new_context(ggml_tensor_overhead() * n_tensors);
     WeightReader reader(*model, trunk);
     model->weights_ = model->architecture_->read_trunk(reader, hp);
-    if (head) {
-        if (model->architecture_->read_head == nullptr) {
-            fail(LUCE_E_UNSUPPORTED, "%s: luce has no NextN heads of %s", head->path().c_str(),
-                 model->architecture_->name);
+    for (const DrafterFile &from : drafters) {
+        const DrafterKind &kind = drafter_kind(from.kind, *from.file);
+        const std::shared_ptr<Drafter> drafter = kind.read(*model, *from.file, hp, model->weights_);
+        drafter->kind = &kind;
+        drafter->index = uint32_t(model->weights_.drafters.size());
+        model->weights_.drafters.push_back(drafter);
+        std::vector<std::shared_ptr<GgufFile>> &files = model->drafter_files_;
+        if (from.file != model->file_ && std::find(files.begin(), files.end(), from.file) == files.end()) {
+            files.push_back(from.file);
         }
-        model->weights_.head = model->architecture_->read_head(*model, *head, hp, model->weights_);
-        model->head_file_ = std::move(head);
-    }
-    if (drafter) {
-        model->weights_.drafter = read_dflash(*model, *drafter, hp, model->weights_);
-        model->drafter_file_ = std::move(drafter);
+#ifdef LUCE_USE_CUDA
+        if (drafter->moe() != nullptr) {
+            check_moe(device, from.file->path().c_str(), *drafter->moe());
+        }
+#endif
     }
     model->find_kinds();
     for (const Block &block : model->weights_.blocks) {
@@ -297,9 +306,6 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file, std::shar
         if (block.moe() != nullptr) {
             check_moe(device, trunk.path().c_str(), *block.moe());
         }
-    }
-    if (model->weights_.head && model->weights_.head->block.moe() != nullptr) {
-        check_moe(device, model->head_file_->path().c_str(), *model->weights_.head->block.moe());
     }
 #endif
     return model;
@@ -360,8 +366,9 @@ std::string Model::arithmetic() const {
 uint64_t Model::largest_layer_matrix() const {
     int64_t largest = 0;
     for (const auto &[tensor, source] : tensors_) {
-        const bool output = tensor == weights_.output || (weights_.head && tensor == weights_.head->output) ||
-                            (weights_.drafter && tensor == weights_.drafter->output);
+        const auto is_output = [tensor = tensor](const auto &drafter) { return tensor == drafter->output; };
+        const bool output = tensor == weights_.output ||
+                            std::any_of(weights_.drafters.begin(), weights_.drafters.end(), is_output);
         if (!output && is_packed(tensor) && matrices_of(tensor).n == 1) { // experts have ops of their own
             largest = std::max(largest, ggml_nelements(tensor));
         }
@@ -404,10 +411,11 @@ void Model::place_packed() {
 // Places tensors where the files are mapped: all, or experts that stay in host memory.
 void Model::place_mapped(bool all) {
     std::vector<const Mapping *> parts;
-    for (const GgufFile *file :
-         {file_.get(), head_file_ == file_ ? nullptr : head_file_.get(), drafter_file_.get()}) {
-        for (size_t i = 0; file != nullptr && i < file->parts().size(); i++) {
-            parts.push_back(file->parts()[i].get());
+    std::vector<std::shared_ptr<GgufFile>> files = drafter_files_;
+    files.insert(files.begin(), file_);
+    for (const std::shared_ptr<GgufFile> &file : files) {
+        for (const auto &part : file->parts()) {
+            parts.push_back(part.get());
         }
     }
     for (const Mapping *part : parts) {

@@ -20,10 +20,11 @@ namespace luce {
 // experts, and a step over them would read fewer weights than one over a text.
 void Step::run_trial(const StepShape &shape) {
     const Region::Host h = shape.kind == StepKind::verify ? verify_host() : in_.of(shape.kind).host(0);
-    const bool follows = shape.kind == StepKind::verify;
+    const bool follows = shape.kind == StepKind::verify, drafts = shape.kind == StepKind::draft;
+    const uint32_t n_block = drafts ? params_.cache.drafters[shape.drafter].n_block : 0;
+    const bool chains = drafts && n_block == 0;
     const uint32_t per_sequence = shape.kind == StepKind::verify  ? params_.cache.n_rows
-                                  : shape.draft()                 ? 1
-                                  : shape.kind == StepKind::block ? params_.cache.n_block
+                                  : shape.kind == StepKind::draft ? std::max(n_block, 1u)
                                                                   : shape.rows;
     memset(static_cast<void *>(h.ctl), 0, sizeof(StepCtl));
     for (uint32_t row = 0; row < shape.rows; row++) {
@@ -34,17 +35,17 @@ void Step::run_trial(const StepShape &shape) {
         seq.n_replay = follows; // pending[0] is 0
         seq.row0 = int32_t(row - i);
         seq.n_rows = int32_t(i + 1);
-        seq.n_past = shape.draft() || follows ? 1 : 0; // the head has no row 0
+        seq.n_past = chains || follows ? 1 : 0; // a chain's drafter may have no row 0
         seq.pages = int32_t(index);
         h.pages[index] = int32_t(index % params_.cache.n_pages);
         h.ctl->n_seqs = int32_t(index + 1);
         tried_ += 2654435761u; // this is 2^32 divided by the golden ratio, and so far from those before
         h.tokens[row] = int32_t(uint64_t(tried_) * model_.hparams().n_vocab >> 32);
         h.positions[row] = seq.n_past + int32_t(i);
-        h.hidden_from[row] = cache_.has_head() ? cache_.hidden_zero() : 0;
-        h.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
+        h.hidden_from[row] = cache_.keeps_hidden() ? cache_.hidden_zero() : 0;
+        h.hidden_to[row] = cache_.keeps_hidden() ? cache_.hidden_unused() : 0;
         if (row == 0 || !shape.prefill()) {
-            const bool keeps = shape.draft() || (shape.kind == StepKind::block && i > 0);
+            const bool keeps = chains || (drafts && i > 0);
             const int32_t entry = cache_.draft_entry(int32_t(index), i > 0 ? int32_t(i) - 1 : 0);
             h.ctl->rows[row] = {int32_t(index), i == 0 ? -1 : int32_t(row) - 1, h.positions[row],
                                 keeps ? entry : -1};
@@ -54,16 +55,11 @@ void Step::run_trial(const StepShape &shape) {
     switch (shape.kind) {
         case StepKind::verify: verify(shape.rows, shape.rows, h.ctl->n_seqs); break;
         case StepKind::draft:
-        case StepKind::draft_part:
-            draft(shape.rows, 0, uint32_t(h.ctl->n_seqs), shape.kind == StepKind::draft_part);
+            draft(shape.drafter, shape.rows, 0, uint32_t(h.ctl->n_seqs));
             synchronize();
             break;
         case StepKind::feed:
             feed(shape.rows, 0, uint32_t(h.ctl->n_seqs));
-            synchronize();
-            break;
-        case StepKind::block:
-            block(shape.rows, 0, uint32_t(h.ctl->n_seqs));
             synchronize();
             break;
         default: // every position lies in the first page, which is enough to run
@@ -88,16 +84,6 @@ static double on_line(const std::map<uint32_t, double> &timed, uint32_t width) {
     const double slope = (above->second - below->second) / double(above->first - below->first);
     const bool beyond = width > above->first; // there, what noise makes fall is taken as level
     return above->second + (beyond ? std::max(slope, 0.0) : slope) * (double(width) - double(above->first));
-}
-
-static uint32_t drafts_of(StepKind kind) { // it returns luce_cost.drafts of such steps
-    switch (kind) {
-        case StepKind::draft: return 1;
-        case StepKind::block: return 2;
-        case StepKind::draft_part: return 3;
-        case StepKind::feed: return 4;
-        default: return 0;
-    }
 }
 
 namespace {
@@ -135,7 +121,7 @@ std::vector<uint32_t> widths_to_time(uint32_t most) {
 void Step::try_all() {
     brief_ = true;
     run_trial(largest_steps(params_.cache)[0]); // this is a prefill
-    const std::vector<StepShape> shapes = step_shapes(params_.cache);
+    const std::vector<StepShape> shapes = step_shapes(cache_);
     for (auto shape = shapes.rbegin(); shape != shapes.rend(); ++shape) { // the widest comes first
         run_trial(*shape);
     }
@@ -145,13 +131,20 @@ void Step::try_all() {
 
 void Step::time_all() {
     const bool gpu = model_.device().gpu;
-    const auto width_of = [&](const StepShape &shape) {
-        return shape.kind == StepKind::block ? shape.rows / params_.cache.n_block : shape.rows;
+    const auto rows_of = [&](const StepShape &shape) { // of each sequence of a draft
+        return std::max(params_.cache.drafters[shape.drafter].n_block, 1u);
     };
-    std::map<uint32_t, Kind> kinds; // its key is luce_cost.drafts
-    const std::vector<StepShape> shapes = step_shapes(params_.cache);
+    const auto width_of = [&](const StepShape &shape) {
+        return shape.kind == StepKind::draft ? shape.rows / rows_of(shape) : shape.rows;
+    };
+    const auto step_of = [&](const StepShape &shape) { // it returns luce_cost.step
+        const uint32_t n = uint32_t(params_.cache.drafters.size());
+        return shape.kind == StepKind::verify ? 0 : shape.kind == StepKind::draft ? 1 + shape.drafter : 1 + n;
+    };
+    std::map<uint32_t, Kind> kinds; // its key is luce_cost.step
+    const std::vector<StepShape> shapes = step_shapes(cache_);
     for (const StepShape &shape : shapes) {
-        kinds[drafts_of(shape.kind)].shapes.push_back(shape);
+        kinds[step_of(shape)].shapes.push_back(shape);
     }
     const auto time = [&](Kind &kind, const StepShape &shape) {
         double best = 1e30;
@@ -167,18 +160,18 @@ void Step::time_all() {
         for (const StepShape &shape : shapes) {
             launching_ = false;
             run_trial(shape);
-            for (uint32_t links = 2;
-                 shape.draft() && shape.rows == 1 && has_chains() && links <= params_.cache.n_draft;
-                 links++) {
-                draft_chain(links, shape.kind == StepKind::draft_part);
+            const bool chains = shape.kind == StepKind::draft && shape.rows == 1 && has_chains();
+            const uint32_t longest = chains ? params_.cache.drafters[shape.drafter].n_draft : 0;
+            for (uint32_t links = 2; links <= longest; links++) {
+                draft_chain(shape.drafter, links);
             }
             launching_ = true;
-            time(kinds[drafts_of(shape.kind)], shape);
+            time(kinds[step_of(shape)], shape);
         }
     } else {
         run_trial(shapes[0]); // the weights come from the file
         const auto began = Clock::now();
-        for (auto &[drafts, kind] : kinds) {
+        for (auto &[step, kind] : kinds) {
             for (const uint32_t width : widths_to_time(width_of(kind.shapes.back()))) {
                 // It takes half a second in all, or as long as a dozen steps take, and times two widths of
                 // each kind at least.
@@ -191,11 +184,11 @@ void Step::time_all() {
             }
         }
     }
-    for (const auto &[drafts, kind] : kinds) {
+    for (const auto &[step, kind] : kinds) {
         uint32_t rows = 1;
         for (const StepShape &shape : kind.shapes) {
             for (; rows <= width_of(shape); rows++) {
-                costs_.push_back({rows, drafts, float(on_line(kind.timed, width_of(shape)))});
+                costs_.push_back({rows, step, float(on_line(kind.timed, width_of(shape)))});
             }
         }
     }

@@ -129,13 +129,14 @@ void Batch::add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n
     }
 }
 
-void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i) {
+void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i,
+                      uint32_t drafter) {
     const int32_t index = h_.ctl->n_seqs, entry = cache_.draft_entry(line.slot(), int32_t(i));
     SeqCtl &seq = add_sequence(line, choice, 1);
     seq.n_past += int32_t(i); // what the chain has written so far counts as committed
     if (i > 0) {
-        seq.n_new = int32_t(i) + seq.n_move_head;
-        seq.n_move_head = 0;
+        seq.n_new = int32_t(i) + seq.n_move(kv_owner(drafter));
+        seq.moves &= ~(1u << kv_owner(drafter));
     }
     h_.ctl->rows[seq.row0] = {index, -1, seq.n_past, entry};
     h_.tokens[seq.row0] = i == 0 ? anchor : -1 - (entry - 1);
@@ -144,13 +145,14 @@ void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anc
     h_.hidden_to[seq.row0] = cache_.hidden_draft(line.slot());
 }
 
-void Batch::add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, int32_t mask) {
+void Batch::add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t n,
+                      int32_t mask) {
     const int32_t index = h_.ctl->n_seqs;
-    const SeqCtl &seq = add_sequence(line, choice, cache_.params().n_block);
+    const SeqCtl &seq = add_sequence(line, choice, n);
     for (int32_t i = 0; i < seq.n_rows; i++) {
         const int32_t row = seq.row0 + i, position = seq.n_past + i;
         h_.ctl->rows[row] = {index, i == 0 ? -1 : row - 1, position,
-                             i == 0 ? -1 : cache_.block_entry(line.slot(), i - 1)};
+                             i == 0 ? -1 : cache_.draft_entry(line.slot(), i - 1)};
         h_.tokens[row] = i == 0 ? anchor : mask;
         h_.positions[row] = position;
         h_.hidden_from[row] = h_.hidden_to[row] = 0;
@@ -176,8 +178,8 @@ void Batch::fill_up(uint32_t width) {
         h_.ctl->rows[row] = {-1, -1, 0, -1};
         h_.tokens[row] = 0;
         h_.positions[row] = 0;
-        h_.hidden_from[row] = cache_.has_head() ? cache_.hidden_zero() : 0;
-        h_.hidden_to[row] = cache_.has_head() ? cache_.hidden_unused() : 0;
+        h_.hidden_from[row] = cache_.keeps_hidden() ? cache_.hidden_zero() : 0;
+        h_.hidden_to[row] = cache_.keeps_hidden() ? cache_.hidden_unused() : 0;
     }
 }
 
@@ -193,7 +195,7 @@ uint32_t fill_prefill(Region::Host h, const Timeline &line, const ChoiceCtl &cho
         h.positions[i] = int32_t(line.n_past() + i);
     }
     h.hidden_from[0] = line.hidden();
-    h.hidden_to[0] = cache.has_head() ? line.next_hidden(0) : 0;
+    h.hidden_to[0] = cache.keeps_hidden() ? line.next_hidden(0) : 0;
     return add_pages(h, line, 0);
 }
 

@@ -53,23 +53,21 @@ struct EngineParams {
     uint32_t n_threads;
 };
 
-// Returns how many sequences' blocks fit into a step.
-uint32_t blocks_at_once(const CacheParams &params);
+// Returns of how many sequences one step of a drafter may draft.
+uint32_t drafted_at_once(const CacheParams &params, const DrafterUse &use);
 
-// An engine has one region for each kind of step. The verifies that may be under way have a mirror each, and so have a
-// draft's links, its steps of blocks, and the feeds of each sequence.
+// An engine has one region for each kind of step. The verifies that may be under way have a mirror each, and so have the
+// steps of a draft, whichever drafter's, and the feeds of each sequence.
 struct Regions {
-    Region prefill, verify, draft, feed, block;
+    Region prefill, verify, draft, feed;
     Regions(const Cache &cache, const EngineParams &params);
     // Counts bytes on the device, of those regions that the engine has.
     uint64_t size(const Cache &cache) const;
     Region &of(StepKind kind) {
         switch (kind) {
             case StepKind::verify: return verify;
-            case StepKind::draft:
-            case StepKind::draft_part: return draft;
+            case StepKind::draft: return draft;
             case StepKind::feed: return feed;
-            case StepKind::block: return block;
             default: return prefill;
         }
     }
@@ -85,12 +83,12 @@ public:
     // debts alone.
     void add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n, const int32_t *parents,
                     const int32_t *tokens);
-    // Adds row i of a draft's chain, at n_past + i. Its token is the anchor or the draft before.
-    void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i);
-    // Adds a DFlash block after what is committed: [anchor, mask, mask ..]. Each row's choice but the
-    // anchor's is kept.
-    void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, int32_t mask);
-    // Adds the committed rows that the NextN head has not seen.
+    // Adds row i of a chain by one of the model's drafters, at n_past + i. Its token is the anchor or the draft before.
+    void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i,
+                   uint32_t drafter);
+    // Adds a block of n rows after what is committed: [anchor, mask, mask ..]. Each row's choice but the anchor's is kept.
+    void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t n, int32_t mask);
+    // Adds the committed rows that drafters which lag have not seen.
     void add_unseen(const Timeline &line);
     // Adds rows that only fill the step's width.
     void fill_up(uint32_t width);

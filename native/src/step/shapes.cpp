@@ -42,25 +42,51 @@ static uint32_t most_rows(const CacheParams &p) {
     return std::min(uint32_t(MAX_ROWS), p.n_rows * p.n_sequences);
 }
 
-std::vector<StepShape> step_shapes(const CacheParams &p) {
+uint32_t drafted_at_once(const CacheParams &p, const DrafterUse &use) {
+    return std::min(uint32_t(MAX_ROWS) / std::max(use.n_block, 1u), p.n_sequences);
+}
+
+// The most rows of one step of a drafter, and the most steps that a draft of all sequences takes.
+static uint32_t rows_of_draft(const CacheParams &p, const DrafterUse &use) {
+    return drafted_at_once(p, use) * std::max(use.n_block, 1u);
+}
+
+static uint32_t steps_of_draft(const CacheParams &p, const DrafterUse &use) {
+    return use.n_block == 0 ? use.n_draft : (p.n_sequences - 1) / drafted_at_once(p, use) + 1;
+}
+
+static uint32_t most_of_draft(const CacheParams &p, uint32_t (*of)(const CacheParams &, const DrafterUse &)) {
+    uint32_t most = 1;
+    for (const DrafterUse &use : p.drafters) {
+        most = std::max(most, of(p, use));
+    }
+    return most;
+}
+
+std::vector<StepShape> step_shapes(const Cache &cache) {
+    const CacheParams &p = cache.params();
     std::vector<StepShape> shapes;
-    const auto add = [&](StepKind kind, uint32_t most) {
+    const auto add = [&](StepKind kind, uint32_t most, uint32_t drafter) {
         for (uint32_t rows = 1; rows <= most; rows++) {
             if (row_bucket(rows, most) == rows) {
-                shapes.push_back({kind, rows, 0});
+                shapes.push_back({kind, rows, 0, false, drafter});
             }
         }
     };
-    add(StepKind::verify, most_rows(p));
-    add(StepKind::draft, p.n_draft > 0 ? p.n_sequences : 0);
-    add(StepKind::draft_part, p.n_part > 0 ? p.n_sequences : 0);
-    for (uint32_t rows = 1; p.n_draft > 0 && rows <= p.n_rows; rows++) {
+    add(StepKind::verify, most_rows(p), 0);
+    for (uint32_t i = 0; i < p.drafters.size(); i++) {
+        const uint32_t n_block = p.drafters[i].n_block;
+        if (n_block == 0) {
+            add(StepKind::draft, p.n_sequences, i);
+        }
+        for (uint32_t n = 1; n_block > 0 && n <= drafted_at_once(p, p.drafters[i]); n++) {
+            shapes.push_back({StepKind::draft, n * n_block, 0, false, i});
+        }
+    }
+    for (uint32_t rows = 1; cache.lagging() != 0 && rows <= p.n_rows; rows++) {
         if (feed_bucket(rows, p.n_rows) == rows) {
             shapes.push_back({StepKind::feed, rows, 0});
         }
-    }
-    for (uint32_t n = 1; n <= blocks_at_once(p); n++) {
-        shapes.push_back({StepKind::block, n * p.n_block, 0});
     }
     return shapes;
 }
@@ -69,11 +95,8 @@ std::vector<StepShape> largest_steps(const CacheParams &p) {
     std::vector<StepShape> shapes = {
         {StepKind::prefill_last, std::min(p.n_chunk, p.n_ctx), kv_bucket(p.n_ctx)},
         {StepKind::verify, most_rows(p), 0}};
-    if (p.n_draft > 0) {
-        shapes.push_back({StepKind::draft, p.n_sequences, 0});
-    }
-    if (p.n_block > 0) {
-        shapes.push_back({StepKind::block, blocks_at_once(p) * p.n_block, 0});
+    for (uint32_t i = 0; i < p.drafters.size(); i++) {
+        shapes.push_back({StepKind::draft, rows_of_draft(p, p.drafters[i]), 0, false, i});
     }
     return shapes;
 }
@@ -98,10 +121,10 @@ uint32_t Step::verify_width(uint32_t rows) const {
     return row_bucket(std::max(rows, 1u), most_rows(params_.cache));
 }
 
-StepShape Step::verify_shape(uint32_t rows, bool moves_head) const {
-    const StepShape shape = {StepKind::verify, verify_width(rows), 0};
-    return moves_head && !shape.feeds_head() ? StepShape{StepKind::verify, verify_width(shape.rows + 1), 0}
-                                             : shape;
+StepShape Step::verify_shape(uint32_t rows, uint32_t moves) const {
+    const uint32_t width = verify_width(rows);
+    const bool widens = (moves & cache_.lagging()) != 0 && !feeds_lagging(width);
+    return {StepKind::verify, widens ? verify_width(width + 1) : width, 0};
 }
 
 uint32_t Step::draft_width(uint32_t sequences) const {
@@ -115,19 +138,13 @@ uint32_t Step::feed_width(uint32_t rows) const {
 Regions::Regions(const Cache &cache, const EngineParams &p)
     : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1),
       verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), MAX_ENQUEUED),
-      draft(p.cache.n_sequences, p.cache.n_sequences * cache.max_pages(), std::max(p.cache.n_draft, 1u)),
-      feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences),
-      block(std::max(blocks_at_once(p.cache) * p.cache.n_block, 1u),
-            blocks_at_once(p.cache) * cache.max_pages(),
-            (p.cache.n_sequences - 1) / std::max(blocks_at_once(p.cache), 1u) + 1) {}
-
-uint32_t blocks_at_once(const CacheParams &p) {
-    return p.n_block == 0 ? 0 : std::min(uint32_t(MAX_ROWS) / p.n_block, p.n_sequences);
-}
+      draft(most_of_draft(p.cache, rows_of_draft), p.cache.n_sequences * cache.max_pages(),
+            most_of_draft(p.cache, steps_of_draft)),
+      feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences) {}
 
 uint64_t Regions::size(const Cache &cache) const {
-    return prefill.size() + verify.size() + (cache.has_head() ? draft.size() + feed.size() : 0) +
-           (cache.has_drafter() ? block.size() : 0);
+    return prefill.size() + verify.size() + (cache.drafters().empty() ? 0 : draft.size()) +
+           (cache.lagging() != 0 ? feed.size() : 0);
 }
 
 void Step::Graph::drop_capture() {
@@ -152,8 +169,11 @@ void Step::Graph::move_inputs(ptrdiff_t bytes) {
 }
 
 static size_t most_nodes(const Model &model, const Cache &cache) {
-    const size_t n_drafter = cache.has_drafter() ? model.weights().drafter->layers.size() : 0;
-    return 64 * (model.hparams().n_layer + n_drafter + 2) + 64;
+    size_t n_layer = model.hparams().n_layer;
+    for (const Drafter *drafter : cache.drafters()) {
+        n_layer += drafter->kv.size() + 1;
+    }
+    return 64 * (n_layer + 1) + 64;
 }
 
 // A graph's nodes take so much of the host's memory.
@@ -173,11 +193,11 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     ggml_context *ctx = g->context.get();
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
     g->inputs = in.tensors(ctx, shape.rows);
-    Plain plain(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief);
-    if (shape.head()) {
-        model.architecture().build_draft(plain);
-    } else if (shape.kind == StepKind::block) {
-        draft_dflash(plain);
+    Plain plain(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief, shape.drafter);
+    if (shape.kind == StepKind::draft) {
+        model.weights().drafters[plain.use().drafter]->draft(plain);
+    } else if (shape.kind == StepKind::feed) {
+        feed_lagging(plain);
     } else {
         model.architecture().build_step(plain);
     }
@@ -200,8 +220,7 @@ bool is_light(const ggml_tensor *node) {
 }
 
 void Step::Graph::log_ops() const {
-    static const char *const KINDS[] = {"prefill",         "prefill", "verify", "draft",
-                                        "draft of a part", "block",   "feed"};
+    static const char *const KINDS[] = {"prefill", "prefill", "verify", "draft", "feed"};
     std::map<std::string, int> ours, ggmls;
     for (int i = 0; i < ggml_graph_n_nodes(nodes); i++) {
         const ggml_tensor *node = ggml_graph_node(nodes, i);
@@ -244,7 +263,7 @@ void Step::reserve(const StepShape &largest) {
 }
 
 void Step::build_all() {
-    for (const StepShape &shape : step_shapes(params_.cache)) {
+    for (const StepShape &shape : step_shapes(cache_)) {
         const Graph &step = graph(shape);
         if (is_logged()) {
             step.log_ops();
@@ -259,7 +278,7 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     const GraphAllocator galloc = new_graph_allocator(model.device());
     uint64_t n_nodes = 0, work = 0;
     std::vector<StepShape> shapes = sizing_steps(params.cache);
-    for (const StepShape &shape : step_shapes(params.cache)) { // a step of fewer rows can take more
+    for (const StepShape &shape : step_shapes(cache)) { // a step of fewer rows can take more
         shapes.push_back(shape);
     }
     if (model.device().gpu) { // a trial of a few layers can take more, too
@@ -289,11 +308,13 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
         constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(416) << 20;
         // A link of a chain has a few nodes.
         constexpr uint64_t LINK_NODES = 64;
-        const uint64_t links = params.cache.n_draft * uint64_t(params.cache.n_draft + 1) / 2;
-        sizes.other =
-            (step_shapes(params.cache).size() * n_nodes + links * LINK_NODES) * BYTES_PER_NODE + POOLS;
+        uint64_t links = 0;
+        for (const DrafterUse &use : params.cache.drafters) {
+            links += use.n_block > 0 ? 0 : use.n_draft * uint64_t(use.n_draft + 1) / 2;
+        }
+        sizes.other = (step_shapes(cache).size() * n_nodes + links * LINK_NODES) * BYTES_PER_NODE + POOLS;
     } else { // its memory holds the graphs too, one of a prefill, what places them, and what ggml works in
-        sizes.other = (step_shapes(params.cache).size() + 2) * node_bytes(most_nodes(model, cache)) + work;
+        sizes.other = (step_shapes(cache).size() + 2) * node_bytes(most_nodes(model, cache)) + work;
     }
     return sizes;
 }

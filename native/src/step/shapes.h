@@ -34,7 +34,7 @@ bool is_empty(const ggml_tensor *node);
 bool is_light(const ggml_tensor *node);
 
 // Returns all widths of verifies and of drafts, ascending.
-std::vector<StepShape> step_shapes(const CacheParams &params);
+std::vector<StepShape> step_shapes(const Cache &cache);
 // Returns each kind at its largest, over a full context.
 std::vector<StepShape> largest_steps(const CacheParams &params);
 // Returns graphs whose memory bounds that of every step. ggml's planning of a graph is not quite monotone: a

@@ -51,12 +51,11 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
 #endif
     in_.prefill.allocate(model.device());
     in_.verify.allocate(model.device());
-    if (cache.has_head()) {
+    if (!cache.drafters().empty()) {
         in_.draft.allocate(model.device());
-        in_.feed.allocate(model.device());
     }
-    if (cache.has_drafter()) {
-        in_.block.allocate(model.device());
+    if (cache.lagging() != 0) {
+        in_.feed.allocate(model.device());
     }
     if (const Moe *moe = model.in_ram(); moe != nullptr && model.device().gpu) {
         const uint32_t rows =
@@ -68,7 +67,7 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
         for (Event &event : ended_) {
             event = make_event(model.device());
         }
-        if (cache.has_head() || cache.has_drafter()) {
+        if (!cache.drafters().empty()) {
             beside_ = make_backend(model.device(), 1);
             beside_ended_ = make_event(model.device());
         }
@@ -380,39 +379,25 @@ void Step::mark_end(uint32_t number) {
     }
 }
 
-Region::Host Step::draft_host(uint32_t link) {
-    if (link == 0) { // an earlier draft may still be read
+Region::Host Step::draft_host(uint32_t index) {
+    if (index == 0) { // an earlier draft may still be read
         wait_for_drafts();
     }
-    return in_.draft.host(link);
+    return in_.draft.host(index);
 }
 
-Region::Host Step::block_host(uint32_t index) {
-    if (index == 0) {
-        wait_for_drafts();
-    }
-    return in_.block.host(index);
-}
-
-void Step::draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part) {
-    Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, width, 0});
+void Step::draft(uint32_t drafter, uint32_t rows, uint32_t index, uint32_t n_pages) {
+    Graph &g = graph({StepKind::draft, rows, 0, false, drafter});
     drafting_ = true;
-    in_.draft.send(backend_.get(), link, n_pages);
+    in_.draft.send(backend_.get(), index, n_pages);
     compute(g);
 }
 
-void Step::draft_chain(uint32_t links, bool part) {
-    Graph &g = graph({part ? StepKind::draft_part : StepKind::draft, 1, 0});
+void Step::draft_chain(uint32_t drafter, uint32_t links) {
+    Graph &g = graph({StepKind::draft, 1, 0, false, drafter});
     drafting_ = true;
     in_.draft.send_chain(backend_.get(), links);
     compute(g, links);
-}
-
-void Step::block(uint32_t rows, uint32_t index, uint32_t n_pages) {
-    Graph &g = graph({StepKind::block, rows, 0});
-    drafting_ = true;
-    in_.block.send(backend_.get(), index, n_pages);
-    compute(g);
 }
 
 void Step::feed(uint32_t width, uint32_t slot, uint32_t n_pages) {

@@ -29,16 +29,13 @@ struct StepShape {
     uint32_t rows;
     uint32_t n_kv; // it counts the cells of a prefill, in buckets
     bool brief = false; // it is a trial of one layer of each kind
+    uint32_t drafter = 0; // of a draft: which of the engine's it is
 
     bool operator<(const StepShape &o) const {
-        return std::tie(kind, rows, n_kv, brief) < std::tie(o.kind, o.rows, o.n_kv, o.brief);
+        return std::tie(kind, rows, n_kv, brief, drafter) <
+               std::tie(o.kind, o.rows, o.n_kv, o.brief, o.drafter);
     }
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
-    bool head() const { return draft() || kind == StepKind::feed; } // it runs the NextN head alone
-    bool draft() const { return kind == StepKind::draft || kind == StepKind::draft_part; }
-    // A verify writes its rows' KV of the NextN head and moves what lies elsewhere there; one of a single row leaves the
-    // head alone (Debts).
-    bool feeds_head() const { return kind == StepKind::verify && luce::feeds_head(rows); }
 };
 
 struct StepSizes {
@@ -70,17 +67,17 @@ public:
 
     // Returns the width that a step of `rows` rows, or a draft of so many sequences, really has.
     uint32_t verify_width(uint32_t rows) const;
-    // The narrowest verify of so many rows; with `moves_head` it is one that feeds the head and so moves its KV.
-    StepShape verify_shape(uint32_t rows, bool moves_head) const;
+    // The narrowest verify of so many rows. Where a drafter that lags is among the owners that have KV to move, it is one
+    // that feeds these and so moves their KV.
+    StepShape verify_shape(uint32_t rows, uint32_t moves) const;
     uint32_t draft_width(uint32_t sequences) const;
     uint32_t feed_width(uint32_t rows) const;
 
-    // For each kind of step, fill the region and then run. Draft links have a mirror each, and draft_host()
+    // For each kind of step, fill the region and then run. The steps of a draft have a mirror each, and draft_host()
     // waits where an earlier draft may still be read.
     Region::Host prefill_host() { return in_.prefill.host(0); }
     Region::Host verify_host() { return in_.verify.host(turn_); }
-    Region::Host draft_host(uint32_t link);
-    Region::Host block_host(uint32_t index);
+    Region::Host draft_host(uint32_t index);
     // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
     Region::Host feed_host(int32_t slot) { return in_.feed.host(uint32_t(slot)); }
 
@@ -102,16 +99,14 @@ public:
     void fetch_logits(uint32_t first, uint32_t n) {
         fetched_next_ |= (n < 64 ? (uint64_t(1) << n) - 1 : ~uint64_t(0)) << first;
     }
-    // Enqueues one link of the chains of a draft, without waiting. With `part` it chooses among n_part
-    // tokens.
-    void draft(uint32_t width, uint32_t link, uint32_t n_pages, bool part);
-    // Enqueues a feed of the NextN head, without waiting.
+    // Enqueues a step of one of the engine's drafters, the index-th of a draft, without waiting: a link of chains, or
+    // blocks.
+    void draft(uint32_t drafter, uint32_t rows, uint32_t index, uint32_t n_pages);
+    // Enqueues a feed of the drafters that lag, without waiting.
     void feed(uint32_t width, uint32_t slot, uint32_t n_pages);
     // Enqueues all links of one sequence's chain at once, where has_chains(): nothing of the host's comes between them.
-    void draft_chain(uint32_t links, bool part);
+    void draft_chain(uint32_t drafter, uint32_t links);
     bool has_chains() const { return model_.device().gpu && model_.in_ram() == nullptr; }
-    // Enqueues a step of DFlash blocks, the index-th of a draft, without waiting.
-    void block(uint32_t rows, uint32_t index, uint32_t n_pages);
 
     // Returns the results of the last prefill, or of the verify of this number. Logits are valid until the next step of
     // any kind.

@@ -5,6 +5,7 @@
 #include "pretended.h"
 
 #include "graph/architecture.h"
+#include "graph/drafter.h"
 #include "ops/moe.h"
 #include "step/host_experts.h"
 #include "step/shapes.h"
@@ -49,9 +50,11 @@ void place_cache(const Cache &cache, const Model &model) {
         put(cache.delta(il).window, "window." + layer);
         put(cache.delta(il).log, "log." + layer);
     }
-    cells(cache.head_kv(), "head_kv");
-    for (size_t il = 0; cache.has_drafter() && il < model.weights().drafter->layers.size(); il++) {
-        cells(cache.drafter_kv(il), "drafter_kv." + std::to_string(il));
+    for (const Drafter *drafter : cache.drafters()) {
+        for (size_t il = 0; il < drafter->kv.size(); il++) {
+            const std::string name = drafter->n_block == 0 ? "head_kv" : "drafter_kv." + std::to_string(il);
+            cells(cache.drafter_kv(drafter->index)[il], name);
+        }
     }
     put(cache.rowmm_scratch(), "rowmm_scratch");
     put(cache.gemm_scratch(), "gemm_scratch");
@@ -119,14 +122,22 @@ std::string params_of(const ggml_tensor *node, int first) {
     return text;
 }
 
-const char *const KINDS[] = {"prefill", "prefill_last", "verify", "draft", "draft_part", "block", "feed"};
+const char *const KINDS[] = {"prefill", "prefill_last", "verify", "draft", "feed"};
+
+std::string kind_of(const StepShape &shape, const Cache &cache) {
+    if (shape.kind != StepKind::draft) {
+        return KINDS[int(shape.kind)];
+    }
+    const DrafterUse &use = cache.params().drafters[shape.drafter];
+    return use.n_block > 0 ? "block" : use.n_part > 0 ? "draft_part" : "draft";
+}
 
 struct Lists {
     std::ofstream launches, nodes;
 };
 
-void write_step(const Model &model, const Cache &cache, Regions &regions, RamStage &ram, const StepShape &shape,
-                Lists &to) {
+void write_step(const Model &model, const Cache &cache, Regions &regions, RamStage &ram,
+                const StepShape &shape, Lists &to) {
     const void *const ram_memory = ram.pinned_ ? ggml_backend_buffer_get_base(ram.pinned_.get()) : nullptr;
     const auto graph = Step::Graph::build(model, cache, regions.of(shape.kind), shape);
     const GraphAllocator galloc = new_graph_allocator(model.device());
@@ -149,7 +160,7 @@ void write_step(const Model &model, const Cache &cache, Regions &regions, RamSta
         place_node(node, name);
     }
 
-    std::string title = std::string("== ") + KINDS[int(shape.kind)] + " of " + std::to_string(shape.rows) + " rows";
+    std::string title = "== " + kind_of(shape, cache) + " of " + std::to_string(shape.rows) + " rows";
     title += shape.prefill() ? " over " + std::to_string(shape.n_kv) + " cells" : "";
     title += shape.brief ? ", brief" : "";
     to.launches << title << "\n";
@@ -180,7 +191,8 @@ void write_step(const Model &model, const Cache &cache, Regions &regions, RamSta
         pretended::allow(allowed);
         OpCall call;
         op->bind(node, call);
-        if (const int error = op->on_team || op->to_team ? ram.enqueue(node, nullptr) : op->cuda(call, nullptr);
+        if (const int error =
+                op->on_team || op->to_team ? ram.enqueue(node, nullptr) : op->cuda(call, nullptr);
             error != 0) {
             fail(LUCE_E_DEVICE, "%s: %d", op->name, error);
         }
@@ -206,20 +218,17 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
         shapes.push_back({StepKind::verify, rows, 0});
     }
     shapes.push_back({StepKind::verify, 1, 0, true});
-    if (cache.has_head()) {
-        for (const uint32_t rows : {1u, 2u, 4u}) {
-            shapes.push_back({StepKind::draft, rows, 0});
-        }
-        for (const uint32_t rows : {1u, 4u}) {
-            shapes.push_back({StepKind::draft_part, rows, 0});
-        }
-        for (const uint32_t rows : {1u, 8u}) {
-            shapes.push_back({StepKind::feed, rows, 0});
+    for (uint32_t i = 0; i < p.drafters.size(); i++) {
+        const DrafterUse &use = p.drafters[i];
+        for (uint32_t n = 1; n <= drafted_at_once(p, use); n++) {
+            if (use.n_block > 0 || n == 1 || n == 4 || (n == 2 && use.n_part == 0)) {
+                shapes.push_back({StepKind::draft, n * std::max(use.n_block, 1u), 0, false, i});
+            }
         }
     }
-    if (cache.has_drafter()) {
-        for (uint32_t n = 1; n <= blocks_at_once(p); n++) {
-            shapes.push_back({StepKind::block, n * p.n_block, 0});
+    for (const uint32_t rows : {1u, 8u}) {
+        if (cache.lagging() != 0) {
+            shapes.push_back({StepKind::feed, rows, 0});
         }
     }
     return shapes;
@@ -228,9 +237,20 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
 void run(const std::string &out, const std::string &path) {
     const Device &device = find_device("cuda:0");
     const auto file = GgufFile::open(path);
-    const auto drafter = options.count("drafter") ? GgufFile::open(options["drafter"]) : nullptr;
-    const auto model = Model::describe(file, option("head") ? file : nullptr, drafter, device,
-                                       uint32_t(option("cpu_experts")));
+    std::vector<DrafterFile> drafters;
+    std::vector<DrafterUse> uses;
+    if (option("head")) {
+        drafters.push_back({file, "nextn"});
+        uses = {{0, 3, 0, 0}, {0, 3, 256, 0}};
+    }
+    if (options.count("drafter")) {
+        drafters.push_back({GgufFile::open(options["drafter"]), "dflash"});
+    }
+    const auto model = Model::describe(file, drafters, device, uint32_t(option("cpu_experts")));
+    if (options.count("drafter")) {
+        const Drafter &drafter = *model->weights().drafters.back();
+        uses.push_back({drafter.index, drafter.n_draft, 0, drafter.n_block});
+    }
     for (auto &[tensor, source] : model->tensors_) {
         put(tensor, tensor->name);
     }
@@ -241,17 +261,14 @@ void run(const std::string &out, const std::string &path) {
     c.n_sequences = 4;
     c.n_rows = 16;
     c.n_chunk = 2048;
-    c.n_draft = option("head") ? 3 : 0;
-    c.n_part = option("head") ? 256 : 0;
-    c.n_block = drafter ? model->weights().drafter->block_size : 0;
+    c.drafters = uses;
     c.n_top = uint32_t(option("top"));
     c.kv_type = ggml_type(option("kv_type"));
     c.rowmm_scratch = uint64_t(launch_scratch_bytes());
     c.gemm_scratch = model->largest_layer_matrix() * 2;
     c.n_pages = c.max_pages() * c.n_sequences;
     params.n_threads = 1;
-    const Cache cache(model->weights(), model->hparams(), model->weights().head.get(),
-                      model->weights().drafter.get(), c);
+    const Cache cache(model->weights(), model->hparams(), c);
     place_cache(cache, *model);
     Regions regions(cache, params);
     Team team(1);
