@@ -13,7 +13,7 @@ MAX_ROWS = 64
 PAGE = 256
 HEAD, ROW, CHOICE = 4, 4, 8
 # They count int32 values of StepCtl before its rows, of a RowCtl and of a SeqCtl.
-SEQ = 10 + MAX_ROWS + CHOICE
+SEQ = 12 + MAX_ROWS + CHOICE
 SIZE = HEAD + MAX_ROWS * (ROW + SEQ)
 UNUSED = -77  # No op may rely on it.
 
@@ -73,7 +73,7 @@ def step_ctl(*seqs: Seq) -> np.ndarray:
         moves = seq.move | seq.move_head << 1
         debts = n if seq.replay or moves else 0, moves
         parts[i, :9] = seq.slot, seq.fresh, row0, n_rows, seq.n_past, seq.bank, *debts, seq.pages
-        parts[i, 10 : 10 + n] = seq.pending
+        parts[i, 12 : 12 + n] = seq.pending
         parts[i, -CHOICE:] = choice_ctl(seq.sampling)
         for r, (parent, depth) in enumerate(zip(seq.parents, seq.depths(), strict=True)):
             keep = seq.keep[r] if seq.keep else -1

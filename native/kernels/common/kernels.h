@@ -44,6 +44,7 @@ struct SeqCtl {
     // So many of the positions before n_past have KV of the drafter that links of the same graph write or move: no
     // launch may read them before it has waited for what is ahead of it.
     int32_t n_new;
+    int32_t reserved[2]; // pending is aligned to 16 bytes
     // pending has the rows of the last verify that were accepted, counted from that verify's first row of
     // this sequence, in commit order: pending[i] >= i. They are committed positions n_past - n_replay .. n_past - 1.
     int32_t pending[MAX_ROWS];
