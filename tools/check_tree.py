@@ -35,6 +35,8 @@ SHARED = {PurePosixPath("native/kernels/common"), PurePosixPath("tests/cuda/emul
 
 # An architecture NAME has native/src/graph/NAME.cpp, and NAME.h, which the table of them includes.
 ARCHITECTURE_TABLE, PRE_TOKENIZERS = "native/src/graph/architecture.cpp", "luce/files/bpe.py"
+# The table of drafters includes theirs in the same way. What goes over their list names none.
+DRAFTER_TABLE, OVER_DRAFTERS = "native/src/graph/drafter.cpp", ("native/src/engine/", "native/src/step/")
 _INCLUDED = re.compile(r'^#include "graph/(\w+)\.h"', re.MULTILINE)
 
 Breach = tuple[str, int, str]  # It has the path, the line, and what is wrong there.
@@ -119,15 +121,26 @@ def check_architecture(name: str, text: str, architectures: set[str]) -> Iterato
                 yield name, number, f"{architecture} outside its own files: see {ARCHITECTURE_TABLE}"
 
 
+def check_drafters(name: str, text: str, drafters: set[str]) -> Iterator[Breach]:
+    """Finds names of drafters in the engine and its steps."""
+    for number, line in enumerate(text.splitlines() if name.startswith(OVER_DRAFTERS) else (), 1):
+        if found := [drafter for drafter in sorted(drafters) if drafter in line.lower()]:
+            yield name, number, f"{found[0]} where all drafters are a list: see {DRAFTER_TABLE}"
+
+
 # ---- all -------------------------------------------------------------------------------------------
+
+
+def included(table: Path) -> set[str]:
+    """Returns the names that a table's file includes the headers of."""
+    found = _INCLUDED.findall(table.read_text(encoding="utf-8")) if table.exists() else []
+    return set(found) - {table.stem}
 
 
 def check_tree(root: Path) -> list[Breach]:
     breaches: list[Breach] = []
     names = tree_files(root)
-    table = root / ARCHITECTURE_TABLE
-    included = _INCLUDED.findall(table.read_text(encoding="utf-8")) if table.exists() else []
-    architectures = set(included) - {table.stem}
+    architectures, drafters = (included(root / table) for table in (ARCHITECTURE_TABLE, DRAFTER_TABLE))
     for name in names:
         breaches += check_names(name)
         suffix = PurePosixPath(name).suffix
@@ -137,6 +150,7 @@ def check_tree(root: Path) -> list[Breach]:
         if suffix in C_SUFFIXES:
             breaches += check_c(name, text)
         breaches += check_architecture(name, text, architectures)
+        breaches += check_drafters(name, text, drafters)
     return breaches
 
 

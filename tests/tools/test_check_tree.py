@@ -88,6 +88,18 @@ def test_an_architecture_is_named_in_its_own_files_and_the_table(tmp_path):
     assert found == [("luce/files/probe.py", 1), ("native/src/step/step.cpp", 2)]
 
 
+def test_the_engine_and_its_steps_name_no_drafter(tmp_path):
+    files = {
+        "native/src/graph/drafter.cpp": '#include "graph/eagle.h"\nauto row = EAGLE;\n',
+        "native/src/graph/eagle.cpp": "int eagle;\n",
+        "native/src/abi/library.cpp": "int drafter;\n",
+    }
+    assert breaches(tmp_path, files) == []
+    bad = {"native/src/step/step.cpp": "\nint n_EAGLE;\n", "native/src/engine/round.h": "// an Eagle head\n"}
+    found = [(path, at) for path, at, _ in breaches(tmp_path, bad)]
+    assert found == [("native/src/engine/round.h", 1), ("native/src/step/step.cpp", 2)]
+
+
 def test_exit_status_and_report(tmp_path, capsys):
     assert breaches(tmp_path, {"luce/a.py": ""}) == []
     assert check_tree.main([str(tmp_path)]) == 0

@@ -203,7 +203,8 @@ __global__ void __launch_bounds__(WARPS *LANES, 1)
         bool any = false; // it counts sequences that have no row here too
         for (int half = 0; half < MAX_ROWS; half += LANES) {
             const int i = half + lane, s = i < a.T ? a.ctl->rows[i].seq : -1;
-            moving |= uint64_t(__ballot_sync(~0u, s >= 0 && a.ctl->seqs[max(s, 0)].n_move(a.owner) > 0)) << half;
+            moving |= uint64_t(__ballot_sync(~0u, s >= 0 && a.ctl->seqs[max(s, 0)].n_move(a.owner) > 0))
+                      << half;
             any = __any_sync(~0u, i < a.ctl->n_seqs && a.ctl->seqs[i].n_move(a.owner) > 0) || any;
         }
         all = any && blockIdx.y == 0;

@@ -1,6 +1,5 @@
 #include "graph/architecture.h"
 
-#include "graph/drafter.h"
 #include "graph/qwen35.h"
 
 namespace luce {

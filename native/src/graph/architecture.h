@@ -2,8 +2,7 @@
 // architecture is a row of the table in architecture.cpp and has a file of its own.
 #pragma once
 
-#include "graph/plain.h"
-#include "model/weights.h"
+#include "graph/drafter.h"
 
 namespace luce {
 

@@ -219,8 +219,13 @@ bool is_light(const ggml_tensor *node) {
     return values < WORTH_SHARING;
 }
 
-void Step::Graph::log_ops() const {
+void Step::Graph::log_ops(const CacheParams &params) const {
     static const char *const KINDS[] = {"prefill", "prefill", "verify", "draft", "feed"};
+    const char *kind = KINDS[int(shape.kind)];
+    if (shape.kind == StepKind::draft) {
+        const DrafterUse &use = params.drafters[shape.drafter];
+        kind = use.n_block > 0 ? "block" : use.n_part > 0 ? "draft of a part" : kind;
+    }
     std::map<std::string, int> ours, ggmls;
     for (int i = 0; i < ggml_graph_n_nodes(nodes); i++) {
         const ggml_tensor *node = ggml_graph_node(nodes, i);
@@ -237,8 +242,7 @@ void Step::Graph::log_ops() const {
         }
         return text;
     };
-    log(0, "a %s of %u rows: %s, of ggml: %s", KINDS[int(shape.kind)], shape.rows, listed(ours).c_str(),
-        listed(ggmls).c_str());
+    log(0, "a %s of %u rows: %s, of ggml: %s", kind, shape.rows, listed(ours).c_str(), listed(ggmls).c_str());
 }
 
 // Asks first, since ggml aborts on an op that a device does not have.
@@ -266,7 +270,7 @@ void Step::build_all() {
     for (const StepShape &shape : step_shapes(cache_)) {
         const Graph &step = graph(shape);
         if (is_logged()) {
-            step.log_ops();
+            step.log_ops(params_.cache);
         }
     }
 }

@@ -24,7 +24,7 @@ struct Step::Graph {
     static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
                                         const StepShape &shape);
     // Tells the log the ops that do something: "a verify of 1 rows: deltanet 3, rowmm 6, of ggml: GET_ROWS 1".
-    void log_ops() const;
+    void log_ops(const CacheParams &params) const;
 };
 
 // Says whether a node waits for nothing: ggml does nothing for it.

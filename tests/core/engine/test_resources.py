@@ -32,7 +32,7 @@ from luce.speculate.costs import Costs
 # ---- seconds
 
 
-def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, device: str) -> None:
+def test_costs_are_listed_by_steps_and_rows(native: Library, model: Model, device: str) -> None:
     """Each number of rows costs what the width costs that a step of them gets."""
     engine = open_engine(model, n_rows=5, n_draft=4, n_sequences=4)
     ffi, lib, n = native.ffi, native.lib, native.ffi.new("uint32_t *")
@@ -41,9 +41,9 @@ def test_costs_are_listed_by_drafts_and_rows(native: Library, model: Model, devi
     listed, n[0] = ffi.new("luce_cost[]", count + 1), count + 1
     native.check(lib.luce_engine_costs(engine.handle, listed, n))
     assert n[0] == count
-    found = [(cost.drafts, cost.rows) for cost in listed[0:count]]
-    most = {0: 20, 1: 4, 4: 5}  # A feed has at most as many rows as a sequence has in a step.
-    assert found == [(drafts, rows) for drafts, n in most.items() for rows in range(1, n + 1)]
+    found = [(cost.step, cost.rows) for cost in listed[0:count]]
+    most = {0: 20, 1: 4, 2: 5}  # A feed has at most as many rows as a sequence has in a step.
+    assert found == [(step, rows) for step, n in most.items() for rows in range(1, n + 1)]
     assert all(0 < cost.seconds < 60 for cost in listed[0:count])
     seconds = [cost.seconds for cost in listed[0:20]]
     widths = [[11, 12], [13, 14, 15, 16], [17, 18, 19, 20]]  # Steps are as wide as the last of each.
