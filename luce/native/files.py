@@ -101,7 +101,7 @@ def _model_params(
 def engine_params(library: Library, params: EngineParams, kinds: Sequence[str | None]) -> Params:
     """Returns `params` as luce_engine_params, for a model with drafters of these kinds."""
     fields: dict[str, Any] = dict(vars(params))
-    asked = [*_asked(*(fields.pop(name) for name in ("n_draft", "n_part", "blocks")), kinds), *params.drafters]
+    asked = [*_asked(fields.pop("n_draft"), fields.pop("n_part"), fields.pop("blocks"), kinds), *params.drafters]
     kv_type = fields.pop("kv_type")
     name = library.ffi.NULL if kv_type is None else library.ffi.new("char[]", kv_type.encode())
     listed = library.ffi.new("luce_drafter_params[]", max(len(asked), 1))
