@@ -92,7 +92,7 @@ class Range:
     def holds(self, value: object) -> bool:
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
-        number = float(value)
+        number = int(value) if self.whole else float(value)  # type: ignore[call-overload, arg-type]
         above = number > self.low if "low" in self.open else number >= self.low
         below = number < self.high if "high" in self.open else number <= self.high
         return above and below and math.isfinite(number)

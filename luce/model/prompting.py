@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from luce.decode.request import Request
-from luce.errors import ArgumentError, ContextFull, about
+from luce.errors import ArgumentError, ContextFull, UnsupportedError, about
 from luce.model.defaults import penalties_of, sampling_of
 from luce.model.loaded import Loaded
 from luce.model.options import Chosen, How, chosen
@@ -91,7 +91,9 @@ class Prompting:
             raise ArgumentError(f"tool_choice is {tool_choice}, and there are no tools")
         held = Held(declared, tool_choice, constraint=_constraint(schema, options))
         shown = [] if tool_choice == "none" else declared
-        ids = self.messages(messages, shown, {} if think is None else {"enable_thinking": bool(think)})
+        ids = self.messages(messages, shown, {} if think is None else {"enable_thinking": think})
+        if think is not None and ids == self.messages(messages, shown, {"enable_thinking": not think}):
+            raise UnsupportedError(f"think is {think}, and the chat template has nothing to turn thinking on and off")
         thinks = ends_in_thoughts(self._tokenizer, ids)
         return Asked(self._request(ids, options, held, thinks), held.parser(thinks))
 
