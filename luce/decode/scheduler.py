@@ -20,7 +20,7 @@ from luce.decode.events import Event, Failed, Finished, State
 from luce.decode.generation import Generation, Prefixes
 from luce.decode.loop import MAX_ROWS, Loop
 from luce.decode.request import Request
-from luce.errors import Busy, Cancelled, InternalError, LuceError
+from luce.errors import Busy, Cancelled, InternalError, LuceError, OutOfMemory
 from luce.native.structs import PAGE
 
 RETRY_S = 0.01  # What failed is followed by such a pause.
@@ -66,7 +66,9 @@ def put_all(happened: Happened) -> None:
         job.put(events)
 
 
-def _defect(error: Exception) -> InternalError:
+def _defect(error: Exception) -> LuceError:
+    if isinstance(error, MemoryError):
+        return OutOfMemory("out of memory")
     return InternalError(f"{type(error).__name__}: {error}")
 
 
@@ -143,6 +145,10 @@ class Scheduler:
             if job in self._waiting:
                 self._waiting.remove(job)
                 self._hand_over({job: [Failed(error, State.IDLE)]})
+
+    def interrupt(self) -> None:
+        """Ends all jobs that run, after the engine's present step at most. A signal handler may call it."""
+        self._loop.cancel()
 
     def stop(self) -> None:
         """Ends all jobs soon, and takes no more. A signal handler may call it, so it takes no lock."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from luce.decode.engine import Engine
-from luce.decode.scheduler import Happened, Scheduler, put_all
+from luce.decode.events import Event, Failed, Finished
+from luce.decode.request import Request
+from luce.decode.scheduler import Happened, Job, Scheduler, put_all
 from luce.native import Progress
 from luce.planning.opened import Files
 from luce.planning.plan import Options
-from luce.prompts.cache import PrefixCache
-from luce.prompts.disk import DiskCache
-from luce.prompts.turns import RULE
 from luce.text.grammar import Grammars
+
+if TYPE_CHECKING:  # Who keeps no beginnings imports none of these, nor numpy.
+    import asyncio
+
+    from luce.prompts.cache import PrefixCache
+    from luce.prompts.disk import DiskCache
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,8 @@ class Loaded:
                 Engine.open(files, options, progress, prompt, new, keep_drafters=keep)
             )
             self.info, self.tokenizer, self.facts = self.engine.info, files.tokenizer, files.facts
-            self.cache = None
-            if self.info.n_checkpoints:
-                disk = _disk(self.engine, files, settings)
-                host = settings.host_bytes
-                host = _free_memory() // 4 if host is None else host
-                self.cache = PrefixCache(self.engine.native, self.tokenizer, host, disk)
+            self.cache = _cache(self.engine, files, settings) if self.info.n_checkpoints else None
+            if self.cache:
                 opened.callback(self.cache.close)
             self.scheduler = Scheduler(
                 self.engine, self.cache, settings.max_waiting, settings.prefill_share, hand_over, owner
@@ -76,6 +78,10 @@ class Loaded:
         """Compiles grammars. Raises UnsupportedError where luce[grammar] is not installed."""
         return Grammars(self.tokenizer)
 
+    def run(self, request: Request) -> Running:
+        """Begins with a request, of which nothing else waits for a place."""
+        return Running(self.scheduler, request)
+
     def close(self) -> None:
         """Ends what runs, then frees everything; a second call does nothing."""
         self._opened.close()
@@ -87,11 +93,42 @@ class Loaded:
         self.close()
 
 
+class Running:
+    """Yields the events of one request, up to exactly one Finished or Failed, to the thread that asked."""
+
+    def __init__(self, scheduler: Scheduler, request: Request):
+        self._scheduler, self._events = scheduler, SimpleQueue[list[Event]]()
+        self._job = Job(request, self._events.put)
+        scheduler.submit(self._job)
+
+    def __iter__(self) -> Iterator[Event]:
+        last: Event | None = None
+        while not isinstance(last, (Finished, Failed)):
+            for last in self._events.get():
+                yield last
+
+    def cancel(self) -> None:
+        """Ends the request, and all others that run, after the engine's present step at most. A signal handler
+        may call it."""
+        self._job.cancelled = True
+        self._scheduler.interrupt()
+
+
+def _cache(engine: Engine, files: Files, settings: Settings) -> PrefixCache:
+    from luce.prompts.cache import PrefixCache
+
+    host = _free_memory() // 4 if settings.host_bytes is None else settings.host_bytes
+    return PrefixCache(engine.native, files.tokenizer, host, _disk(engine, files, settings))
+
+
 def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
     """Returns the folder of this file's checkpoints. There is one for each way in which they differ."""
     if settings.cache_dir is None:
         return None
     layout = [(tensor.name, tensor.type, tensor.shape) for tensor in files.file.tensors]
+    from luce.prompts.disk import DiskCache
+    from luce.prompts.turns import RULE
+
     plan = engine.plan
     key = [
         files.file.info.size_bytes,

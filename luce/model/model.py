@@ -23,12 +23,12 @@ from luce.model.prompting import Asked, Message, Prompting, Schema, tool_of
 from luce.model.stream import Stream
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, SPECS, Options, require_supported
-from luce.prompts.cache import Pin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from luce.native import Progress
+    from luce.prompts.cache import Pin
 
 Text = str | Sequence[int]  # A prompt: a text, or token ids.
 Batch = list[str] | list[list[int]]  # Several.

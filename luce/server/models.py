@@ -16,6 +16,7 @@ from luce.errors import Cancelled, DeviceError, LuceError, OutOfMemory, about
 from luce.model.defaults import penalties_of, sampling_of, with_defaults
 from luce.model.loaded import Loaded, Settings, in_thread_of
 from luce.planning.opened import Files
+from luce.prompts.cache import PrefixCache
 from luce.server.ask import Ask, Refused, TooLong
 from luce.server.lanes import GRAMMARS, LARGE, MESSAGE, SHORT, Lane, fitting
 from luce.text.conversation import ordered
@@ -59,7 +60,8 @@ class Served:
             )
             if cancelled():
                 raise Cancelled("loading was cancelled")
-            self.engine, self.cache, self.scheduler = loaded.engine, loaded.cache, loaded.scheduler
+            self.cache: PrefixCache | None = loaded.cache
+            self.engine, self.scheduler = loaded.engine, loaded.scheduler
             self.info, self.tokenizer, self.facts = loaded.info, loaded.tokenizer, loaded.facts
             self.grammars = loaded.grammars
             self.lanes = (Lane("luce-prompts", SHORT), *LARGE)
