@@ -7,16 +7,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class LuceError(Exception):
-    """This is any failure that luce reports. str() gives one line, and `code` is the luce_status that it
-    stands for. `concerns` names what a remedy would have to give ("nextn_head", "chat_template", ...), so
-    that the caller can say how to ask for it."""
+class Error(Exception):
+    """Any failure that luce reports. str() gives one line, and `code` is the
+    luce_status that it stands for. `concerns` names what a remedy would have to give ("nextn_head",
+    "chat_template", ...), so that the caller can say how to ask for it."""
 
     code = 10
 
     def __init__(self, message: str = "", concerns: str | None = None):
         super().__init__(message)
         self.concerns = concerns
+
+
+LuceError = Error  # luce's own modules know it by this name.
 
 
 class ArgumentError(LuceError):
@@ -71,6 +74,14 @@ class DeviceError(LuceError):
     """The device or its driver failed."""
 
     code = 9
+
+
+class Busy(LuceError):
+    """As many requests wait as may. After `retry_after` seconds one of them should have ended."""
+
+    def __init__(self, message: str = "", concerns: str | None = None, retry_after: int = 0):
+        super().__init__(message, concerns)
+        self.retry_after = retry_after
 
 
 class TemplateFailed(LuceError):

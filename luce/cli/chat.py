@@ -39,9 +39,9 @@ from luce.files.tokenizer import NFC_SHRINKS
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
 from luce.prompts.cache import PrefixCache
-from luce.text.parser import END_THINK, THINK, Parser
+from luce.text.parser import END_THINK, Parser
 from luce.text.pieces import Reasoning, Text
-from luce.text.prompt import BoundedTemplate, chat_template, prompt_ids, thinks
+from luce.text.prompt import BoundedTemplate, chat_template, ends_in_thoughts, prompt_ids, thinks
 
 HELP = """\
 /help          this
@@ -227,7 +227,7 @@ class Talk:
         ids = prompt_ids(self._template, tokenizer, [*system, *self._messages], enable_thinking=self._think)
         if len(ids) >= self._engine.info.n_ctx:
             raise ContextFull(f"{len(ids)} tokens were said, a context of {self._engine.info.n_ctx}")
-        parser = Parser(reasoning=tokenizer.decode(ids[-8:], special=True).rstrip().endswith(THINK))
+        parser = Parser(reasoning=ends_in_thoughts(tokenizer, ids))
         thought, text, finished = "", "", None
         with CtrlC() as ctrl_c, quiet_keys():
             ctrl_c.on_press = self._engine.cancel

@@ -40,11 +40,11 @@ from luce.cli.options import (
 from luce.cli.sampling_options import CHOICES, grammar_of, penalties_of
 from luce.cli.terminal import Display, devices_text, facts_text, printable, tensors_text
 from luce.cli.writer import Writer
-from luce.decode.engine import Engine
 from luce.decode.request import Request
 from luce.errors import ContextFull, FileError, LuceError, about
 from luce.files.probe import probe
 from luce.files.tokenizer import NFC_SHRINKS
+from luce.model.loaded import Loaded, Settings
 from luce.planning.memory import fits
 from luce.planning.opened import Files
 from luce.planning.plan import Options, require_supported
@@ -174,15 +174,18 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         display.spin("loading the model")
         request = make_request(files, prompt_of(files, text, most, flags), flags)
         asked, n_prompt = options_of(flags), len(request.prompt)
-        engine = opened.enter_context(
-            Engine.open(files, asked, display.loading, n_prompt, request.max_tokens)
-        )
+        how = Settings(asked), display.loading, n_prompt, request.max_tokens
+        loaded = opened.enter_context(Loaded(files, asked, *how))
         with CtrlC() as ctrl_c:
-            ctrl_c.on_press = engine.cancel
+            engine = loaded.engine
             display.explain(engine.plan, engine.info, engine.model.info.device)
             form = "json" if flags["as_json"] else "jsonl" if flags["jsonl"] else "text"
             writer = Writer(display, engine, asked, form, request.grammar is not None)
-            for event in engine.generate(request, lambda: ctrl_c.pressed):
+            running = loaded.run(request)
+            ctrl_c.on_press = running.cancel
+            if ctrl_c.pressed:
+                running.cancel()
+            for event in running:
                 writer.on(event)
             writer.end(ctrl_c.pressed)
 

@@ -7,12 +7,13 @@ Where room lacks, the checkpoint goes whose bytes save least. What it saves are 
 be read again without it. It counts less the longer it was not met, and where its conversation has gone on.
 
 A prompt is resumed by its tokens, never by a hash, and from ends of its own chunks alone. So the answer has
-the same bits. Everything here runs in the engine's thread, but files are written and read in threads of
-their own, beside the engine's steps.
+the same bits. Everything here runs in the engine's thread, but for pins, which any thread may set, and files,
+which are written and read in threads of their own, beside the engine's steps.
 """
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -68,6 +69,21 @@ class Kept:
         return bool(after)
 
 
+class Pin:
+    """A beginning that is kept until it is released, which any thread may do. `at` is where it is kept: the last
+    end of a chunk of its `tokens`, (n,) int32; 0 where it has none."""
+
+    def __init__(self, tokens: np.ndarray, at: int):
+        self.tokens, self.at, self.released = tokens, at, False
+
+    def release(self) -> None:
+        self.released = True
+
+    def keeps(self, tokens: np.ndarray) -> bool:
+        """Says whether `tokens` are what it keeps."""
+        return len(tokens) == self.at and np.array_equal(tokens, self.tokens[: self.at])
+
+
 class PrefixCache:
     """These are the kept beginnings of one engine. `host_bytes` bounds the checkpoints in host memory. `disk`
     is where they outlive the process. `hits` counts the tokens of prompts that were not read again, and
@@ -87,9 +103,17 @@ class PrefixCache:
         self._reading: tuple[Kept, Future[Checkpoint]] | None = None
         self._done = 0  # It was DiskCache.done when files were looked for last.
         self._prompts = 0
+        self._pins: list[Pin] = []
         self.hits = self.queries = 0
         for tokens, path, size in disk.found() if disk else ():
             self._add(Kept(tokens, size, 0, path=path))
+
+    def pin(self, prompt: list[int]) -> Pin:
+        """Keeps the beginning of a prompt, once one that begins so is read. Any thread may call it."""
+        ends, _ = self._turns.cut(prompt)
+        pin = Pin(np.asarray(prompt, np.int32), ends[-1] if ends else 0)
+        self._pins.append(pin)
+        return pin
 
     # ---- what a generation asks (generation.Prefixes)
 
@@ -99,7 +123,11 @@ class PrefixCache:
         tokens = np.asarray(prompt, np.int32)
         self._prompts += 1
         self._cuts = {each: cuts for each, cuts in self._cuts.items() if each.is_open}
-        self._cuts[sequence] = *self._turns.cut(prompt), tokens
+        ends, kept_ends = self._turns.cut(prompt)
+        for pin in [pin for pin in self._pins if pin.released]:
+            self._pins.remove(pin)  # Others may add some meanwhile.
+        pinned = (pin.at for pin in self._pins if pin.at in ends and pin.keeps(tokens[: pin.at]))
+        self._cuts[sequence] = ends, kept_ends.union(pinned), tokens
         self.queries += len(tokens)
         fitting = self._fitting(tokens, self._cuts[sequence][0])
         for kept in sorted(fitting, key=lambda each: len(each.tokens), reverse=True):
@@ -241,8 +269,14 @@ class PrefixCache:
         return [kept for kept in self._kept if kept.checkpoint and not kept.on_device]
 
     def _worth(self, kept: Kept) -> float:
-        """Returns what it saves, less the longer it was not met, and less if one longer one follows."""
+        """Returns what it saves, less the longer it was not met, and less if one longer one follows. What is
+        pinned is worth more than all else."""
+        if self._is_pinned(kept):
+            return math.inf
         return kept.saves / (1 + self._prompts - kept.met) / (GONE_ON if len(kept.longer) == 1 else 1)
+
+    def _is_pinned(self, kept: Kept) -> bool:
+        return any(not pin.released and pin.keeps(kept.tokens) for pin in self._pins)
 
     def _is_shared(self, kept: Kept) -> bool:
         """Says whether others have its pages: a longer one, or a sequence that is beyond it."""
@@ -316,7 +350,7 @@ class PrefixCache:
         kept.on_device = False
         try:
             worth_a_copy = not kept.longer or MOVED * kept.saves >= len(kept.tokens)
-            if kept.checkpoint and worth_a_copy and self._fit_host(kept):
+            if kept.checkpoint and (self._is_pinned(kept) or (worth_a_copy and self._fit_host(kept))):
                 kept.checkpoint.to_host()
                 return
         except LuceError:  # Host memory lacks.
@@ -333,7 +367,7 @@ class PrefixCache:
         for kept in sorted(others, key=lambda each: self._worth(each) / each.size):
             if total <= self._host_bytes:
                 break
-            if kept is self._held:
+            if kept is self._held or self._is_pinned(kept):
                 continue
             if new and self._worth(new) / new.size <= self._worth(kept) / kept.size:
                 return False

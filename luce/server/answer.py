@@ -8,38 +8,35 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from luce.decode.events import Embedded, Event, Failed, Finished, Scored, Started, Tokens
 from luce.decode.request import Request
-from luce.errors import ArgumentError, Cancelled, ContextFull, LuceError
+from luce.decode.scheduler import Job
+from luce.errors import ArgumentError, Busy, Cancelled, ContextFull, LuceError
+from luce.model.answer import stop_of
 from luce.native.structs import Logprobs, Penalties, Sampling
 from luce.server.ask import Ask, Refused, TooLong
 from luce.server.models import Served
-from luce.server.scheduler import Busy, Job
 from luce.server.watch import Watch
-from luce.text.call_grammar import call_grammar
 from luce.text.dialects import QWEN
 from luce.text.grammar import Matcher
+from luce.text.held import Held
 from luce.text.infill import Gap
-from luce.text.parser import END_THINK, THINK, Parser
+from luce.text.parser import END_THINK, Parser
 from luce.text.pieces import (
-    Arguments,
-    Call,
-    CallBegin,
     CallEnd,
     Piece,
-    Reasoning,
     Shown,
     Text,
+    Whole,
     in_parts,
     joined,
 )
-from luce.text.structured import Tags, grammar_of
+from luce.text.prompt import ends_in_thoughts
 from luce.text.thinking import said_of
-from luce.text.thoughts import Budget
 
 KEEP_ALIVE = 15.0  # After so many seconds without a piece, a stream says that it lives.
 _ENDS = (END_THINK.encode(), QWEN.call[1].encode())  # Thoughts end with one of these.
@@ -60,30 +57,6 @@ class Usage:
     reasoning: int = 0
 
 
-@dataclass
-class Whole:
-    """These are all pieces of an answer together."""
-
-    reasoning: str = ""
-    text: str = ""
-    calls: list[Call] = field(default_factory=list)
-    _name: str = ""  # The call that is open has it.
-    _arguments: str = ""
-
-    def add(self, piece: Piece | Silence) -> None:
-        match piece:
-            case Reasoning(text):
-                self.reasoning += text
-            case Text(text):
-                self.text += text
-            case CallBegin(name):
-                self._name, self._arguments = name, ""
-            case Arguments(text):
-                self._arguments += text
-            case CallEnd(whole):
-                self.calls += [Call(self._name, self._arguments)] if whole else []
-
-
 class Answer:
     """This is a model's answer to `ask`. After begin(), pieces() gives what comes; then `reason` is "stop",
     "stop_string", "length" or "calls". However it ends, end() has to be called: it cancels a job that still
@@ -93,6 +66,7 @@ class Answer:
         self.model, self.ask = model, ask
         model.users += 1
         self._holds = True
+        self._held = Held(ask.tools, ask.choice, ask.parallel_calls, ask.constraint, ask.open_objects)
         self.usage, self.reason = Usage(), ""
         self.stop_string: str | None = None
         self.created = int(time.time())
@@ -127,10 +101,11 @@ class Answer:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
         grammar = None
-        if self._held_to_calls() or self.ask.constraint is not None:
-            grammar = await self.model.compiled(self._grammar, self.ask.size)
+        thinks = self._parser.reasoning
+        if not self._held.is_free:
+            grammar = await self.model.compiled(lambda: self._grammar(thinks), self.ask.size)
         if self.ask.budget is not None and self.ask.prompt is None:
-            grammar = self._bounded(self.ask.budget, grammar)
+            grammar = self._held.bounded(self.model.tokenizer, self.ask.budget, thinks, grammar)
         sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
         try:
             if self.ask.embeds:
@@ -189,50 +164,15 @@ class Answer:
                 raise Refused(400, f"a token is none of {n_vocab}", param=self._param)
             return list(ask.prompt)
         ids = await self.model.prompt(ask)
-        tail = self.model.tokenizer.decode(ids[-8:], special=True).rstrip()
-        schemas = {} if ask.choice == "none" else {tool.name: tool.parameters for tool in ask.tools}
-        reasoning = tail.endswith(THINK) and not tail.endswith(END_THINK)
+        reasoning = ends_in_thoughts(self.model.tokenizer, ids)
         if ask.continues:  # A thought goes on that may end in any letter.
             reasoning = said_of(ask.messages[-1])[1] is None
-        self._parser = Parser(schemas, reasoning, self._held_to_calls())
+        self._parser = self._held.parser(reasoning)
         return ids
 
-    def _held_to_calls(self) -> str:
-        """Returns whether a grammar makes calls well-formed, as Parser takes it."""
-        ask = self.ask
-        if ask.choice not in ("auto", "none"):
-            return "required"
-        if ask.choice == "none" or not ask.tools:
-            return ""
-        if ask.constraint is not None:
-            return "instead"
-        return "strict" if all(tool.strict for tool in ask.tools) else ""
-
-    def _grammar(self) -> Callable[[], Matcher] | None:
-        """Returns what the text is held to. Raises ArgumentError for a schema that no text can be held to."""
-        ask, thinks, held = self.ask, self._parser.reasoning, self._held_to_calls()
-        how: dict[str, Any] = {"many": ask.parallel_calls, "closed": not ask.open_objects}
-        if held == "required":
-            tools = [tool for tool in ask.tools if ask.choice in ("required", tool.name)]
-            lark = call_grammar(tools, thinks, required=True, **how)
-        elif held == "instead" and isinstance(ask.constraint, Tags):
-            raise ArgumentError("tags and tools exclude each other: give tool_choice none, or the tags as tools")
-        elif held == "instead":
-            lark = call_grammar(ask.tools, thinks, required=True, constraint=ask.constraint, **how)
-        elif ask.constraint is not None:
-            lark = grammar_of(ask.constraint, thinks)
-        elif held == "strict":
-            lark = call_grammar(ask.tools, thinks, required=False, **how)
-        else:
-            return None
-        return self.model.grammars.lark(lark)
-
-    def _bounded(self, budget: int, grammar: Callable[[], Matcher] | None) -> Callable[[], Matcher]:
-        """Returns the grammar whose thoughts have at most `budget` tokens."""
-        tokenizer, thinks = self.model.tokenizer, self._parser.reasoning
-        free = self._held_to_calls() in ("", "strict")
-        calls = bool(self.ask.tools) and self.ask.choice == "auto" and free
-        return lambda: Budget(tokenizer, budget, thinks, calls, grammar() if grammar else None)
+    def _grammar(self, thinks: bool) -> Callable[[], Matcher] | None:
+        lark = self._held.lark(thinks)
+        return self.model.grammars.lark(lark) if lark else None
 
     @property
     def values(self) -> int:
@@ -281,7 +221,8 @@ class Answer:
         whole = Whole()
         async with aclosing(self.pieces()) as pieces:
             async for piece in pieces:
-                whole.add(piece)
+                if not isinstance(piece, Silence):
+                    whole.add(piece)
         return whole
 
     async def _next_events(self, patience: float) -> list[Event]:
@@ -333,7 +274,7 @@ class Answer:
             last = None
         if isinstance(last, Finished):
             self.finished = last
-            self.stop_string = self._stop_string(last)
+            self.stop_string = stop_of(last, self.ask.stops, self.model.tokenizer)
             if self.ask.keeps_stop:
                 pieces += self._cut(self.stop_string or "")
             pieces += self._parser.flush(cut=last.reason == "length" or self.stop_string is not None)
@@ -374,14 +315,6 @@ class Answer:
             self.stop_string = None
             return "calls"
         return "stop_string" if self.stop_string is not None else last.reason
-
-    def _stop_string(self, last: Finished) -> str | None:
-        """Returns the stop string that ended the text, if one did."""
-        if last.reason != "stop" or not self.ask.stops or last.tokens[-1] in self.model.tokenizer.eos_ids:
-            return None
-        text = self.model.tokenizer.decode(last.tokens)
-        found = [(text.find(stop) + len(stop), stop) for stop in self.ask.stops if stop in text]
-        return min(found)[1] if found else None
 
     def end(self, error: str = "") -> None:
         """Cancels what still runs, and notes how it went."""

@@ -33,10 +33,12 @@ from luce.cli.options import (
 from luce.cli.terminal import printable
 from luce.data import BOX
 from luce.errors import LuceError, UnsupportedError
+from luce.model.defaults import CPU_CHUNK, GPU_CHUNK
+from luce.model.loaded import Settings
 from luce.native.structs import PAGE
 from luce.planning.opened import Files
 from luce.server import LOOPBACK
-from luce.server.models import CPU_CHUNK, GPU_CHUNK, Models, Settings
+from luce.server.models import Models
 
 if TYPE_CHECKING:
     from luce.server.log import Log

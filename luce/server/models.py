@@ -6,54 +6,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from luce import native as _native
-from luce.decode.engine import Engine
 from luce.decode.events import Event, Failed, Finished
-from luce.errors import Cancelled, DeviceError, FileError, LuceError, OutOfMemory, about
-from luce.files.probe import fact
-from luce.planning.memory import total
+from luce.errors import Cancelled, DeviceError, LuceError, OutOfMemory, about
+from luce.model.defaults import penalties_of, sampling_of, with_defaults
+from luce.model.loaded import Loaded, Settings, in_thread_of
 from luce.planning.opened import Files
-from luce.planning.plan import Options
 from luce.prompts.cache import PrefixCache
-from luce.prompts.disk import DiskCache
-from luce.prompts.turns import RULE
-from luce.server.ask import Ask, Refused, TooLong, ordered
+from luce.server.ask import Ask, Refused, TooLong
 from luce.server.lanes import GRAMMARS, LARGE, MESSAGE, SHORT, Lane, fitting
-from luce.server.scheduler import Happened, Scheduler, put_all
-from luce.text.grammar import Grammars
+from luce.text.conversation import ordered
 from luce.text.infill import Gap, infill_ids
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
 
 T = TypeVar("T")
-MAX_DEFAULT_CTX = 32768
 LEAVING = 100  # It is looked so often, each 10 ms, whether a request has left the scheduler.
 COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
-GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
-# Qwen recommends these for precise tasks.
-RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}
-# These keys give these options, of which each has at most so much.
-KEYS = {name: f"general.sampling.{name}" for name in RECOMMENDED} | {"temperature": "general.sampling.temp"}
-REPEAT = "general.sampling.penalty_repeat"
-MOST = {"temperature": 1e6, "top_p": 1.0, "top_k": 2**31 - 1, "min_p": 1.0}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Says how each model is served. `host_bytes` None is a quarter of the memory that is free."""
-
-    options: Options = field(default_factory=Options)
-    head: Path | None = None
-    drafter: Path | None = None
-    host_bytes: int | None = None
-    cache_dir: Path | None = None
-    disk_bytes: int = 32 << 30
-    max_waiting: int = 64
-    prefill_share: float = 0.75
 
 
 class Served:
@@ -79,17 +51,19 @@ class Served:
                 Files(path, settings.head, settings.options.device, settings.drafter)
             )
             with about(path):
-                self.defaults = _sampling(files.file.kv)
-                self.penalties = _penalties(files.file.kv)
-            options = _with_defaults(files, settings.options, shrink)
-            # Files have to fit the next server too, whose steps may measure otherwise.
-            keep = settings.cache_dir is not None
-            self.engine = opened.enter_context(
-                Engine.open(files, options, lambda _: cancelled(), keep_drafters=keep)
+                self.defaults = sampling_of(files.file.kv)
+                self.penalties = penalties_of(files.file.kv)
+            options = with_defaults(files, settings.options, shrink)
+            hand_over, owner = in_thread_of(loop), "the server"
+            loaded = opened.enter_context(
+                Loaded(files, options, settings, lambda _: cancelled(), hand_over=hand_over, owner=owner)
             )
             if cancelled():
                 raise Cancelled("loading was cancelled")
-            self.info, self.tokenizer, self.facts = self.engine.info, files.tokenizer, files.facts
+            self.cache: PrefixCache | None = loaded.cache
+            self.engine, self.scheduler = loaded.engine, loaded.scheduler
+            self.info, self.tokenizer, self.facts = loaded.info, loaded.tokenizer, loaded.facts
+            self.grammars = loaded.grammars
             self.lanes = (Lane("luce-prompts", SHORT), *LARGE)
             self.lanes[0].begin()
             opened.callback(self.lanes[0].close)
@@ -99,23 +73,6 @@ class Served:
                 with about(path):
                     self._templates[lane] = chat_template(files.file.kv)
                 opened.callback(self._templates[lane].close)
-            self.grammars = Grammars(self.tokenizer)
-            self.cache = None
-            if self.info.n_checkpoints:
-                disk = _disk(self.engine, files, settings)
-                host = settings.host_bytes
-                host = _free_memory() // 4 if host is None else host
-                self.cache = PrefixCache(self.engine.native, self.tokenizer, host, disk)
-                opened.callback(self.cache.close)
-
-            def hand_over(happened: Happened) -> None:
-                with suppress(RuntimeError):  # The server has ended.
-                    loop.call_soon_threadsafe(put_all, happened)
-
-            self.scheduler = Scheduler(
-                self.engine, self.cache, settings.max_waiting, settings.prefill_share, hand_over
-            )
-            opened.callback(self.scheduler.close)
             self._opened = opened.pop_all()
 
     @property
@@ -190,76 +147,6 @@ class Served:
     def close(self) -> None:
         """Ends what runs, then frees everything."""
         self._opened.close()
-
-
-def _with_defaults(files: Files, options: Options, shrink: bool) -> Options:
-    """Fills in what nobody asked for: as long a context as was trained and fits, within reason, and chunks
-    that are short enough for others to go on between them. Raises OutOfMemory where the context would have
-    to shrink and may not."""
-    if options.chunk is None:
-        gpu = _native.default().devices()[0].is_gpu if options.device is None else options.device != "cpu"
-        options = replace(options, chunk=GPU_CHUNK if gpu else CPU_CHUNK)
-    if options.ctx is not None:
-        return options
-    ctx = min(files.facts.context_length or MAX_DEFAULT_CTX, MAX_DEFAULT_CTX)
-    while ctx > 4096:
-        needed = files.memory(files.plan(replace(options, ctx=ctx)))
-        if total(needed) <= needed.device_free:
-            break
-        if not shrink:
-            said = f"{total(needed)} bytes are needed for a context of {ctx}, {needed.device_free} are free"
-            raise OutOfMemory(said)
-        ctx //= 2
-    return replace(options, ctx=ctx)
-
-
-def _sampling(kv: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the file's own sampling, else what Qwen recommends. FileError names a key with which no token
-    can be sampled."""
-    found: dict[str, Any] = {}
-    for name, key in KEYS.items():
-        value, most = fact(kv, key, float, float(RECOMMENDED[name])), MOST[name]
-        if not 0 <= value <= most:
-            raise FileError(f"key {key}: {value:g} is not within 0 and {most:g}")
-        found[name] = type(RECOMMENDED[name])(value)
-    return found
-
-
-def _penalties(kv: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the file's own repetition penalty, if it has one. FileError names one that is no penalty."""
-    value = fact(kv, REPEAT, float, 1.0)
-    if not 0.01 <= value <= 100:
-        raise FileError(f"key {REPEAT}: {value:g} is not within 0.01 and 100")
-    return {"repetition": value} if value != 1 else {}
-
-
-def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
-    """Returns the folder of this file's checkpoints. There is one for each way in which they differ."""
-    if settings.cache_dir is None:
-        return None
-    layout = [(tensor.name, tensor.type, tensor.shape) for tensor in files.file.tensors]
-    plan = engine.plan
-    key = [
-        files.file.info.size_bytes,
-        layout,
-        plan.kv_type,
-        engine.info.n_chunk,
-        RULE,
-        plan.drafts > 0,
-        plan.blocks,
-    ]
-    return DiskCache(settings.cache_dir, repr(key), settings.disk_bytes)
-
-
-def _free_memory() -> int:
-    """Returns the bytes of host memory that can be had."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 4 << 30
 
 
 async def closing(close: Callable[[], None]) -> None:

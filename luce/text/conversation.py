@@ -103,3 +103,36 @@ def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
             message = {**plain, "content": "\n\n".join(filter(None, [message["content"], *spelled]))}
         found.append(message)
     return found
+
+
+def arguments_of(text: Any) -> dict[str, Any]:
+    """Returns a call's arguments as templates take them. What is no JSON object is kept as one value."""
+    if isinstance(text, Mapping):
+        return dict(text)
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, TypeError, RecursionError):
+        found = text
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def call_of(name: str, arguments: Any, id: str | None = None) -> dict[str, Any]:
+    """Returns a call of an assistant's message, as templates take it."""
+    function = {"name": name, "arguments": arguments_of(arguments)}
+    return {"id": id or "", "type": "function", "function": function}
+
+
+def ordered(messages: Sequence[Message]) -> list[Message]:
+    """Returns the messages in an order that templates accept: one system message, which is the first. Later
+    ones become a user's where they stand, so that the beginning of a prompt stays what it was."""
+    system = []
+    rest = list(messages)
+    while rest and rest[0]["role"] in ("system", "developer"):
+        system.append(rest.pop(0)["content"])
+    found: list[Message] = []
+    if text := "\n\n".join(filter(None, system)):
+        found.append({"role": "system", "content": text})
+    for message in rest:
+        moved = message["role"] in ("system", "developer")
+        found.append({**message, "role": "user"} if moved else message)
+    return found

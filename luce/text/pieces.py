@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -47,6 +47,32 @@ class CallEnd:
 
 
 Piece = Reasoning | Text | Call | CallBegin | Arguments | CallEnd
+
+
+@dataclass
+class Whole:
+    """All pieces of an answer together."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+    _name: str = ""  # The call that is open has it.
+    _arguments: str = ""
+
+    def add(self, piece: Piece) -> None:
+        match piece:
+            case Reasoning(text):
+                self.reasoning += text
+            case Text(text):
+                self.text += text
+            case CallBegin(name):
+                self._name, self._arguments = name, ""
+            case Arguments(text):
+                self._arguments += text
+            case Call():
+                self.calls.append(piece)
+            case CallEnd(whole):
+                self.calls += [Call(self._name, self._arguments)] if whole else []
 
 
 def in_parts(pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -266,6 +266,11 @@ def thinks(template: Template, think: bool | None) -> bool | None:
     return template.render(said) == on if think is None else think
 
 
+def ends_in_thoughts(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+    """Says whether a prompt ends with an open block of thoughts, so that an answer begins within it."""
+    return tokenizer.decode(ids[-8:], special=True).rstrip().endswith(thinking.BEGIN)
+
+
 def chat_template(metadata: Mapping[str, Any]) -> BoundedTemplate:
     """Returns the template of a file's metadata. Raises UnsupportedError where it has none."""
     if KEY not in metadata:

@@ -14,6 +14,7 @@ from checkout import HEADER
 from command_line import one_line
 
 from luce import native as _native
+from luce.cli.command import CtrlC
 from luce.decode.generation import Generation
 from luce.speculate.costs import NO_TIME, Costs
 
@@ -25,6 +26,23 @@ def untimed(monkeypatch):
     monkeypatch.setattr("luce.decode.engine.timed", lambda native, *_: (Costs(native.costs()), NO_TIME))
 
 
+@pytest.fixture
+def press(foreground, monkeypatch):
+    """Gives press(), which is Ctrl-C while the engine's thread is here, and returns when it was handled."""
+    handled, handle = threading.Event(), CtrlC._press
+
+    def handling(self, *args):
+        handle(self, *args)
+        handled.set()
+
+    def press():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # It wakes that thread.
+        assert handled.wait(60)
+
+    monkeypatch.setattr(CtrlC, "_press", handling)
+    return press
+
+
 def test_ctrl_c_while_text_streams_exits_130(process, endless):
     running = process("ab", "-n", "200000", gguf=endless)
     assert running.stdout.read(1)
@@ -34,13 +52,16 @@ def test_ctrl_c_while_text_streams_exits_130(process, endless):
     assert stderr.decode().splitlines() == ["Error: interrupted"]
 
 
-@pytest.mark.usefixtures("foreground", "untimed")
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("verb", ["_begin", "_prefill", "_propose", "_verify", "_commit"])
 @pytest.mark.parametrize("as_json", [False, True])
-def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, verb, as_json):
+def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, press, verb, as_json):
+    pressed = []
+
     def interrupted(self):
-        monkeypatch.setattr(Generation, verb, original)
-        signal.raise_signal(signal.SIGINT)
+        if not pressed:
+            pressed.append(True)
+            press()
         return (yield from original(self))
 
     original = getattr(Generation, verb)
@@ -54,11 +75,10 @@ def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, verb, as_jso
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.usefixtures("foreground")
-def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch):
+def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch, press):
     def interrupted(self):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        press()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         raise AssertionError("the second one was ignored")
         yield
 
@@ -88,15 +108,15 @@ def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
 
 
-@pytest.mark.usefixtures("foreground", "untimed")
+@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize(("call", "budget"), [("prefill", 1), ("prefill", 9), ("commit", 2)])
-def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, call, budget):
+def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, press, call, budget):
     """Python sees the signal when the call returns: the text may be whole by then."""
 
     def interrupted(self, *args):
         result = original(self, *args)
         monkeypatch.setattr(_native.Sequence, call, original)
-        signal.raise_signal(signal.SIGINT)
+        press()
         return result
 
     original = getattr(_native.Sequence, call)
@@ -108,9 +128,8 @@ def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, call, budg
     assert found["finish_reason"] == ("length" if whole else "cancelled") and whole == (budget < 9)
 
 
-@pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("call", ["draft", "verify"])
-def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, call):
+def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, press, call):
     """It does so between the draft and the verify of a round too, where the generation itself is not asked."""
     steps = []
 
@@ -118,7 +137,7 @@ def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, c
         def run(self, items):
             steps.append(name)
             if name == call and steps.count(name) == 2:
-                signal.raise_signal(signal.SIGINT)
+                press()
             return original(self, items)
 
         return run

@@ -17,15 +17,15 @@ from luce.bench.serve import conversation as conversation_of_bench
 from luce.decode.engine import Engine
 from luce.decode.events import Failed, Finished
 from luce.decode.request import Request
+from luce.decode.scheduler import Job, Scheduler
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
 from luce.native.structs import PAGE
 from luce.planning.plan import Options
 from luce.prompts.cache import PrefixCache
 from luce.prompts.turns import LOST, Turns
-from luce.server.scheduler import Job, Scheduler
 
-CHUNK = 1024  # It is luce.server.models.GPU_CHUNK.
+CHUNK = 1024  # It is luce.model.defaults.GPU_CHUNK.
 MARK = 0  # This token begins a message here.
 
 

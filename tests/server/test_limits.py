@@ -17,7 +17,8 @@ from luce.data import BOX
 from luce.decode.loop import MAX_ROWS
 from luce.errors import FileError
 from luce.files.tokenizer import Tokenizer
-from luce.server import body, models
+from luce.model import defaults
+from luce.server import body
 from luce.server.listener import MAX_HEADERS
 
 PAGE = 256
@@ -118,7 +119,7 @@ def test_paths_reach_no_files(server):
 
 def test_what_it_says_of_itself(server):
     said = server.http.get("/props").json()
-    assert said["default_generation_settings"]["params"] == models.RECOMMENDED and said["total_slots"] == 2
+    assert said["default_generation_settings"]["params"] == defaults.RECOMMENDED and said["total_slots"] == 2
     text = "def f(ä):\n"
     tokens = server.post("/tokenize", content=text).json()["tokens"]
     assert server.post("/detokenize", tokens=tokens).json() == {"content": text}
@@ -127,7 +128,7 @@ def test_what_it_says_of_itself(server):
 
 def test_a_files_own_sampling_comes_first():
     kv = {"general.sampling.temp": 1, "general.sampling.top_k": 40.0}
-    assert models._sampling(kv) == {**models.RECOMMENDED, "temperature": 1.0, "top_k": 40}
+    assert defaults.sampling_of(kv) == {**defaults.RECOMMENDED, "temperature": 1.0, "top_k": 40}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_files_own_sampling_comes_first():
 )
 def test_sampling_of_a_file_that_is_none_is_named(key, value, said):
     with pytest.raises(FileError, match=re.escape(f"key general.sampling.{key}: {said}")):
-        models._sampling({f"general.sampling.{key}": value})
+        defaults.sampling_of({f"general.sampling.{key}": value})
 
 
 def test_a_file_of_odd_sampling_is_one_line(command, tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ def test_the_model_that_was_used_longest_ago_goes_first(room, tiny_gguf):
 
 
 def test_beginnings_take_a_quarter_of_the_free_memory_unless_it_is_said(tiny_gguf, monkeypatch):
-    monkeypatch.setattr(models, "_free_memory", lambda: 4000)
+    monkeypatch.setattr("luce.model.loaded._free_memory", lambda: 4000)
     for said, taken in ((None, 1000), (0, 0), (7, 7)):
         with serving({"a": tiny_gguf}, settings(ctx=512, host_bytes=said, spec="off")) as server:
             assert server.models.slots["a"].served.cache._host_bytes == taken
@@ -103,7 +103,7 @@ def test_another_model_leaves_before_a_context_shrinks(endless, monkeypatch):
         return memory.device_free + (1 if held and memory.kv > kv[0] / 3 else -1)
 
     monkeypatch.setattr(models, "Served", Counted)
-    monkeypatch.setattr(models, "total", needed)
+    monkeypatch.setattr("luce.model.defaults.total", needed)
     with serving({"a": endless, "b": endless}, settings(checkpoints=0, spec="off")) as server:
 
         def lengths():

@@ -16,7 +16,8 @@ from serving import each_event_alone, serving, settings
 from luce.server import answer
 from luce.server.answer import Answer
 from luce.server.api.anthropic import MessagesBody, messages_ask
-from luce.server.ask import Refused, ordered
+from luce.server.ask import Refused
+from luce.text.conversation import ordered
 from luce.text.prompt import prompt_ids
 
 

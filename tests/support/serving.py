@@ -11,12 +11,13 @@ from unittest import mock
 
 import httpx
 
+from luce.model.loaded import Settings
 from luce.planning.plan import Options
 from luce.server.access import LOOPBACK, Access
 from luce.server.answer import Answer
 from luce.server.app import make_app
 from luce.server.listener import Listener
-from luce.server.models import Models, Settings
+from luce.server.models import Models
 from luce.server.watch import Watch
 
 CHUNK = 256  # A step prefills so few rows that short prompts have checkpoints.

@@ -7,14 +7,15 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from luce.server.answer import Answer, Whole
+from luce.server.answer import Answer
 from luce.server.api.fields import MESSAGES
 from luce.server.api.openai import Form, held_to, stops_of, tool_of, within
-from luce.server.ask import Ask, Message, Refused, TooLong, budget_of, call_of, continued, refuse
+from luce.server.ask import Ask, Message, Refused, TooLong, budget_of, continued, refuse
 from luce.server.ask import thinking as thinking_of
 from luce.server.body import Body
 from luce.server.content import output_of, require_readable, text_of, thoughts_of
-from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
+from luce.text.conversation import call_of
+from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, Whole
 from luce.text.tool import Tool
 
 REASONS = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "calls": "tool_use"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from luce.server.answer import Answer, Whole
+from luce.server.answer import Answer
 from luce.server.api.openai import ChoiceForm, Told, usage_body
 from luce.server.ask import Refused
 from luce.server.several import Part, Several
+from luce.text.pieces import Whole
 
 
 def forms(

@@ -9,13 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from luce.server.answer import Whole
 from luce.server.api.fields import INFILL
 from luce.server.api.openai import Form, Sampled, error_body, length_of, sampled
 from luce.server.ask import Ask, Refused
 from luce.server.body import asked
 from luce.text.infill import Gap
-from luce.text.pieces import Piece, Text
+from luce.text.pieces import Piece, Text, Whole
 
 if TYPE_CHECKING:
     from luce.server.app import Server

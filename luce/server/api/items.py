@@ -10,8 +10,9 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from luce.server.ask import Message, call_of, refuse, typed
+from luce.server.ask import Message, refuse, typed
 from luce.server.content import note_of, output_of, require_readable, text_of
+from luce.text.conversation import call_of
 
 Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")

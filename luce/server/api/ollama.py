@@ -17,15 +17,16 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
-from luce.server.answer import Answer, Whole
+from luce.server.answer import Answer
 from luce.server.api.fields import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW
 from luce.server.api.openai import Form, held_to, length_of, penalties_of, stops_of, tools_of, within
-from luce.server.ask import Ask, Message, Refused, call_of, continued, refuse, thinking
+from luce.server.ask import Ask, Message, Refused, continued, refuse, thinking
 from luce.server.body import Body, asked, read, reply
 from luce.server.content import note_of, require_readable
 from luce.server.models import Slot
+from luce.text.conversation import call_of
 from luce.text.infill import Gap
-from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text
+from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, Whole
 
 if TYPE_CHECKING:
     from luce.server.app import Server

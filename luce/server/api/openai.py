@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from luce.native.structs import Logprobs
-from luce.server.answer import Answer, Usage, Whole
+from luce.server.answer import Answer, Usage
 from luce.server.api.fields import CHAT, COMPLETIONS
 from luce.server.ask import (
     Ask,
@@ -19,7 +19,6 @@ from luce.server.ask import (
     Refused,
     Thoughts,
     budget_of,
-    call_of,
     continued,
     refuse,
     thinking,
@@ -27,8 +26,9 @@ from luce.server.ask import (
 )
 from luce.server.body import Body
 from luce.server.content import require_readable, text_of, thoughts_of
+from luce.text.conversation import call_of
 from luce.text.infill import Gap
-from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
+from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, Whole
 from luce.text.structured import FIELDS, FieldError, constraint_of, opens_objects
 from luce.text.tool import Tool
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from luce.server.answer import Answer, Whole
+from luce.server.answer import Answer
 from luce.server.api.fields import RESPONSES
 from luce.server.api.items import (
     SEALED,
@@ -39,7 +39,7 @@ from luce.server.ask import Ask, Message, Refused, continued, refuse, typed
 from luce.server.body import asked, reply
 from luce.server.lanes import beside
 from luce.server.stored import Stored
-from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text
+from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, Whole
 
 if TYPE_CHECKING:
     from luce.server.app import Server

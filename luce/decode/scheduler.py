@@ -1,4 +1,4 @@
-"""Has the engine's thread: requests come in from any thread, and their events go out as they happen.
+"""The engine's thread: requests come in from any thread, and their events go out as they happen.
 
 It runs a Loop: each turn is one chunk of a prompt, or one round of all that decode. A request waits until a
 sequence is free and the pages of its longest possible text are there. So a request that runs never lacks a
@@ -13,30 +13,40 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from luce.decode.engine import Engine
 from luce.decode.events import Event, Failed, Finished, State
-from luce.decode.generation import Generation
+from luce.decode.generation import Generation, Prefixes
 from luce.decode.loop import MAX_ROWS, Loop
 from luce.decode.request import Request
-from luce.errors import Cancelled, InternalError, LuceError
+from luce.errors import Busy, Cancelled, InternalError, LuceError, OutOfMemory
 from luce.native.structs import PAGE
-from luce.prompts.cache import PrefixCache
 
 RETRY_S = 0.01  # What failed is followed by such a pause.
 
 
-class Busy(Exception):
-    """The queue is full. After `retry_after` seconds one of the requests in it should have ended."""
+class Cache(Prefixes, Protocol):
+    """Beginnings of prompts that are kept between requests; all calls are the engine's thread's."""
 
-    def __init__(self, retry_after: int):
-        super().__init__("the server is busy")
-        self.retry_after = retry_after
+    @property
+    def pending(self) -> bool:
+        """Says whether there is something for work() to do."""
+
+    def fetch(self, prompt: tuple[int, ...], wait: bool) -> bool:
+        """Gets ready what the prompt will be resumed from. Returns False as long as that goes on, unless it
+        is to `wait` for it."""
+
+    def free_pages(self, n: int) -> None:
+        """Makes n pages free, as far as kept beginnings hold them."""
+
+    def work(self) -> None:
+        """Does a little of what can wait, between two turns."""
 
 
 @dataclass(eq=False)
 class Job:
-    """This is a request and where its events go. `put` is called with what happened in a turn, the last time
+    """A request, and where its events go. `put` is called with what happened in a turn, the last time
     with its Finished or Failed. `cancelled` says that nobody wants it any more; any thread may set it."""
 
     request: Request
@@ -56,25 +66,29 @@ def put_all(happened: Happened) -> None:
         job.put(events)
 
 
-def _defect(error: Exception) -> InternalError:
+def _defect(error: Exception) -> LuceError:
+    if isinstance(error, MemoryError):
+        return OutOfMemory("out of memory")
     return InternalError(f"{type(error).__name__}: {error}")
 
 
 class Scheduler:
-    """This is one engine and its thread. `max_waiting` bounds the requests that wait for a sequence.
-    `prefill_share` is the Loop's. `hand_over` gets what happened in a turn and calls put_all with it, in any
-    thread: once for all jobs, since it costs the engine's thread about as much for one as for many."""
+    """One engine and its thread. `max_waiting` bounds the requests that wait for a sequence; None bounds
+    nothing. `owner` is what errors call the one that runs it. `prefill_share` is the Loop's. `hand_over` gets
+    what happened in a turn and calls put_all with it, in any thread: once for all jobs, since it costs the
+    engine's thread about as much for one as for many."""
 
     def __init__(
         self,
         engine: Engine,
-        cache: PrefixCache | None = None,
-        max_waiting: int = 64,
+        cache: Cache | None = None,
+        max_waiting: int | None = 64,
         prefill_share: float = 0.75,
         hand_over: Callable[[Happened], None] = put_all,
+        owner: str = "the server",
     ):
         self._engine, self._cache, self._max_waiting = engine, cache, max_waiting
-        self._share, self._hand_over = prefill_share, hand_over
+        self._share, self._hand_over, self._owner = prefill_share, hand_over, owner
         self._loop = Loop(engine.native, prefill_share=prefill_share)
         self._jobs = dict[Generation, Job]()
         self._waiting = deque[Job]()
@@ -97,6 +111,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def is_here(self) -> bool:
+        """Says whether the caller runs in the engine's thread, which cannot wait for its own end."""
+        return threading.current_thread() is self._thread
+
+    @property
     def idle(self) -> bool:
         """Says whether no request waits or runs. Any thread may ask: a job is in the next of these before it
         leaves the one before, and they are looked at in the order in which it passes through them."""
@@ -107,10 +126,11 @@ class Scheduler:
         request that was `admitted` before."""
         with self._changed:
             free = self._engine.info.n_sequences - len(self._jobs)
-            if len(self._waiting) >= self._max_waiting + free and not admitted:
-                raise Busy(self._retry_after())
+            full = self._max_waiting is not None and len(self._waiting) >= self._max_waiting + free
+            if full and not admitted:
+                raise Busy(f"{self._owner} is busy", retry_after=self._retry_after())
             if self._stopping:
-                raise Busy(5)
+                raise Busy(f"{self._owner} is busy", retry_after=5)
             self._waiting.append(job)
             self._changed.notify()
 
@@ -125,6 +145,10 @@ class Scheduler:
             if job in self._waiting:
                 self._waiting.remove(job)
                 self._hand_over({job: [Failed(error, State.IDLE)]})
+
+    def interrupt(self) -> None:
+        """Ends all jobs that run, after the engine's present step at most. A signal handler may call it."""
+        self._loop.cancel()
 
     def stop(self) -> None:
         """Ends all jobs soon, and takes no more. A signal handler may call it, so it takes no lock."""
@@ -156,7 +180,7 @@ class Scheduler:
             except Exception as error:  # It is a defect: those that ran end with it, and the others go on.
                 ending = _defect(error)
                 time.sleep(RETRY_S)  # Memory may lack even to end them.
-        self._end_all(Cancelled("the server is shutting down"))
+        self._end_all(Cancelled(f"{self._owner} is shutting down"))
 
     def _wait(self) -> bool:
         """Waits until there is something to do. Returns False where the thread is to stop."""
@@ -193,6 +217,10 @@ class Scheduler:
             raise
 
     def _admit(self) -> None:
+        with self._changed:
+            gone = [job for job in self._waiting if job.cancelled]  # Nobody reads them any more.
+        for job in gone:
+            self._turn_away(job, Cancelled("cancelled"))
         while len(self._jobs) < self._engine.info.n_sequences:
             with self._changed:
                 if not self._waiting or (self._jobs and not self._has_room(self._waiting[0])):

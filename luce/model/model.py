@@ -1,0 +1,408 @@
+"""The Python API: a model that is loaded once, and asked from any thread."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any, overload
+
+from luce.data import BOX, BOX_DRAFTER
+from luce.decode.scheduler import Happened, Job, put_all
+from luce.errors import ArgumentError, Busy, StateError, about
+from luce.model.answer import Answer
+from luce.model.defaults import with_defaults
+from luce.model.loaded import Loaded, Settings
+from luce.model.options import MAX_U32, How, Loading, Range, require, require_known
+from luce.model.prompting import Asked, Message, Prompting, Schema, tool_of
+from luce.model.stream import Stream
+from luce.planning.opened import Files
+from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, SPECS, Options, require_supported
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from luce.native import Progress
+    from luce.prompts.cache import Pin
+
+Text = str | Sequence[int]  # A prompt: a text, or token ids.
+Batch = list[str] | list[list[int]]  # Several.
+RANGES = {
+    "ctx": Range(1, MAX_U32, whole=True),
+    "parallel": Range(1, 1024, whole=True),
+    "gamma": Range(0, MAX_GAMMA, whole=True),
+    "budget": Range(1, MAX_BUDGET, whole=True),
+    "threads": Range(1, 512, whole=True),
+    "checkpoints": Range(0, 1024, whole=True),
+    "max_waiting": Range(0, MAX_U32, whole=True),
+}
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a model is, and how it was opened. `ctx` counts the tokens of a prompt and its answer, `parallel` the
+    answers that are generated at once, and `memory_bytes` what weights and engine take on the `device`. `draft`
+    is what drafts: "auto", "mtp", "dflash", "lookup" or "plain". `plan` has each choice with its reason."""
+
+    path: str
+    name: str | None
+    architecture: str
+    device: str
+    ctx: int
+    parallel: int
+    n_params: int
+    n_vocab: int
+    memory_bytes: int
+    draft: str
+    plan: dict[str, Any]
+
+
+class Model:
+    """A model on a device, which luce.load opens. Any thread may ask it, and any number of them at once: one
+    thread of its own runs the engine, whose steps serve as many answers as the model has room for in parallel,
+    and the others wait their turn. What else runs changes no token of an answer.
+
+    It is a context manager. Closed, by close() or as nobody holds it any more, it ends what runs, which raises
+    Cancelled for who waits for it, and frees all memory; who asks it then gets StateError.
+
+    Options of all methods are those of luce.How. What is wrong with them raises ArgumentError, a prompt that
+    does not fit ContextFull, and Busy where as many requests wait as `max_waiting` allows."""
+
+    def __init__(self, files: Files, loaded: Loaded, prompting: Prompting, opened: ExitStack):
+        self.loaded, self._prompting, self._path = loaded, prompting, str(files.file.path)
+        self._close = weakref.finalize(self, _close, loaded, opened)
+
+    # ---- text
+
+    def stream(self, prompt: Text, *, schema: Schema | None = None, **how: Unpack[How]) -> Stream:
+        """Continues a prompt, and returns the pieces as they come. `schema` is a JSON schema that the text has
+        to fit."""
+        return self._streams([self.text(prompt, schema, how)])[0]
+
+    @overload
+    def generate(self, prompt: str, *, schema: Schema | None = None, **how: Unpack[How]) -> Answer: ...
+    @overload
+    def generate(self, prompt: Batch, *, schema: Schema | None = None, **how: Unpack[How]) -> list[Answer]: ...
+    @overload
+    def generate(self, prompt: Sequence[int], *, schema: Schema | None = None, **how: Unpack[How]) -> Answer: ...
+
+    def generate(
+        self, prompt: Text | Batch, *, schema: Schema | None = None, **how: Unpack[How]
+    ) -> Answer | list[Answer]:
+        """Continues a prompt to its end. Several prompts are one batch: their answers, which are those of each
+        alone, come in their order. Where one fails, the others are cancelled."""
+        single, prompts = batch_of(prompt)
+        streams = self._streams([self.text(each, schema, how) for each in prompts])
+        try:
+            answers = [stream.answer for stream in streams]
+            return answers[0] if single else answers
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    # ---- conversations
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        tool_choice: str = "auto",
+        schema: Schema | None = None,
+        think: bool | None = None,
+        **how: Unpack[How],
+    ) -> Answer:
+        """Answers messages, each {"role", "content"}, in the file's chat template. The model may call `tools`,
+        {"name", "description", "parameters"} each: `tool_choice` is "auto", "none", "required" or the name of
+        one. `schema` is what the text has to fit, after all reasoning; `think` turns that on or off, and None
+        leaves it to the template. Sampling is by default what the file asks for. Raises UnsupportedError where
+        the file has no chat template, and TemplateFailed where that refuses the messages."""
+        return self.chat_stream(
+            messages, tools=tools, tool_choice=tool_choice, schema=schema, think=think, **how
+        ).answer
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        tool_choice: str = "auto",
+        schema: Schema | None = None,
+        think: bool | None = None,
+        **how: Unpack[How],
+    ) -> Stream:
+        """Answers as chat() does, and returns the pieces as they come."""
+        return self._streams([self.conversation(messages, tools, tool_choice, schema, think, how)])[0]
+
+    # ---- beginnings
+
+    def prefix(self, beginning: str | Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> Prefix:
+        """Reads the beginning of a text, or of a conversation with `tools`, and keeps it: what begins with it is
+        read from its end on. It is kept until it is closed, be it on the device or in host memory. Raises
+        ArgumentError where the model was loaded with no checkpoints."""
+        pin, asked = self.pinned(beginning, tools)
+        try:
+            self._streams([asked])[0].answer  # noqa: B018 (It reads to the end.)
+        except BaseException:
+            pin.release()
+            raise
+        return Prefix(self, beginning, tools, pin)
+
+    # ---- what it is
+
+    @property
+    def info(self) -> Info:
+        """Returns what the model is, and how it was opened."""
+        self._require_open()
+        engine, facts, info = self.loaded.engine, self.loaded.facts, self.loaded.info
+        return Info(
+            path=self._path,
+            name=facts.name,
+            architecture=facts.architecture,
+            device=engine.model.info.device,
+            ctx=info.n_ctx,
+            parallel=info.n_sequences,
+            n_params=engine.model.info.n_params,
+            n_vocab=engine.model.info.n_vocab,
+            memory_bytes=engine.model.info.weight_bytes + info.memory_bytes,
+            draft=engine.plan.draft.mode,
+            plan=engine.plan.as_json(),
+        )
+
+    def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
+        """Returns the tokens of a text. Control tokens that it spells are such if `special`; `bos` puts the
+        model's first token before them where it has one."""
+        return self.loaded.tokenizer.encode(text, special=special, add_bos=bos)
+
+    def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """Returns the text of tokens, with control tokens spelled out if `special`."""
+        return self.loaded.tokenizer.decode(tokens, special=special)
+
+    def close(self) -> None:
+        """Ends what runs and frees all memory; a second call does nothing. Any thread may call it."""
+        self._close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what streams and AsyncModel stand on
+
+    def text(self, prompt: Text, schema: Schema | None, how: How) -> Asked:
+        """Returns the request that stream() hands to the engine."""
+        self._require_open()
+        return self._prompting.text(prompt, schema, how)
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        tool_choice: str,
+        schema: Schema | None,
+        think: bool | None,
+        how: How,
+    ) -> Asked:
+        """Returns the request that chat_stream() hands to the engine."""
+        self._require_open()
+        return self._prompting.chat(messages, tools, tool_choice, schema, think, how)
+
+    def pinned(self, beginning: str | Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Pin, Asked]:
+        """Returns what keeps a beginning, and the request that reads it."""
+        self._require_open()
+        if self.loaded.cache is None:
+            raise ArgumentError("the model keeps no beginnings: load it with 1 or more checkpoints")
+        if isinstance(beginning, str):
+            ids = self._prompting.tokens(beginning)
+        else:
+            how = {"add_generation_prompt": False}
+            ids = self._prompting.messages(beginning, [tool_of(tool) for tool in tools], how)
+        return self.loaded.cache.pin(ids), self._prompting.text(ids, None, {"max_tokens": 0})
+
+    def submit(self, job: Job, admitted: bool) -> None:
+        """Runs a job. Raises Busy where too many wait, and StateError where the model is closed."""
+        self._require_open()
+        try:
+            self.loaded.scheduler.submit(job, admitted)
+        except Busy:
+            self._require_open()
+            raise
+
+    def _streams(self, asked: Sequence[Asked]) -> list[Stream]:
+        """Starts answers, of which all wait as soon as the first one may."""
+        streams = [Stream(self, each) for each in asked]
+        for n, stream in enumerate(streams):
+            stream.start(admitted=n > 0)
+        return streams
+
+    def _require_open(self) -> None:
+        if not self._close.alive:
+            raise StateError("the model is closed")
+
+
+class Prefix:
+    """A beginning that a model has read and keeps, for any number of continuations. `beginning` is what
+    Model.prefix was given, and `kept_tokens` counts those that continuations do not read again: up to the last
+    page of 256 where a step of the prompt ended. It is a context manager; closed, or as nobody holds it any
+    more, it is forgotten when room lacks. Its methods are Model's."""
+
+    def __init__(
+        self, model: Model, beginning: str | Sequence[Message], tools: Sequence[dict[str, Any]], pin: Pin
+    ):
+        self._model, self.beginning, self._tools = model, beginning, tools
+        self.kept_tokens = pin.at
+        self._close = weakref.finalize(self, pin.release)
+
+    def stream(self, rest: str, *, schema: Schema | None = None, **how: Unpack[How]) -> Stream:
+        """Continues the beginning and `rest`."""
+        return self._model.stream(self.text(rest), schema=schema, **how)
+
+    @overload
+    def generate(self, rest: str, *, schema: Schema | None = None, **how: Unpack[How]) -> Answer: ...
+    @overload
+    def generate(self, rest: list[str], *, schema: Schema | None = None, **how: Unpack[How]) -> list[Answer]: ...
+
+    def generate(
+        self, rest: str | list[str], *, schema: Schema | None = None, **how: Unpack[How]
+    ) -> Answer | list[Answer]:
+        """Continues the beginning and `rest` to the end; several are one batch."""
+        if isinstance(rest, str):
+            return self._model.generate(self.text(rest), schema=schema, **how)
+        return self._model.generate([self.text(each) for each in rest], schema=schema, **how)
+
+    def chat(self, messages: Sequence[Message], **how: Any) -> Answer:
+        """Answers the beginning and more messages, with its tools."""
+        return self._model.chat(self.messages(messages), tools=self._tools, **how)
+
+    def chat_stream(self, messages: Sequence[Message], **how: Any) -> Stream:
+        """Answers the beginning and more messages, with its tools, and returns the pieces as they come."""
+        return self._model.chat_stream(self.messages(messages), tools=self._tools, **how)
+
+    def text(self, rest: str) -> str:
+        """Returns the beginning, which is a text, and `rest`."""
+        if not isinstance(self.beginning, str):
+            raise ArgumentError("the beginning is a conversation: chat() goes on with it")
+        return self.beginning + rest
+
+    def messages(self, more: Sequence[Message]) -> list[Message]:
+        """Returns the beginning, which is a conversation, and `more` messages."""
+        if isinstance(self.beginning, str):
+            raise ArgumentError("the beginning is a text: stream() and generate() go on with it")
+        return [*self.beginning, *more]
+
+    def close(self) -> None:
+        """Lets the beginning be forgotten; a second call does nothing."""
+        self._close()
+
+    def __enter__(self) -> Prefix:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    device: str = "auto",
+    ctx: int | None = None,
+    parallel: int = 1,
+    draft: str = "auto",
+    drafter: str | Path | None = None,
+    head: str | Path | None = None,
+    gamma: int | None = None,
+    budget: int | None = None,
+    kv_type: str | None = None,
+    threads: int | None = None,
+    cpu_experts: int | str | None = None,
+    checkpoints: int = 8,
+    max_waiting: int | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Opens the model of a GGUF, or the one that comes with luce where no path is given.
+
+    device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N"
+    ctx: room for so many tokens of a prompt and its answer; None: as many as were trained, up to 32768, and fit
+    parallel: so many answers are generated at once; the others wait
+    draft: "auto" (as it pays), "mtp" (the NextN head), "dflash" (a drafter), "lookup" (what followed earlier in
+        the text) or "off"; no token depends on it
+    drafter, head: the files of a DFlash drafter, and of a NextN head in place of the model's own
+    gamma, budget: the most drafts of the NextN head, and the most candidates of a tree or a lookup, a round
+    kv_type: "f16" (the default), "q8_0", "q4_0" or "f32"
+    threads: CPU threads; None: one for each usable CPU, to 16
+    cpu_experts: keep the experts of so many layers in host memory, or "auto"
+    checkpoints: keep so many beginnings of prompts on the device; 0 keeps none
+    max_waiting: raise Busy where so many requests wait; None: any number may wait
+    progress: is called with the part that is loaded, 0 to 1; Cancelled is raised where it returns what is true
+
+    Raises FileError, UnsupportedError, ArgumentError, OutOfMemory and DeviceError."""
+    given: Loading = {
+        "device": device, "ctx": ctx, "parallel": parallel, "draft": draft, "drafter": drafter, "head": head,
+        "gamma": gamma, "budget": budget, "kv_type": kv_type, "threads": threads, "cpu_experts": cpu_experts,
+        "checkpoints": checkpoints, "max_waiting": max_waiting, "progress": progress,
+    }  # fmt: skip
+    return opened(path, given)
+
+
+def opened(
+    path: str | Path | None, given: Loading, hand_over: Callable[[Happened], None] = put_all
+) -> Model:
+    """Opens a model as load() does, with what happens given to `hand_over` (Scheduler)."""
+    require_known(given, Loading)
+    for name, allowed in RANGES.items():
+        if (value := given.get(name)) is not None or name in ("parallel", "checkpoints"):
+            require(name, given.get(name, 1) if value is None else value, allowed)
+    draft = given.get("draft", "auto")
+    if draft not in SPECS:
+        raise ArgumentError(f"draft is {draft!r:.80}: it is one of {', '.join(SPECS)}")
+    drafter = given.get("drafter")
+    if path is None and drafter is None and draft in ("auto", "dflash"):
+        drafter = BOX_DRAFTER
+    device = given.get("device", "auto")
+    asked = Options(
+        device=None if device == "auto" else device,
+        ctx=given.get("ctx"),
+        kv_type=given.get("kv_type"),
+        threads=given.get("threads"),
+        sequences=given.get("parallel", 1),
+        checkpoints=given.get("checkpoints", 8),
+        cpu_experts=given.get("cpu_experts"),  # type: ignore[arg-type] # The plan refuses other words.
+        spec=draft,
+        gamma=given.get("gamma"),
+        budget=given.get("budget"),
+    )
+    settings = Settings(asked, host_bytes=0, max_waiting=given.get("max_waiting"))
+    with ExitStack() as stack:
+        files = stack.enter_context(Files(path or BOX, given.get("head"), asked.device, drafter))
+        with about(files.file.path):
+            require_supported(files.facts)
+        for line in files.warnings:
+            warnings.warn(line, stacklevel=3)
+        options = with_defaults(files, asked, shrink=True)
+        loaded = stack.enter_context(
+            Loaded(files, options, settings, given.get("progress"), hand_over=hand_over)
+        )
+        prompting = Prompting(files, loaded)
+        stack.callback(prompting.close)
+        return Model(files, loaded, prompting, stack.pop_all())
+
+
+def batch_of(prompt: Text | Batch) -> tuple[bool, Sequence[Text]]:
+    """Returns whether a prompt is a single one, and all that it is."""
+    single = isinstance(prompt, str) or not isinstance(prompt, Sequence)
+    single = single or any(isinstance(each, Integral) for each in prompt)
+    return single, [prompt] if single else prompt  # type: ignore[return-value, list-item]
+
+
+def _close(loaded: Loaded, opened: ExitStack) -> None:
+    """Frees a model: beside its engine's thread where Python found there that nobody holds it."""
+    if loaded.scheduler.is_here:
+        Thread(target=opened.close, name="luce-close").start()
+    else:
+        opened.close()
