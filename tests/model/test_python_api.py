@@ -14,6 +14,7 @@ from pathlib import Path
 import box_model
 import jsonschema
 import pytest
+from checkout import ROOT
 from serving import until
 
 import luce
@@ -614,7 +615,7 @@ def test_an_option_that_there_is_not_is_a_type_error(model):
 
 # ---- the package
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python-api.md"
+DOCUMENT = ROOT / "docs" / "python-api.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.S | re.M)
 
 
