@@ -36,8 +36,8 @@ main()
 
 # No test fails because the machine was busy. (Hypothesis has one more clock beside its deadline.)
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("luce", max_examples=50, **PATIENT)
-settings.register_profile("deep", max_examples=400, **PATIENT)  # The gate's stage of properties takes it.
+settings.register_profile("luce", **PATIENT)
+settings.register_profile("deep", max_examples=400, **PATIENT)  # The gate's tests of company take it.
 settings.load_profile("luce")
 
 
