@@ -213,7 +213,7 @@ def test_a_lack_of_memory_is_one_line(luce_, monkeypatch):
     def lacks(*args, **options):
         raise MemoryError
 
-    for place in ("luce.planning.opened.Tokenizer", "luce.decode.engine.Loop", "luce.cli.commands.probe"):
+    for place in ("luce.planning.opened.Tokenizer", "luce.decode.scheduler.Loop", "luce.cli.commands.probe"):
         with monkeypatch.context() as patched:
             patched.setattr(place, lacks)
             result = luce_(*(("probe-gguf", "{}") if "cli" in place else ("generate", "--gguf", "{}", "x")))
