@@ -4,6 +4,7 @@
     python tools/make_benchmark_table.py
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -69,5 +70,8 @@ def made(page: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for path in PAGES:
         path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -4,6 +4,7 @@
     python tools/make_cli_page.py
 """
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,4 +45,7 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     PAGE.write_text(page(), encoding="utf-8")

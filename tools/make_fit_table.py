@@ -7,6 +7,7 @@
 The files have the shapes of the published models and the types that `luce convert` gives them, and no weights.
 """
 
+import argparse
 import sys
 import tempfile
 from dataclasses import replace
@@ -82,4 +83,7 @@ def made(page: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     PAGE.write_text(made(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
