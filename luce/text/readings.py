@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from luce.text.dialects import Kind, Mark
 from luce.text.parameters import TEXT, Parameters, trimmed, value_of
@@ -104,11 +104,10 @@ class Node:
     begin: int = 0
     name: str = ""
     found: Any = None  # The arguments of a JSON object.
-    depth: int = 0  # So many are before it.
+    depth: int = field(default=0, kw_only=True)  # So many are before it.
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Where a reading stands: what may come next, and at what price, follows from it alone."""
 
     place: Place
@@ -160,7 +159,7 @@ class Reading:
         """Returns the reading that goes on from there, after it has `read` the fields of more nodes."""
         node, first = self.node, self.first
         for fields in read:
-            node = replace(Node(node, *fields), depth=node.depth + 1 if node else 0)
+            node = Node(node, *fields, depth=node.depth + 1 if node else 0)
             first = first or node
         return Reading(state, start, self.cost + cost, node, first)
 
@@ -247,11 +246,11 @@ class Rules:
     # ---- outside of calls
 
     def _text(self, r: Reading, s: State, e: Event) -> Readings:
-        here = replace(s, head=False) if s.head else s
+        here = s._replace(head=False) if s.head else s
         if e.kind is Kind.CALL:
             cost = Damage.DEBRIS if s.head else 0
             if not self._held:
-                yield r.to(replace(s, head=True, spoken=True), r.start, cost)
+                yield r.to(s._replace(head=True, spoken=True), r.start, cost)
             head = State(Place.HEAD, s.thinking, objects=s.objects)
             yield r.to(head, e.begin, cost, ("said", e.begin, r.start))
         elif e.kind is Kind.FUNCTION:
@@ -262,15 +261,15 @@ class Rules:
                 before = State(Place.BEFORE, objects=s.objects)
                 yield r.to(before, e.begin, Damage.BEFORE, ("said", e.begin, r.start))
         elif e.kind is Kind.END_THOUGHT and s.thinking:
-            yield r.to(replace(here, thinking=False), e.end, 0, ("said", e.begin, r.start))
+            yield r.to(here._replace(thinking=False), e.end, 0, ("said", e.begin, r.start))
         else:
             yield r.to(here, r.start, Damage.DEBRIS if e.kind is Kind.PARAMETER else 0)
 
     def _function_in_text(self, r: Reading, s: State, here: State, e: Event) -> Readings:
         bare = e.line and not s.thinking and self.declared(e.name)
-        here = replace(here, spoken=True) if e.line else here
+        here = here._replace(spoken=True) if e.line else here
         if bare or (s.head and self.may_be_called(e.name)):
-            yield r.to(replace(here, objects=False), r.start, Damage.UNREAD)
+            yield r.to(here._replace(objects=False), r.start, Damage.UNREAD)
         else:
             yield r.to(here, r.start)
         if bare and not s.head:
@@ -290,13 +289,13 @@ class Rules:
             if not (s.fragile or (s.tight and e.same_line)):
                 yield r.to(text, r.start)
         elif e.kind in CLOSERS:
-            yield r.to(replace(s, tight=False), e.end, Damage.DOUBLED)
+            yield r.to(s._replace(tight=False), e.end, Damage.DOUBLED)
         elif e.kind is Kind.END_THOUGHT or e.misspelt:
-            yield r.to(replace(s, tight=False), e.end)
+            yield r.to(s._replace(tight=False), e.end)
         elif e.kind is Kind.CALL:
             yield r.to(State(Place.HEAD, head=True, objects=s.objects, fragile=s.fragile), e.begin)
             if not (s.fragile or self._held):
-                yield r.to(replace(text, head=True, spoken=True), r.start)
+                yield r.to(text._replace(head=True, spoken=True), r.start)
         else:
             bare = e.kind is Kind.FUNCTION and e.placed and self.declared(e.name)
             if bare:
@@ -348,7 +347,7 @@ class Rules:
 
     def _next_call(self, r: Reading, s: State, e: Event, cost: int = 0) -> Readings:
         """Yields how the reading goes on where another call begins before this one has all of its closers."""
-        ended, s = r.to(s, r.start, cost, ("end", e.begin)), replace(s, thinking=False)
+        ended, s = r.to(s, r.start, cost, ("end", e.begin)), s._replace(thinking=False)
         if e.kind is Kind.CALL:
             head = State(Place.HEAD, head=True, objects=s.objects, fragile=s.fragile)
             yield ended.to(head, e.begin, Damage.MISSING if s.wrapped else 0)
@@ -363,7 +362,7 @@ class Rules:
         elif e.kind in (Kind.END_PARAMETER, Kind.WORD):
             yield r.to(s, r.start, Damage.DOUBLED)
         elif e.kind is Kind.END_FUNCTION and s.wrapped:
-            yield r.to(replace(s, place=Place.CLOSED), e.end, e.misspelt)
+            yield r.to(s._replace(place=Place.CLOSED), e.end, e.misspelt)
         elif e.kind is Kind.END_FUNCTION:
             yield self._ended(r, s, e, e.misspelt)
         elif e.kind is Kind.END_CALL:
@@ -396,7 +395,7 @@ class Rules:
     # ---- values
 
     def _value(self, r: Reading, s: State, e: Event) -> Readings:
-        plain = replace(s, run="", head=False) if s.run or s.head else s
+        plain = s._replace(run="", head=False) if s.run or s.head else s
         if e.kind in CLOSERS:
             yield from self._closer_in_value(r, s, e)
         elif e.kind is Kind.PARAMETER:
@@ -418,17 +417,17 @@ class Rules:
             yield self._value_ended(r, s, e)
         at = CLOSERS[e.kind]
         if e.misspelt:
-            yield r.to(replace(s, run="", head=False), r.start)
+            yield r.to(s._replace(run="", head=False), r.start)
         elif s.opens[at]:
             opens = (*s.opens[:at], _without_dearest(s.opens[at]), *s.opens[at + 1 :])
-            yield r.to(replace(s, run="", head=False, opens=opens), r.start)
+            yield r.to(s._replace(run="", head=False, opens=opens), r.start)
         else:
             own = e.kind is Kind.END_PARAMETER
             over = not own and s.run == "p"
             run = "p" if own or over else "f" if e.fresh else ""
             whole = s.whole or (own and self._is_whole(r, s, e.begin))
             if not (over and (self._held or s.whole)):
-                after = replace(s, run=run, head=False, over=s.over or over, whole=whole, passed=s.passed or own)
+                after = s._replace(run=run, head=False, over=s.over or over, whole=whole, passed=s.passed or own)
                 yield r.to(after, r.start, Damage.STRAY)
 
     def _is_whole(self, r: Reading, s: State, end: int) -> bool:
@@ -443,11 +442,11 @@ class Rules:
         """Returns how the reading goes on behind a closer that ends the value, and what else lacks its own."""
         cost = s.left_open + (Damage.MISSPELT if e.kind is Kind.WORD else e.misspelt)
         r = r.to(s, r.start, cost, ("value", e.begin, r.start, s.key))
-        s = replace(s, place=Place.BODY, key="", opens=_NOTHING, head=False, over=False, passed=False, whole=False)
+        s = s._replace(place=Place.BODY, key="", opens=_NOTHING, head=False, over=False, passed=False, whole=False)
         if e.kind in (Kind.END_PARAMETER, Kind.WORD):
             return r.to(s, e.end)
         if e.kind is Kind.END_FUNCTION and s.wrapped:
-            return r.to(replace(s, place=Place.CLOSED, tight=True), e.end, Damage.MISSING)
+            return r.to(s._replace(place=Place.CLOSED, tight=True), e.end, Damage.MISSING)
         missing = Damage.MISSING if e.kind is Kind.END_FUNCTION else 2 * Damage.MISSING
         return self._ended(r, s, e, missing, tight=True)
 
@@ -461,13 +460,13 @@ class Rules:
             price = Damage.NEVER if to_come else Damage.OPEN if e.placed else Damage.SPOKEN
             nested = to_come and not s.opens[0] and not s.opens[1]
             opens = (*s.opens[:2], (*s.opens[2], price)[-DEEPEST:])
-            yield r.to(replace(plain, opens=opens), r.start, Damage.NESTED if nested else 0)
+            yield r.to(plain._replace(opens=opens), r.start, Damage.NESTED if nested else 0)
 
     def _call_in_value(self, r: Reading, s: State, plain: State, e: Event) -> Readings:
         calls, functions, parameters = s.opens
         if e.kind is Kind.CALL:
             opens = ((*calls, int(Damage.SPOKEN))[-DEEPEST:], functions, parameters)
-            yield r.to(replace(plain, head=e.placed, opens=opens), r.start)
+            yield r.to(plain._replace(head=e.placed, opens=opens), r.start)
         else:
             known = self.declared(e.name)
             real = (s.head and self.may_be_called(e.name)) or (e.line and known)
@@ -476,10 +475,10 @@ class Rules:
                 calls = (*calls[:-1], price)
             if not (real and s.over):  # Else the end that was passed over is the call's.
                 opens = (calls, (*functions, int(price))[-DEEPEST:], parameters)
-                yield r.to(replace(plain, opens=opens), r.start)
+                yield r.to(plain._replace(opens=opens), r.start)
         if not (self._held or s.run or s.passed or s.head) and e.placed and (e.kind is Kind.CALL or e.line):
             ended = r.to(s, r.start, s.left_open, ("value", e.begin, r.start, s.key))
-            yield from self._next_call(ended, replace(s, fragile=True), e, 2 * Damage.MISSING)
+            yield from self._next_call(ended, s._replace(fragile=True), e, 2 * Damage.MISSING)
 
     # ---- the end of the text
 
