@@ -39,7 +39,7 @@ from luce.bench.summary import five_digits
 from luce.convert.gguf_output import Encoder, Planned, slabs, tensor_bytes, write
 from luce.convert.gguf_tokenizer import copy_keys
 from luce.convert.weight_types import MIXES, choose
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.files.tokenizer import Tokenizer
 from luce.native import File, Model
 
@@ -116,7 +116,7 @@ def windows_of(path: Path, text: str, args: argparse.Namespace) -> Windows:
     with File(path) as file:
         tokens = Tokenizer(file.kv).encode(text)
     if len(tokens) < args.windows * args.tokens:
-        raise LuceError(f"{args.windows} windows of {args.tokens} tokens: the text has {len(tokens)}")
+        raise Error(f"{args.windows} windows of {args.tokens} tokens: the text has {len(tokens)}")
     return [tokens[i * args.tokens : (i + 1) * args.tokens] for i in range(args.windows)]
 
 
@@ -333,7 +333,7 @@ def main() -> None:
         where, result = measure(args)
         print(f"on {result['device']}. {METHOD}\n\n{markdown(result)}", file=sys.stderr, flush=True)
         print_row(result, args.save, f"kl-{'cpu' if where == 'cpu' else 'gpu'}")
-    except (LuceError, llamacpp.PeerError, OSError) as error:
+    except (Error, llamacpp.PeerError, OSError) as error:
         raise SystemExit(f"kl: error: {error}") from None
 
 

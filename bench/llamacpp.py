@@ -19,7 +19,7 @@ from typing import Any
 
 from luce import native as _native
 from luce.bench.origin import print_row
-from luce.errors import LuceError
+from luce.errors import Error
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ("llama-bench", "llama-server")
@@ -69,7 +69,7 @@ def compare(
         device, row = measure(args)
         print(f"{args.model.name} on {row['device']}. {timing}\n\n{table(row)}", file=sys.stderr)
         print_row(row, args.save, f"{name}-{args.model.stem}-{'cpu' if device == 'cpu' else 'gpu'}")
-    except (LuceError, PeerError, OSError) as error:
+    except (Error, PeerError, OSError) as error:
         raise SystemExit(f"{program}: error: {error}") from None
 
 

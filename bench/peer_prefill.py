@@ -25,7 +25,7 @@ from luce.bench.origin import command_text, origin, print_row
 from luce.bench.output import as_markdown
 from luce.bench.summary import five_digits
 from luce.decode.engine import Engine
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.planning.opened import Files
 from luce.planning.plan import Options
 
@@ -101,7 +101,7 @@ def main() -> None:
         text = f"{args.model.name} on {result['device']}. {TIMING}\n\n{markdown(args, result)}"
         print(text, file=sys.stderr, flush=True)
         print_row(result, args.save, f"prefill-{args.model.stem}-{'cpu' if where == 'cpu' else 'gpu'}")
-    except (LuceError, llamacpp.PeerError, OSError) as error:
+    except (Error, llamacpp.PeerError, OSError) as error:
         raise SystemExit(f"peer_prefill: error: {error}") from None
 
 

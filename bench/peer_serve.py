@@ -37,7 +37,7 @@ from luce import native as _native
 from luce.bench.origin import command_text, origin, print_row
 from luce.bench.output import as_markdown
 from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.planning.opened import Files
 
 WARM_UP = 16
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, model: Path, where: str) -> Iterator[Row]:
 
     found = servers(args, model, where)
     if not set(args.long or ()) <= set(found):
-        raise LuceError(f"--long {','.join(args.long)}: the servers are {', '.join(found)}")
+        raise Error(f"--long {','.join(args.long)}: the servers are {', '.join(found)}")
     for group in [list(found)] if args.together else [[name] for name in found]:
         with ExitStack() as stack:
             clients = {name: opened(stack, found[name]) for name in group}
@@ -218,7 +218,7 @@ def main() -> None:
             for row in measure(args, with_context(args.model, args.context, Path(folder)), where):
                 rows.append(row)
                 say(json.dumps(row.as_json()))
-    except (LuceError, llamacpp.PeerError, OSError) as error:
+    except (Error, llamacpp.PeerError, OSError) as error:
         raise SystemExit(f"peer_serve: error: {error}") from None
     command = command_text(["bench/peer_serve.py", args.model.name, *sys.argv[2:]])
     head = origin("peer serve", where, args.model, command, args.threads, args.commit)

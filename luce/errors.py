@@ -19,64 +19,61 @@ class Error(Exception):
         self.concerns = concerns
 
 
-LuceError = Error  # luce's own modules know it by this name.
-
-
-class ArgumentError(LuceError):
+class ArgumentError(Error):
     """An argument is out of range; nothing was done."""
 
     code = 1
 
 
-class FileError(LuceError):
+class FileError(Error):
     """A file cannot be read or is malformed."""
 
     code = 2
 
 
-class UnsupportedError(LuceError):
+class UnsupportedError(Error):
     """The file is well-formed, but luce cannot do what was asked with it."""
 
     code = 3
 
 
-class OutOfMemory(LuceError):
+class OutOfMemory(Error):
     """There is not enough memory; the message gives needed and free."""
 
     code = 4
 
 
-class ContextFull(LuceError):
+class ContextFull(Error):
     """The request does not fit into the context."""
 
     code = 5
 
 
-class NumericError(LuceError):
+class NumericError(Error):
     """Logits were not finite; the sequence is now failed."""
 
     code = 6
 
 
-class StateError(LuceError):
+class StateError(Error):
     """The sequence is failed, the handle is closed, or the call is out of order."""
 
     code = 7
 
 
-class Cancelled(LuceError):
+class Cancelled(Error):
     """A progress callback or Engine.cancel asked to stop."""
 
     code = 8
 
 
-class DeviceError(LuceError):
+class DeviceError(Error):
     """The device or its driver failed."""
 
     code = 9
 
 
-class Busy(LuceError):
+class Busy(Error):
     """As many requests wait as may. After `retry_after` seconds one of them should have ended."""
 
     def __init__(self, message: str = "", concerns: str | None = None, retry_after: int = 0):
@@ -84,11 +81,11 @@ class Busy(LuceError):
         self.retry_after = retry_after
 
 
-class TemplateFailed(LuceError):
+class TemplateFailed(Error):
     """A chat template refuses these messages, or fails at them; it may take others."""
 
 
-class OutputError(LuceError):
+class OutputError(Error):
     """What was to be printed cannot be written; nothing that follows could be."""
 
 
@@ -96,13 +93,13 @@ class PipeClosed(OutputError):
     """Nobody reads stdout any more, as behind `| head`."""
 
 
-class InternalError(LuceError):
+class InternalError(Error):
     """This is a defect of luce."""
 
     code = 10
 
 
-BY_CODE: dict[int, type[LuceError]] = {
+BY_CODE: dict[int, type[Error]] = {
     kind.code: kind
     for kind in (
         ArgumentError,
@@ -124,7 +121,7 @@ def about(path: Path) -> Iterator[None]:
     """An error that is raised within names this file."""
     try:
         yield
-    except LuceError as error:
+    except Error as error:
         if str(path) in str(error):
             raise
         raise type(error)(f"{path}: {error}", error.concerns) from error

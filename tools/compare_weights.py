@@ -23,7 +23,7 @@ from luce.convert import hf_dflash, hf_qwen35
 from luce.convert.gguf_output import Planned, tensor_bytes
 from luce.convert.hf_config import read_config
 from luce.convert.safetensors_reader import Checkpoint
-from luce.errors import LuceError, UnsupportedError
+from luce.errors import Error, UnsupportedError
 from luce.files.probe import fact
 from luce.native import File
 
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         rows = compare(args.checkpoint, args.gguf, args.max)
-    except (LuceError, OSError) as error:
+    except (Error, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     bad = [row for row in rows if row.status != "ok"]

@@ -41,7 +41,7 @@ import tiny
 
 from luce import native as _native
 from luce.bench.origin import checkout_commit
-from luce.errors import InternalError, LuceError
+from luce.errors import Error, InternalError
 from luce.files.probe import probe
 from luce.files.tokenizer import Tokenizer
 from luce.native import File, Library
@@ -314,7 +314,7 @@ class Case:
                 file.plan_memory("cpu")
         except InternalError:
             raise
-        except LuceError as error:
+        except Error as error:
             text = str(error).replace(str(path.parent), "")
             return type(error).__name__, re.sub(r"[0-9]+|'[^']*'|(?<=key )\S+|(?<=ensor )\S+", "#", text)[:60]
         return "opened", ""

@@ -36,7 +36,7 @@ from luce.cli.terminal import Display
 from luce.data import BOX
 from luce.decode.engine import Engine
 from luce.decode.loop import MAX_ROWS
-from luce.errors import ArgumentError, LuceError
+from luce.errors import ArgumentError, Error
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_GAMMA
 
@@ -84,7 +84,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
     require(flags)
     listed = problems.humaneval()[:limit]
     if not (unsafe_check or no_check) and (missing := sandbox.available()):
-        raise LuceError(f"the answers cannot be checked: {missing}", concerns="sandbox")
+        raise Error(f"the answers cannot be checked: {missing}", concerns="sandbox")
     by_id = {problem.id: problem for problem in listed}
 
     def check(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
         make()
     except OSError as error:
         said = f"{error.filename}: {error.strerror}" if error.filename else error
-        raise LuceError(f"the oracle model cannot be made: {said}; --cache names another folder") from error
+        raise Error(f"the oracle model cannot be made: {said}; --cache names another folder") from error
 
 
 @bench.command()

@@ -16,7 +16,7 @@ from luce.cli.command import CtrlC
 from luce.cli.options import sampling_of
 from luce.cli.terminal import Display
 from luce.data import BOX, BOX_DRAFTER
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.planning.opened import Files
 
 Stopped = Callable[[], bool]
@@ -96,7 +96,7 @@ def compare(
         more: dict[str, Any] = {}
         try:
             more = after(records, display, lambda: ctrl_c.pressed)
-        except LuceError as error:  # What was measured stays.
+        except Error as error:  # What was measured stays.
             measured.failure = measured.failure or error
         rows = [row.as_json() for row in summarise(records, names, **more)]
         report = Report(

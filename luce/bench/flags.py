@@ -81,7 +81,7 @@ PLOT = (click.option("--plot", type=FilePath(path_type=Path, dir_okay=False), he
 
 
 def require(flags: dict[str, Any]) -> None:
-    """Raises UsageError where a flag would be ignored, and LuceError where what is to be written cannot be.
+    """Raises UsageError where a flag would be ignored, and Error where what is to be written cannot be.
     It is called before anything runs."""
     if len(forms := [f"--{form}" for form in FORMS if flags[form]]) > 1:
         raise click.UsageError(f"{' and '.join(forms)}: give one of them")

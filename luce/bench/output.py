@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from luce.errors import LuceError, UnsupportedError
+from luce.errors import Error, UnsupportedError
 
 Table = tuple[list[str], list[list[str]]]  # It has a header, and rows of the same length.
 
@@ -151,19 +151,19 @@ def _pyplot() -> Any:
 
 
 def require(save: Path | None, plot: Path | None) -> None:
-    """Raises LuceError where a result row or a plot cannot be written. It is called before anything runs."""
+    """Raises Error where a result row or a plot cannot be written. It is called before anything runs."""
     if plot is not None:
         _pyplot()
         written = plot if os.path.exists(plot) else plot.parent
         if not os.path.isdir(plot.parent) or not os.access(written, os.W_OK):
-            raise LuceError(f"{plot}: the plot cannot be written there")
+            raise Error(f"{plot}: the plot cannot be written there")
     if save is not None:
         try:
             save.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=save) as trial:
                 trial.write(bytes(1 << 16))
         except OSError as error:
-            raise LuceError(f"{save}: the result row cannot be written there: {error.strerror}") from error
+            raise Error(f"{save}: the result row cannot be written there: {error.strerror}") from error
 
 
 def _finish(figure: Any, title: str, path: Path) -> None:
@@ -172,7 +172,7 @@ def _finish(figure: Any, title: str, path: Path) -> None:
         figure.savefig(path, dpi=130, format="png")
     except (OSError, ValueError) as error:
         said = getattr(error, "strerror", None) or error
-        raise LuceError(f"{path}: cannot write the plot: {said}") from error
+        raise Error(f"{path}: cannot write the plot: {said}") from error
     finally:
         _pyplot().close(figure)
 

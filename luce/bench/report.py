@@ -14,7 +14,7 @@ from luce.bench.origin import command_text, device_text, origin, write_row
 from luce.cli import stdout
 from luce.cli.command import COMMAND, Interrupted
 from luce.cli.terminal import print_table
-from luce.errors import LuceError
+from luce.errors import Error
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Measured(Generic[T]):
             for each in self._measuring:
                 begun = True
                 yield each
-        except (LuceError, OSError, MemoryError) as error:
+        except (Error, OSError, MemoryError) as error:
             if not begun:
                 raise
             self.failure = error
@@ -97,6 +97,6 @@ class Report:
             path = write_row(folder, f"{self.bench}-{about}-{kind}", head | body)
         except OSError as error:
             said = error.strerror or error
-            raise LuceError(f"{folder}: the result row cannot be written: {said}") from error
+            raise Error(f"{folder}: the result row cannot be written: {said}") from error
         if not flags["quiet"]:
             click.echo(f"wrote {path}", err=True)

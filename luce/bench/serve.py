@@ -33,7 +33,7 @@ import numpy as np
 
 from luce.bench.output import Table
 from luce.bench.summary import five_digits
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.files.tokenizer import Tokenizer
 
 MORE = 64  # A warm prompt has so many tokens more.
@@ -110,13 +110,13 @@ class Client:
             )
             response = connection.getresponse()
             if response.status != 200:
-                raise LuceError(f"the server says {response.status}: {response.read(2000).decode()}")
+                raise Error(f"the server says {response.status}: {response.read(2000).decode()}")
             for line in response:
                 if not line.startswith(b"data: {"):
                     continue
                 event = json.loads(line[6:])
                 if "error" in event:
-                    raise LuceError(f"the server says {event['error']}")
+                    raise Error(f"the server says {event['error']}")
                 now = time.perf_counter()
                 first = first or now
                 timings = event.get("timings") or timings
@@ -125,7 +125,7 @@ class Client:
                     arrivals.append((now, came))
                 tokens = came
         except (OSError, http.client.HTTPException) as error:
-            raise LuceError(f"the server does not answer: {error}") from error
+            raise Error(f"the server does not answer: {error}") from error
         finally:
             connection.close()
         return Answered(asked, first, time.perf_counter(), tokens, timings.get("cache_n", 0),
@@ -219,7 +219,7 @@ def luce_server(model: Path, *options: str) -> Iterator[Running]:
             if line.startswith("luce serves "):
                 break
         else:
-            raise LuceError(f"luce serve ended: {' '.join(lines)[-2000:]}")
+            raise Error(f"luce serve ended: {' '.join(lines)[-2000:]}")
         stderr = process.stderr
         Thread(target=lambda: [None for _ in stderr], name="luce-stderr", daemon=True).start()
         yield Running(line.split()[-1], process.pid)

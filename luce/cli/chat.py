@@ -34,7 +34,7 @@ from luce.cli.terminal import Display
 from luce.decode.engine import Engine
 from luce.decode.events import Failed, Finished, Tokens
 from luce.decode.request import Request
-from luce.errors import ContextFull, LuceError, OutputError, about
+from luce.errors import ContextFull, Error, OutputError, about
 from luce.files.tokenizer import NFC_SHRINKS
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
@@ -201,7 +201,7 @@ class Talk:
                 self._messages.append(self._answer())
             except OutputError:
                 raise  # There is nobody to talk to.
-            except LuceError as error:
+            except Error as error:
                 self._messages.pop()
                 more = "; /clear begins anew" if isinstance(error, ContextFull) else ""
                 click.echo(f"Error: {error}{more}", err=True)
@@ -211,7 +211,7 @@ class Talk:
         """Does /think. Where nothing was asked for yet, the template's own choice is what is switched."""
         try:
             now = thinks(self._template, self._think)
-        except LuceError as error:
+        except Error as error:
             click.echo(f"Error: {error}", err=True)
             return
         if now is None:

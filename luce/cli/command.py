@@ -21,11 +21,11 @@ import click
 
 from luce.cli import stdout
 from luce.cli.terminal import printable
-from luce.errors import Cancelled, FileError, LuceError, PipeClosed
+from luce.errors import Cancelled, Error, FileError, PipeClosed
 
 MAX_U32 = 2**32 - 1
 COMMAND = "luce.cli.command"  # A context keeps the words of the command line under this key of its meta.
-REMEDIES = {  # They say in words of the command line what helps, by LuceError.concerns.
+REMEDIES = {  # They say in words of the command line what helps, by Error.concerns.
     "nextn_head": "--mtp-gguf PATH names a file that has one",
     "drafter": "--draft PATH names a file that has one",
     "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
@@ -132,7 +132,7 @@ def one_line() -> Iterator[None]:
         raise Interrupted() from None
     except PipeClosed as error:
         raise ReaderLeft() from error
-    except LuceError as error:
+    except Error as error:
         raise click.ClickException(printable(with_remedy(error))) from error
     except OSError as error:
         raise click.ClickException(printable(str(error))) from error
@@ -142,7 +142,7 @@ def one_line() -> Iterator[None]:
         raise click.ClickException("out of memory") from error
 
 
-def with_remedy(error: LuceError) -> str:
+def with_remedy(error: Error) -> str:
     """Returns what a failure says, and what the command line has against it."""
     concerns = error.concerns or ""
     if concerns in EXTRAS:

@@ -41,7 +41,7 @@ from luce.cli.sampling_options import CHOICES, grammar_of, penalties_of
 from luce.cli.terminal import Display, devices_text, facts_text, printable, tensors_text
 from luce.cli.writer import Writer
 from luce.decode.request import Request
-from luce.errors import ContextFull, FileError, LuceError, about
+from luce.errors import ContextFull, Error, FileError, about
 from luce.files.probe import probe
 from luce.files.tokenizer import NFC_SHRINKS
 from luce.model.loaded import Loaded, Settings
@@ -79,7 +79,7 @@ def cli(version: bool) -> None:
     if version:
         try:
             core = _native.default().version
-        except LuceError as error:
+        except Error as error:
             core = f"not available: {printable(str(error))}"
         stdout.put(f"luce {luce.__version__}, core {core}\n")
         click.get_current_context().exit()

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from luce import native as _native
 from luce.cli.command import FilePath, Finite
 from luce.data import BOX, BOX_DRAFTER
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.files.hub import fetch
 from luce.native.structs import Sampling
 from luce.planning.plan import DEFAULT_BUDGET, DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
@@ -179,7 +179,7 @@ def idle_thinking(
         return None
     try:
         prompts = {template.render(messages, enable_thinking=each) for each in (None, True, False)}
-    except LuceError:
+    except Error:
         return None
     flag = "--think" if think else "--no-think"
     return None if len(prompts) > 1 else f"{flag} sets enable_thinking, which the chat template does not read"

@@ -17,7 +17,7 @@ from luce.convert.gguf_output import Written
 from luce.convert.hf_config import Section, read_config
 from luce.convert.requantize import requantize
 from luce.convert.weight_types import DEFAULT, MIXES
-from luce.errors import FileError, LuceError
+from luce.errors import Error, FileError
 from luce.planning import cpus
 
 
@@ -74,7 +74,7 @@ def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> No
     try:
         written = _written(source, out, kind, flags, say)
     except OSError as error:
-        raise LuceError(f"{error.filename or out}: {error.strerror or error}") from error
+        raise Error(f"{error.filename or out}: {error.strerror or error}") from error
     stdout.put(f"wrote {written}\n")
 
 

@@ -84,7 +84,7 @@ def convert(
     replace: bool = False,
 ) -> Written:
     """Writes the drafter in folder `drafter` to `out`. `kind` is a key of MIXES, and `target` a GGUF or a
-    folder. A file that is there is to `replace`, or an error. LuceError names the key or tensor at fault."""
+    folder. A file that is there is to `replace`, or an error. Error names the key or tensor at fault."""
     require_free(out, replace)
     checkpoint = Checkpoint(drafter)
     c = hf_dflash.read_hparams(read_config(drafter))

@@ -21,7 +21,7 @@ import gguf
 import numpy as np
 
 from luce.convert.weight_types import QType
-from luce.errors import ArgumentError, FileError, LuceError, UnsupportedError
+from luce.errors import ArgumentError, Error, FileError, UnsupportedError
 from luce.native import File, Library
 
 SLAB = 1 << 24  # So many weights are F32 in memory at once.
@@ -138,7 +138,7 @@ def _hidden(path: Path, replace: bool = False) -> Iterator[Path]:
         if str(error.filename) != str(part):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-    except LuceError as error:
+    except Error as error:
         if str(part) not in str(error):
             raise
         raise type(error)(str(error).replace(str(part), str(path)), error.concerns) from error
@@ -181,7 +181,7 @@ def write(
 ) -> Written:
     """Writes the file at `path`: the writer's keys (made without a path) and the tensors, each in memory by
     itself. `types` maps a tensor to its ggml type. `check` makes further demands on the finished file,
-    before it gets its name. A file that is there is to `replace`, or a FileError. After LuceError and OSError
+    before it gets its name. A file that is there is to `replace`, or a FileError. After Error and OSError
     there is no new file."""
     plan = list(tensors)
     kinds = {t.name: t.stored_type if t.stored is not None else types[t.name] for t in plan}

@@ -34,7 +34,7 @@ def convert(
 ) -> Written:
     """Writes the checkpoint in `folder` as `out`. `kind` is a key of MIXES. `part` is "all" (the trunk, and
     the NextN head where there is one), "trunk" or "mtp". A file that is there is to `replace`, or an error.
-    LuceError names the key or tensor at fault."""
+    Error names the key or tensor at fault."""
     require_free(out, replace)
     checkpoint = Checkpoint(folder)
     names = hf_qwen35.plain_names(checkpoint, part)

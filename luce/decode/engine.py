@@ -16,7 +16,7 @@ from luce.decode.loop import Loop
 from luce.decode.reading import Reading
 from luce.decode.request import Request
 from luce.decode.rounds import timed
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.files.tokenizer import Tokenizer
 from luce.native import Model, Progress, Source
 from luce.native.structs import EngineInfo
@@ -155,7 +155,7 @@ class Engine:
                     at = waiting.popleft()
                     try:
                         generation = self.generation(requests[at], cancelled, prefixes)
-                    except LuceError as error:
+                    except Error as error:
                         yield at, Failed(error, State.IDLE)
                     else:
                         index[generation] = at

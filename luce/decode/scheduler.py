@@ -20,7 +20,7 @@ from luce.decode.events import Event, Failed, Finished, State
 from luce.decode.generation import Generation, Prefixes
 from luce.decode.loop import MAX_ROWS, Loop
 from luce.decode.request import Request
-from luce.errors import Busy, Cancelled, InternalError, LuceError, OutOfMemory
+from luce.errors import Busy, Cancelled, Error, InternalError, OutOfMemory
 from luce.native.structs import PAGE
 
 RETRY_S = 0.01  # What failed is followed by such a pause.
@@ -66,7 +66,7 @@ def put_all(happened: Happened) -> None:
         job.put(events)
 
 
-def _defect(error: Exception) -> LuceError:
+def _defect(error: Exception) -> Error:
     if isinstance(error, MemoryError):
         return OutOfMemory("out of memory")
     return InternalError(f"{type(error).__name__}: {error}")
@@ -139,7 +139,7 @@ class Scheduler:
         job.cancelled = True
         self._turn_away(job, Cancelled("cancelled"))
 
-    def _turn_away(self, job: Job, error: LuceError) -> None:
+    def _turn_away(self, job: Job, error: Error) -> None:
         """Ends a job if it waits."""
         with self._changed:
             if job in self._waiting:
@@ -169,7 +169,7 @@ class Scheduler:
     # ---- in the thread
 
     def _run(self) -> None:
-        ending: LuceError | None = None
+        ending: Error | None = None
         while ending or not self._stopping:
             try:
                 if ending:
@@ -240,7 +240,7 @@ class Scheduler:
             try:
                 generation = self._engine.generation(job.request, job.is_cancelled, self._cache)
             except Exception as error:
-                failure = error if isinstance(error, LuceError) else _defect(error)
+                failure = error if isinstance(error, Error) else _defect(error)
                 self._hand_over({job: [Failed(failure, State.IDLE)]})
                 self._admitting = None
                 continue
@@ -268,7 +268,7 @@ class Scheduler:
         lacking = (self._pages(job.request) - each.sequence.info.n_pages for each, job in running)
         return min(two_turns, sum(lacking))
 
-    def _end_all(self, error: LuceError) -> None:
+    def _end_all(self, error: Error) -> None:
         """Ends what runs, and what waits too where the thread is to stop. Where it fails it may be called
         again: nobody is forgotten before he was told."""
         self._loop.close()

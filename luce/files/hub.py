@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from luce.errors import FileError, LuceError, UnsupportedError
+from luce.errors import Error, FileError, UnsupportedError
 from luce.files.probe import what_it_holds
 from luce.native import File
 
@@ -68,7 +68,7 @@ def fetch(
         if lacking:
             there = f"the cache has only {listed(files)}" if files else "the cache has nothing of it"
             raise FileError(f"{reference}: {lacking}; {there}") from error
-        if isinstance(error, LuceError):
+        if isinstance(error, Error):
             raise
         raise FileError(f"{reference}: {_one_line(error)}") from error
     if not _is_file(name):
@@ -108,7 +108,7 @@ def _check_model(path: Path, file: str, repo: str, files: Sequence[str]) -> None
     """Raises FileError where a file that was chosen by its name holds no model. What is no GGUF at all is
     told where it is opened."""
     held = None
-    with suppress(LuceError), File(path) as opened:
+    with suppress(Error), File(path) as opened:
         held = what_it_holds(opened)
     if held is not None:
         others = [other for other in models_of(files) if other != file]

@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from luce.errors import LuceError, TemplateFailed
+from luce.errors import Error, TemplateFailed
 
 KEY = "tokenizer.chat_template"
 
@@ -23,7 +23,7 @@ class ChatTemplate:
     break and continue, {% generation %}, raise_exception, strftime_now, tojson without HTML escapes."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
-        """Parses a template. `special_tokens` are variables such as bos_token and eos_token. Raises LuceError
+        """Parses a template. `special_tokens` are variables such as bos_token and eos_token. Raises Error
         where it is malformed."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
@@ -37,7 +37,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:
             # Beside its own errors, there is what Python's compiler says of the result.
-            raise LuceError(f"{KEY} is not a valid template: {_one_line(error)}") from error
+            raise Error(f"{KEY} is not a valid template: {_one_line(error)}") from error
 
     def render(
         self,

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from luce.errors import LuceError, TemplateFailed
+from luce.errors import Error, TemplateFailed
 
 CPU_SECONDS = 5  # One prompt may take so many.
 WALL_SECONDS = 60.0  # One prompt may take so many, on a machine that has other things to do.
@@ -44,7 +44,7 @@ class Renderer:
         self._lock = threading.Lock()
 
     def render(self, **variables: Any) -> str:
-        """Renders as ChatTemplate.render does. TemplateFailed says what the template fails at; LuceError,
+        """Renders as ChatTemplate.render does. TemplateFailed says what the template fails at; Error,
         that it takes too much or is malformed."""
         return str(self._answer(variables=variables)["text"])
 
@@ -62,7 +62,7 @@ class Renderer:
         if "failed" in answer:
             raise TemplateFailed(answer["failed"])
         if "error" in answer:
-            raise LuceError(answer["error"])
+            raise Error(answer["error"])
         return answer
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -74,13 +74,13 @@ class Renderer:
         line, until = bytearray(), time.monotonic() + WALL_SECONDS
         while not line.endswith(b"\n"):
             if not select.select([process.stdout], [], [], max(until - time.monotonic(), 0))[0]:
-                raise LuceError(f"it takes more than {WALL_SECONDS:.0f} seconds")
+                raise Error(f"it takes more than {WALL_SECONDS:.0f} seconds")
             piece = process.stdout.read1(1 << 20)  # type: ignore[attr-defined]
             line += piece
             if len(line) > MAX_TEXT:
-                raise LuceError(f"its text is of more than {MAX_TEXT >> 20} MiB")
+                raise Error(f"its text is of more than {MAX_TEXT >> 20} MiB")
             if not piece:
-                raise LuceError(f"it takes more than {CPU_SECONDS} seconds, or crashes")
+                raise Error(f"it takes more than {CPU_SECONDS} seconds, or crashes")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -131,7 +131,7 @@ def answer_requests() -> None:
                 answer["mentions"] = sorted(template.mentions())
         except TemplateFailed as error:
             answer["failed"] = str(error)
-        except LuceError as error:
+        except Error as error:
             answer["error"] = str(error)
         except MemoryError:
             answer["error"] = NEEDS_MEMORY

@@ -1,7 +1,7 @@
 """Has the core through its flat C ABI (native/include/luce.h).
 
 Each handle is a context manager; closing twice is harmless, a closed handle raises StateError. Handles may be
-closed in any order. Every failed call raises the LuceError subclass of its luce_status with the core's
+closed in any order. Every failed call raises the Error subclass of its luce_status with the core's
 one-line message.
 """
 

@@ -437,5 +437,5 @@ class Checkpoint(Handle):
     def save(self) -> memoryview:
         """Returns the whole checkpoint as bytes, for Engine.load_checkpoint. They say which model, build and
         device they are of, and carry a checksum. The engine's steps go on beside it, in other threads;
-        LuceError where one of them closes the checkpoint meanwhile."""
+        Error where one of them closes the checkpoint meanwhile."""
         return self.library.bytes_of(self.library.lib.luce_checkpoint_save, self.handle)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from luce.errors import BY_CODE, ArgumentError, InternalError, LuceError, StateError
+from luce.errors import BY_CODE, ArgumentError, Error, InternalError, StateError
 from luce.native.declare import declared
 from luce.native.structs import Device, Penalties, Sampling, TypeInfo
 
@@ -31,9 +31,9 @@ class Library:
             self.lib: Any = self.ffi.dlopen(str(path))
             found = self.lib.luce_abi_version()
         except (OSError, AttributeError) as error:
-            raise LuceError(f"cannot load {path}: {error}; reinstall luce") from error
+            raise Error(f"cannot load {path}: {error}; reinstall luce") from error
         if found != self.lib.LUCE_ABI_VERSION:
-            raise LuceError(
+            raise Error(
                 f"{path} has ABI version {found}, its header says {self.lib.LUCE_ABI_VERSION}: "
                 "they come from different builds; reinstall luce"
             )
@@ -267,7 +267,7 @@ _ALWAYS_NEEDED = ("avx2", "fma", "f16c")  # A build with LUCE_NATIVE=OFF needs t
 
 
 def _require_cpu(features: Path) -> None:
-    """Raises LuceError where this CPU lacks what the library was built for: loading it would end in SIGILL.
+    """Raises Error where this CPU lacks what the library was built for: loading it would end in SIGILL.
     """
     try:
         needed = features.read_text(encoding="utf-8").split()
@@ -278,9 +278,9 @@ def _require_cpu(features: Path) -> None:
     found = set(flags.replace("_", "").split())
     lacking = [name for name in needed if not {name, _OTHER_NAMES.get(name, name)} & found] if found else []
     if any(name in _ALWAYS_NEEDED for name in lacking):
-        raise LuceError(f"luce needs a CPU with AVX2, FMA and F16C: this one lacks {', '.join(lacking)}")
+        raise Error(f"luce needs a CPU with AVX2, FMA and F16C: this one lacks {', '.join(lacking)}")
     if lacking:
-        raise LuceError(
+        raise Error(
             f"this luce was built for another CPU: this one lacks {', '.join(lacking)}; build it on this "
             "machine, or for all CPUs with -C cmake.define.LUCE_NATIVE=OFF"
         )
@@ -288,14 +288,14 @@ def _require_cpu(features: Path) -> None:
 
 def load(lib_dir: Path, header: Path | None = None) -> Library:
     """Loads the library in lib_dir (libluce.so or .dylib). Its header is luce/include/luce.h beside lib/
-    unless given. Raises LuceError, which names the remedy, where one is missing or is for another CPU."""
+    unless given. Raises Error, which names the remedy, where one is missing or is for another CPU."""
     header = header or lib_dir.parent / "include" / "luce.h"
     for name in ("libluce.so", "libluce.dylib"):
         path = lib_dir / name
         if path.exists() and header.exists():
             _require_cpu(lib_dir / "cpu-features.txt")
             return Library(path, header)
-    raise LuceError(
+    raise Error(
         f"no libluce and luce.h for {lib_dir}: run `pip install .`, and python outside of the source tree"
     )
 

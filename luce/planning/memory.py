@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.native.structs import Memory
 from luce.planning.opened import Files
 from luce.planning.plan import AUTO_BUDGET, MAX_GAMMA, Options
@@ -46,7 +46,7 @@ def _fit(files: Files, mode: str, options: Options) -> Fit:
     def holds(context: int) -> bool:
         try:
             needed = files.memory(chosen, context)
-        except LuceError:  # There would be more pages than there can be.
+        except Error:  # There would be more pages than there can be.
             return False
         return total(needed) <= needed.device_free
 

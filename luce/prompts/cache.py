@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from luce.errors import LuceError, OutOfMemory
+from luce.errors import Error, OutOfMemory
 from luce.files.tokenizer import Tokenizer
 from luce.native import Checkpoint, Engine, Sequence
 from luce.native.structs import PAGE
@@ -133,7 +133,7 @@ class PrefixCache:
         for kept in sorted(fitting, key=lambda each: len(each.tokens), reverse=True):
             try:
                 self._restore(kept, sequence)
-            except LuceError:
+            except Error:
                 # The file is damaged, or there is no room for it: the next shorter one is tried.
                 continue
             kept.met = self._prompts
@@ -155,7 +155,7 @@ class PrefixCache:
         tokens = np.asarray(prompt[:n_past], np.int32)
         if any(len(kept.tokens) == n_past and np.array_equal(kept.tokens, tokens) for kept in self._kept):
             return
-        with suppress(LuceError):  # Without it the prompt is read again one day, and nothing else.
+        with suppress(Error):  # Without it the prompt is read again one day, and nothing else.
             self._free_slot()
             checkpoint = sequence.checkpoint()
             kept = Kept(tokens, checkpoint.info.size_bytes, self._prompts, checkpoint, on_device=True)
@@ -318,7 +318,7 @@ class PrefixCache:
         except MemoryError as error:
             raise OutOfMemory("out of host memory") from error
         if not np.array_equal(checkpoint.tokens, kept.tokens):
-            raise LuceError("the file is of other tokens")
+            raise Error("the file is of other tokens")
         return checkpoint
 
     def _take(self, kept: Kept, reading: Future[Checkpoint]) -> None:
@@ -327,7 +327,7 @@ class PrefixCache:
             checkpoint = reading.result()
         except OutOfMemory:
             pass
-        except LuceError:
+        except Error:
             if self._disk and kept.path:
                 self._disk.remove(kept.path)
             kept.path = None
@@ -353,7 +353,7 @@ class PrefixCache:
             if kept.checkpoint and (self._is_pinned(kept) or (worth_a_copy and self._fit_host(kept))):
                 kept.checkpoint.to_host()
                 return
-        except LuceError:  # Host memory lacks.
+        except Error:  # Host memory lacks.
             pass
         self._drop(kept)
 

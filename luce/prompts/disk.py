@@ -19,7 +19,7 @@ from threading import Thread
 
 import numpy as np
 
-from luce.errors import FileError, LuceError
+from luce.errors import Error, FileError
 
 MAGIC = b"LUCEPFX1"
 # These are the magic and the number of tokens. The tokens follow as int32, then the checkpoint.
@@ -68,7 +68,7 @@ class DiskCache:
 
     def write(self, tokens: np.ndarray, save: Save) -> Path:
         """Returns the path that the file will have. What `save` returns in the thread is written later, or
-        nothing is, where it raises LuceError or the disk is full."""
+        nothing is, where it raises Error or the disk is full."""
         path = self._folder / _name(tokens)
         self._written[path] = True
         self._work.put((path, tokens, save))
@@ -110,7 +110,7 @@ class DiskCache:
     def _write_all(self) -> None:
         while not self._ended and (item := self._work.get()) is not None:
             path, tokens, save = item
-            with suppress(LuceError, OSError, MemoryError):
+            with suppress(Error, OSError, MemoryError):
                 self._write(path, tokens, save())
                 self._bound(path)
             self._written[path] = False

@@ -15,7 +15,7 @@ from typing import Any
 from luce.decode.events import Embedded, Event, Failed, Finished, Scored, Started, Tokens
 from luce.decode.request import Request
 from luce.decode.scheduler import Job
-from luce.errors import ArgumentError, Busy, Cancelled, ContextFull, LuceError
+from luce.errors import ArgumentError, Busy, Cancelled, ContextFull, Error
 from luce.model.answer import stop_of
 from luce.native.structs import Logprobs, Penalties, Sampling
 from luce.server.ask import Ask, Refused, TooLong
@@ -124,7 +124,7 @@ class Answer:
                     logprobs=self.ask.logprobs,
                 )
                 self._requests.append(request)
-        except LuceError as error:
+        except Error as error:
             raise Refused(400, str(error)) from error
 
     def start(self, admitted: bool = False) -> None:

@@ -32,7 +32,7 @@ from luce.cli.options import (
 )
 from luce.cli.terminal import printable
 from luce.data import BOX
-from luce.errors import LuceError, UnsupportedError
+from luce.errors import Error, UnsupportedError
 from luce.model.defaults import CPU_CHUNK, GPU_CHUNK
 from luce.model.loaded import Settings
 from luce.native.structs import PAGE
@@ -227,7 +227,7 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     drafter = drafter_of(next(iter(models.values())), flags) if len(models) == 1 else flags["draft"]
     served = Models(models, settings_of(flags, drafter))
     for slot in served.slots.values():  # Those that are loaded later have to open too.
-        with Files(slot.path, flags["mtp_gguf"], flags["device"]) as files, suppress(LuceError):
+        with Files(slot.path, flags["mtp_gguf"], flags["device"]) as files, suppress(Error):
             for warning in () if flags["quiet"] else files.warnings:  # What fails here fails at loading too.
                 click.echo(f"Warning: {printable(warning)}", err=True)
     hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
@@ -269,7 +269,7 @@ def listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         number = error.errno or 0  # A resolver's numbers are negative.
         said = os.strerror(number) if number > 0 else str(error.strerror or error).partition(" (while ")[0]
-        raise LuceError(f"cannot listen at {host} port {port}: {said}") from error
+        raise Error(f"cannot listen at {host} port {port}: {said}") from error
 
 
 def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str | None:

@@ -23,7 +23,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from luce.errors import Cancelled, LuceError
+from luce.errors import Cancelled, Error
 from luce.server.ask import Refused
 from luce.server.connection import KEEP_ALIVE_S, connections_of
 from luce.server.log import Log
@@ -88,7 +88,7 @@ class Listener(uvicorn.Server):
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, Refused) else error
                 if not isinstance(cause, Cancelled):
-                    self._failure = cause or LuceError(str(error))
+                    self._failure = cause or Error(str(error))
                 self.should_exit = True
                 return
         names = (socket.getsockname()[:2] for server in self.servers for socket in server.sockets)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from luce.decode.events import Event, Failed, Finished
-from luce.errors import Cancelled, DeviceError, LuceError, OutOfMemory, about
+from luce.errors import Cancelled, DeviceError, Error, OutOfMemory, about
 from luce.model.defaults import penalties_of, sampling_of, with_defaults
 from luce.model.loaded import Loaded, Settings, in_thread_of
 from luce.planning.opened import Files
@@ -139,7 +139,7 @@ class Served:
         self.users += 1
         try:
             return await lane.run(make)
-        except LuceError as error:
+        except Error as error:
             raise Refused(400, str(error), param=error.concerns) from error
         finally:
             self.users -= 1
@@ -270,7 +270,7 @@ class Models:
                 await closing(served.close)
             except Cancelled as error:
                 raise stopping() from error
-            except LuceError as error:
+            except Error as error:
                 raise Refused(500, str(error), "failed") from error
 
     def _is_stopping(self) -> bool:

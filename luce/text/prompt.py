@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Protocol
 
-from luce.errors import FileError, LuceError, TemplateFailed, UnsupportedError
+from luce.errors import Error, FileError, TemplateFailed, UnsupportedError
 from luce.files.probe import fact
 from luce.files.template_process import Renderer
 from luce.files.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def _named() -> Iterator[None]:
     """An error that is raised within names the key of the template."""
     try:
         yield
-    except LuceError as error:
+    except Error as error:
         said = str(error)
         raise type(error)(said if said.startswith(KEY) else f"{KEY} failed: {said}") from None
 

@@ -19,7 +19,7 @@ from luce.bench.origin import command_text, driver_version, write_row
 from luce.bench.run import Bench
 from luce.cli.commands import cli
 from luce.cli.terminal import Display
-from luce.errors import LuceError, NumericError
+from luce.errors import Error, NumericError
 from luce.files.probe import probe
 from luce.planning.plan import SPECS
 
@@ -412,7 +412,7 @@ def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_pa
     args = ("prompts", "--class", "code", "-n", 2, "--rounds", 1, "--modes", "plain", "--save", tmp_path)
 
     def fail(*args):
-        raise LuceError("no plot")
+        raise Error("no plot")
 
     monkeypatch.setattr(output, "plot_modes", fail)
     result = bench(*args, "--plot", tmp_path / "x.png")
@@ -485,7 +485,7 @@ def test_serve_gives_each_mode_the_files_that_it_drafts_with(bench, monkeypatch)
 
     def server(model, *words):
         asked.append(words)
-        raise LuceError("this is enough")
+        raise Error("this is enough")
 
     monkeypatch.setattr("luce.bench.serve_cli.luce_server", server)
     flags = ("--mtp-gguf", GGUF, "--draft", DRAFTER, "--lengths", 16, "--turns", 0, "--streams", 1)

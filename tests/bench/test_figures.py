@@ -19,7 +19,7 @@ from luce.bench.run import Case, Mode, Record, Settings, parse_modes, with_tempe
 from luce.bench.summary import quartiles, summarise
 from luce.cli.terminal import Display, print_table
 from luce.decode.stats import Stats
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.native import Drafts, Rows
 from luce.native.structs import Sampling
 
@@ -204,7 +204,7 @@ def test_tables_say_the_same_in_every_form():
 
 def test_a_plot_needs_its_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(LuceError, match="a plot needs the package matplotlib"):
+    with pytest.raises(Error, match="a plot needs the package matplotlib"):
         output.require(None, Path("x.png"))
 
 
@@ -218,7 +218,7 @@ def test_plots_are_written(tmp_path: Path):
     output.plot_costs(tmp_path / "costs.png", "a title", [cost])
     for name in ("modes.png", "costs.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(LuceError, match="cannot write the plot: No such file or directory$"):
+    with pytest.raises(Error, match="cannot write the plot: No such file or directory$"):
         output.plot_modes(tmp_path / "no folder" / "x.png", "a title", rows)
 
 

@@ -12,7 +12,7 @@ import tokenizers
 from luce.convert.gguf_output import _hidden
 from luce.convert.hf_config import Section, rope_theta
 from luce.convert.safetensors_reader import Checkpoint
-from luce.errors import FileError, LuceError
+from luce.errors import Error, FileError
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
 
@@ -129,7 +129,7 @@ def test_damaged_entry_is_named(tmp_path, entry, named):
     folder = checkpoint(tmp_path / "hf", GROUPED)
     header, body = header_of(folder)
     header[NORM] |= entry
-    with pytest.raises(LuceError, match="tensors? .*" + NORM if named != "overlap" else "overlap") as raised:
+    with pytest.raises(Error, match="tensors? .*" + NORM if named != "overlap" else "overlap") as raised:
         Checkpoint(with_header(folder, header, body))
     assert named in str(raised.value)
 

@@ -19,7 +19,7 @@ from make_goldens import CASES
 from luce.convert import gguf_output
 from luce.convert import qwen35 as convert_qwen35
 from luce.convert.weight_types import MIXES, choose
-from luce.errors import LuceError
+from luce.errors import Error
 
 CONFIGS = {
     "grouped": GROUPED,
@@ -309,5 +309,5 @@ def test_says_what_it_wrote(tmp_path, capsys):
 
 
 def test_wrong_checkpoint_path(tmp_path):
-    with pytest.raises(LuceError, match="absent is not a folder"):
+    with pytest.raises(Error, match="absent is not a folder"):
         convert_qwen35.convert(tmp_path / "absent", tmp_path / "x.gguf")

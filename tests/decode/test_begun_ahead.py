@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from luce.decode.events import Failed, Finished, Tokens, Warned
 from luce.decode.loop import Loop
 from luce.decode.request import Request
-from luce.errors import Cancelled, ContextFull, DeviceError, LuceError, NumericError
+from luce.errors import Cancelled, ContextFull, DeviceError, Error, NumericError
 from luce.native.structs import Penalties
 from luce.speculate.drafting import NOTHING, Draft, Round
 
@@ -251,7 +251,7 @@ def test_a_wait_that_fails_ends_all(number):
     found = drive(core, [generation(core, Request(prompt, 20)) for prompt in (PROMPT, b"other")])
     # The first one has a round while the other one has not read its prompt.
     for events, prompt, alone in zip(found, (PROMPT, b"other"), (1, 0), strict=True):
-        assert isinstance(events[-1], Failed) and isinstance(events[-1].error, LuceError)
+        assert isinstance(events[-1], Failed) and isinstance(events[-1].error, Error)
         emitted = tuple(token for event in events if isinstance(event, Tokens) for token in event.ids)
         assert emitted == expected(hashed, alone + number, prompt)
 

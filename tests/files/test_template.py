@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce.errors import FileError, LuceError, UnsupportedError
+from luce.errors import Error, FileError, UnsupportedError
 from luce.files import template_process as rendering
 from luce.files.template import ChatTemplate
 from luce.files.tokenizer import Tokenizer
@@ -168,7 +168,7 @@ def test_a_template_of_the_wrong_type_is_refused():
 
 
 def test_what_a_template_refuses_is_said():
-    with pytest.raises(LuceError, match=r"tokenizer.chat_template failed: No user query"):
+    with pytest.raises(Error, match=r"tokenizer.chat_template failed: No user query"):
         ChatTemplate(QWEN).render([{"role": "system", "content": "x"}])
 
 
@@ -186,7 +186,7 @@ def test_what_a_template_refuses_is_said():
     ids=range(7),
 )
 def test_a_syntax_error_names_the_template(source):
-    with pytest.raises(LuceError, match="tokenizer.chat_template is not a valid template") as raised:
+    with pytest.raises(Error, match="tokenizer.chat_template is not a valid template") as raised:
         ChatTemplate(source)
     assert "\n" not in str(raised.value)
 
@@ -196,7 +196,7 @@ def test_a_syntax_error_names_the_template(source):
     ["{{ 1 / 0 }}", "{{ messages[0].content.x.y }}", "{{ 'a' + 1 }}", "{{ messages | tojson(no=1) }}"],
 )
 def test_a_failing_template_is_named(source):
-    with pytest.raises(LuceError, match="tokenizer.chat_template failed"):
+    with pytest.raises(Error, match="tokenizer.chat_template failed"):
         ChatTemplate(source).render(USER)
 
 
@@ -212,7 +212,7 @@ def test_a_failing_template_is_named(source):
 def test_a_template_cannot_leave_the_sandbox(source):
     try:
         text = ChatTemplate(source).render(USER)
-    except LuceError:
+    except Error:
         text = ""
     assert text == ""
 
@@ -238,7 +238,7 @@ def test_time_memory_and_text_of_a_template_are_bounded(source, monkeypatch):
     monkeypatch.setattr(rendering, "CPU_SECONDS", 0)  # One more second is for the process to start.
     monkeypatch.setattr(rendering, "MAX_TEXT", 1 << 20)
     template = BoundedTemplate(source)
-    with pytest.raises(LuceError, match="^tokenizer.chat_template ") as raised:
+    with pytest.raises(Error, match="^tokenizer.chat_template ") as raised:
         template.render(USER)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 300
     template.close()
@@ -248,7 +248,7 @@ def test_a_bounded_template_renders_what_the_template_does():
     template = BoundedTemplate(QWEN)
     for messages, variables in ((TALK, {}), (TALK[:2], {"tools": TOOLS, "enable_thinking": False})):
         assert template.render(messages, **variables) == ChatTemplate(QWEN).render(messages, **variables)
-    with pytest.raises(LuceError, match="No user query"):
+    with pytest.raises(Error, match="No user query"):
         template.render(TALK[:1])
     assert template.render(TALK) == ChatTemplate(QWEN).render(TALK)
     template.close()

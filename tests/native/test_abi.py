@@ -18,8 +18,8 @@ from luce.errors import (
     BY_CODE,
     ArgumentError,
     Cancelled,
+    Error,
     FileError,
-    LuceError,
     StateError,
 )
 from luce.native import Engine, File, Model, declare
@@ -118,18 +118,18 @@ def test_another_abi_version_is_refused(native, tmp_path):
     other = tmp_path / "luce.h"
     assert version in HEADER.read_text()
     other.write_text(HEADER.read_text().replace(version, "#define LUCE_ABI_VERSION 999"))
-    with pytest.raises(LuceError, match=f"{native.lib.LUCE_ABI_VERSION}.*999.*reinstall"):
+    with pytest.raises(Error, match=f"{native.lib.LUCE_ABI_VERSION}.*999.*reinstall"):
         _native.load(native.path.parent, other)
 
 
 def test_a_missing_library_names_the_remedy(tmp_path):
-    with pytest.raises(LuceError, match="pip install"):
+    with pytest.raises(Error, match="pip install"):
         _native.load(tmp_path)
 
 
 def test_a_file_that_is_not_a_library_is_refused(tmp_path):
     (tmp_path / "libluce.so").write_text("not a library")
-    with pytest.raises(LuceError, match="cannot load .*reinstall"):
+    with pytest.raises(Error, match="cannot load .*reinstall"):
         _native.load(tmp_path, HEADER)
 
 

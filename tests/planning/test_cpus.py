@@ -8,7 +8,7 @@ import pytest
 from checkout import HEADER
 
 from luce import native as _native
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.planning import cpus
 
 V2 = "0::/user.slice/luce.scope\n"
@@ -67,7 +67,7 @@ def test_a_library_for_another_cpu_is_refused_before_it_is_loaded(tmp_path, monk
     (tmp_path / "cpu-features.txt").write_text("sse42 avx2 fma f16c bmi lzcnt avx512f avx512vnni\n")
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nmodel: 1\n")
     monkeypatch.setattr("luce.native.library.CPU_INFO", tmp_path / "cpuinfo")
-    with pytest.raises(LuceError, match=said or "cannot load"):
+    with pytest.raises(Error, match=said or "cannot load"):
         _native.load(tmp_path, HEADER)
 
 

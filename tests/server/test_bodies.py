@@ -14,7 +14,7 @@ from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCHEMA, SYSTEM, TOOL
 
 from luce.data import BOX
 from luce.decode.request import Request
-from luce.errors import LuceError
+from luce.errors import Error
 from luce.files.template import ChatTemplate
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
@@ -187,7 +187,7 @@ def test_a_body_that_is_spoilt_anywhere_is_an_ask_or_refused(api, tokenizer):
             given(ask_of(await read(Sent(body), form)), tokenizer)
         except Refused as refused:
             assert refused.status == 400 and refused.message, body
-        except LuceError:  # The server refuses what the engine does.
+        except Error:  # The server refuses what the engine does.
             pass
         except Exception as error:
             raise AssertionError(f"{type(error).__name__}: {error}: {json.dumps(body)}") from error

@@ -19,7 +19,7 @@ import nan_model
 from nan_model import tokens_of
 
 from luce import native as _native
-from luce.errors import DeviceError, LuceError, OutOfMemory
+from luce.errors import DeviceError, Error, OutOfMemory
 from luce.native import Checkpoint, Drafts, Engine, Rows
 from luce.native import Sequence as Timeline
 from luce.native.structs import Penalties, Sampling
@@ -100,7 +100,7 @@ class Stage:
     def land(self) -> None:
         """Lets what is under way end, whatever becomes of it."""
         while self.engine.under_way:
-            with contextlib.suppress(LuceError):
+            with contextlib.suppress(Error):
                 self.engine.wait()
 
     def infos(self) -> list[object]:

@@ -20,7 +20,7 @@ from nan_model import tokens_of
 from op_run import Fault, fault, leave_device, op_run, round_fault
 
 import luce
-from luce.errors import DeviceError, InternalError, LuceError, OutOfMemory
+from luce.errors import DeviceError, Error, InternalError, OutOfMemory
 from luce.native import Drafts, Engine, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 
@@ -46,7 +46,7 @@ def expected(model: Model) -> tuple[list[int], bytes]:
 # ---- opening
 
 
-def failures(make: Callable[[int], None], spread: int) -> Iterator[tuple[int, LuceError]]:
+def failures(make: Callable[[int], None], spread: int) -> Iterator[tuple[int, Error]]:
     """Yields (n, what it raised) of make(n) for n = 0, 1, 2, 4 .. until it raises nothing, and for `spread`
     more between the last two."""
     n, last = 0, 0
@@ -58,10 +58,10 @@ def failures(make: Callable[[int], None], spread: int) -> Iterator[tuple[int, Lu
             yield int(more), error
 
 
-def raised(make: Callable[[int], None], n: int) -> LuceError | None:
+def raised(make: Callable[[int], None], n: int) -> Error | None:
     try:
         make(n)
-    except LuceError as error:
+    except Error as error:
         return error
     return None
 
@@ -74,7 +74,7 @@ def raised(make: Callable[[int], None], n: int) -> LuceError | None:
     ],
 )  # fmt: skip
 def test_an_opening_that_fails_leaves_nothing_behind(
-    kind: Fault, error: type[LuceError], native: Library, model: Model, device: str, expected: object
+    kind: Fault, error: type[Error], native: Library, model: Model, device: str, expected: object
 ) -> None:
     """An opening is failed at any graph that it builds and at many of the ops that it runs. On a GPU the ops
     fail first as they run, then as they are captured: the stream is not left capturing. What was captured
@@ -100,7 +100,7 @@ def test_an_opening_that_fails_leaves_nothing_behind(
     ("kind", "error"), [(Fault.GRAPH, DeviceError), (Fault.SIZE, InternalError), (Fault.OP, DeviceError)]
 )
 def test_a_prompt_that_fails_fails_alone(
-    kind: Fault, error: type[LuceError], native: Library, model: Model, expected: tuple[list[int], bytes]
+    kind: Fault, error: type[Error], native: Library, model: Model, expected: tuple[list[int], bytes]
 ) -> None:
     """Its graph is built for the occasion, in the memory of all others: these have what they had."""
     engine = open_engine(model)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nan_model import BAD, tokens_of
 from op_run import Fault, fault, round_fault
 
-from luce.errors import ArgumentError, Cancelled, ContextFull, DeviceError, LuceError, NumericError, StateError
+from luce.errors import ArgumentError, Cancelled, ContextFull, DeviceError, Error, NumericError, StateError
 from luce.native import Drafts, Engine, Library, Model, Rows, Source, Verified
 from luce.native import Sequence as Timeline
 from luce.native.structs import Penalties, Sampling
@@ -510,7 +510,7 @@ class Rounds:
 
     def teardown(self) -> None:
         while self.engine.under_way:
-            with contextlib.suppress(LuceError):
+            with contextlib.suppress(Error):
                 self.engine.wait()
         for each in self.open:
             each.sequence.close()

@@ -16,7 +16,7 @@ from luce.errors import (
     ArgumentError,
     Cancelled,
     ContextFull,
-    LuceError,
+    Error,
     OutOfMemory,
     StateError,
 )
@@ -37,7 +37,7 @@ def test_any_bad_item_of_a_verify_refuses_all(model: Model, engine: Engine) -> N
     foreign, closed = (open_engine(model).sequence() for _ in range(2))
     foreign.prefill([1])
     closed.close()
-    items: list[tuple[type[LuceError], Rows]] = [
+    items: list[tuple[type[Error], Rows]] = [
         (ArgumentError, Rows(bad, [])),
         (ArgumentError, Rows(bad, [1] * 25)),
         (ArgumentError, Rows(bad, [1] * 65)),
@@ -91,7 +91,7 @@ def test_any_bad_item_of_a_draft_refuses_all(model: Model, engine: Engine) -> No
     empty, foreign = engine.sequence(), open_engine(model).sequence()
     foreign.prefill([1])
     sequences.append(empty)
-    items: list[tuple[type[LuceError], Drafts]] = [
+    items: list[tuple[type[Error], Drafts]] = [
         (ArgumentError, Drafts(sequences[1], 1, 0)),
         (ArgumentError, Drafts(sequences[1], 1, 5)),
         (ArgumentError, Drafts(sequences[1], -1, 2)),

@@ -15,7 +15,7 @@ import ref
 import tiny
 from tiny import Config
 
-from luce.errors import ArgumentError, ContextFull, FileError, LuceError, NumericError, StateError
+from luce.errors import ArgumentError, ContextFull, Error, FileError, NumericError, StateError
 from luce.native import File, Library, Model
 from luce.native import Sequence as Timeline
 
@@ -347,10 +347,10 @@ def test_calls_out_of_order(model: Model) -> None:
     sequence = drive.open_sequence(model, n_ctx=32)
     with pytest.raises(StateError):
         sequence.commit([0])
-    with pytest.raises(LuceError):
+    with pytest.raises(Error):
         sequence.logits(0)
     drive.prefill(sequence, [1, 2])
-    with pytest.raises(LuceError):
+    with pytest.raises(Error):
         sequence.logits(1)
     drive.verify(sequence, [3])
     sequence.commit([0])

@@ -16,7 +16,7 @@ import tiny_dflash
 from tiny import Weights
 from tiny_dflash import CASES
 
-from luce.errors import FileError, LuceError, UnsupportedError
+from luce.errors import Error, FileError, UnsupportedError
 from luce.files.probe import probe
 from luce.native import File, Library, Source
 
@@ -181,7 +181,7 @@ def lacking(name: str) -> Callable[[Weights], Weights]:
     return lambda weights: {key: x for key, x in weights.items() if key != name}
 
 
-TENSORS: dict[str, tuple[Callable[[Weights], Weights], type[LuceError], str]] = {
+TENSORS: dict[str, tuple[Callable[[Weights], Weights], type[Error], str]] = {
     "no values": (lacking("blk.0.attn_v.weight"), FileError, r"blk\.0\.attn_v\.weight is missing"),
     "no fc": (lacking("fc.weight"), FileError, r"tensor fc\.weight is missing, expected \{512, 128\}"),
     "no norm": (lacking("enc.output_norm.weight"), FileError, "enc.output_norm.weight is missing"),
@@ -207,7 +207,7 @@ def test_what_is_no_drafter_is_refused(native: Library, target: Path) -> None:
     refused(native, target, target, FileError, "architecture qwen35 is not that of a DFlash drafter")
 
 
-def refused(native: Library, target: Path, drafter: Path, kind: type[LuceError], message: str) -> None:
+def refused(native: Library, target: Path, drafter: Path, kind: type[Error], message: str) -> None:
     """Checks that the file is refused when it is opened, and when its memory is asked for."""
     with pytest.raises(kind, match=message):
         drive.open_model(native, target, drafter=drafter)

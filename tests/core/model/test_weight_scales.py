@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from luce.errors import FileError, LuceError, UnsupportedError
+from luce.errors import Error, FileError, UnsupportedError
 from luce.native import File, Library
 
 DENSE = tiny.Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, head_dim=64,
@@ -105,6 +105,6 @@ def test_a_factor_that_has_no_place_is_named(native, tmp_path, name, kind, error
     weights = tiny.layout(DENSE, 7) | {name: np.ones(2 if "twice" in kind else 1, np.float32)}
     kind_of = drive.type_of(kind.split()[0])
     path = tiny.write(tmp_path / "x.gguf", DENSE, weights, kind_of, quantize=native.quantize)
-    with pytest.raises(LuceError, match=name) as raised:
+    with pytest.raises(Error, match=name) as raised:
         File(path, native).plan_memory("cpu")
     assert isinstance(raised.value, error)

@@ -12,7 +12,7 @@ import tiny
 from gguf.gguf_writer import GGUFValue
 from tiny import Config, Weights
 
-from luce.errors import FileError, LuceError, OutOfMemory, UnsupportedError
+from luce.errors import Error, FileError, OutOfMemory, UnsupportedError
 from luce.native import Engine, File, Library, Model
 from luce.native.structs import EngineParams
 
@@ -43,7 +43,7 @@ def opened(native: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
-def message(file: File, kind: type[LuceError], params: EngineParams | None = None) -> str:
+def message(file: File, kind: type[Error], params: EngineParams | None = None) -> str:
     with pytest.raises(kind) as error:
         file.plan_memory("cpu", params)
     assert "\n" not in str(error.value)
@@ -136,7 +136,7 @@ def test_a_number_that_is_not_finite_is_named(opened: Callable[..., File], key: 
 )  # fmt: skip
 def test_a_size_that_luce_does_not_run_is_named(opened: Callable[..., File], key: str, value: int) -> None:
     wanted = GGUFValue(value, gguf.GGUFValueType.UINT32)
-    assert str(value) in message(opened(keys=lambda kv: kv.update({f"qwen35.{key}": wanted})), LuceError)
+    assert str(value) in message(opened(keys=lambda kv: kv.update({f"qwen35.{key}": wanted})), Error)
 
 
 def test_rope_scaling_is_refused_by_name(opened: Callable[..., File]) -> None:
