@@ -246,8 +246,7 @@ LUCE_API luce_status luce_model_get_info(luce_model *model, luce_model_info *out
 /* What the candidates of a draft are. A tree may be grown of any (luce_tree). */
 typedef enum luce_form {
     LUCE_FORM_CHAIN = 0, /* each from those before it; a list follows the first choices above */
-    LUCE_FORM_INDEPENDENT = 1, /* a list for each depth, whatever was chosen above */
-    LUCE_FORM_CONDITIONAL = 2 /* lists by the candidate above; no drafter of this version has them */
+    LUCE_FORM_INDEPENDENT = 1 /* a list for each depth, whatever was chosen above */
 } luce_form;
 
 typedef struct luce_drafter_info {

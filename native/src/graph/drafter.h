@@ -9,14 +9,13 @@
 namespace luce {
 
 // What the candidates of a draft are (luce_form): a chain, each from those before it; a list for each depth, whatever was
-// chosen above; lists that depend on the candidate above.
-enum class Form { chain, independent, conditional };
+// chosen above.
+enum class Form { chain, independent };
 
 // What a drafter reads of the target's rows, in bits.
 enum Reads : uint8_t {
     READS_HIDDEN = 1, // hidden rows after the output norm, which the cache keeps
     READS_TAPS = 2, // what blocks of the trunk put out, in the target's step alone
-    READS_TARGET_KV = 4, // the trunk's KV of committed positions
 };
 
 // What the step of a target's rows, or a feed of rows that were committed, shows drafters.
