@@ -133,8 +133,8 @@ def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, press, cal
 
 @pytest.mark.parametrize("call", ["draft", "verify"])
 def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, press, call):
-    """It does so between the draft and the verify of a round too, where the generation itself is not asked. A GPU's rounds
-    are begun, some of them behind the round ahead with their drafts in the same call."""
+    """It does so between the draft and the verify of a round too, where the generation itself is not asked. On a GPU,
+    rounds are begun, some of them behind the round ahead with their drafts in the same call."""
     steps = []
 
     def step(name, original):

@@ -28,7 +28,7 @@ from luce.native import File
 from luce.text.parser import Parser
 from luce.text.prompt import BoundedTemplate
 
-# A beginning is kept to where a chunk ended. On a GPU that is after 2,048 tokens, which is the whole context of the box.
+# A beginning is kept to where a chunk ended: on a GPU after 2,048 tokens, which is the whole context of the box.
 KEEPS = "cpu"
 PROMPTS = ["def is_even(n):", "import os\n", "class Point:\n", "def merge(left, right):\n", "for name in"]
 LONG = "import os\n\n" + "".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(60))
