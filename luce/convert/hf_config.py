@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,10 +25,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileError(f"{path}: {error.strerror}") from error
 
 
-def parse_json(raw: bytes, where: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(raw: bytes, where: str) -> Any:
     """Returns the JSON object in `raw`. Raises FileError, which begins with `where`, where it is none."""
     try:
-        values = json.loads(raw, object_pairs_hook=pairs)
+        values = json.loads(raw)
     except RecursionError as error:
         raise FileError(f"{where}: its JSON is nested too deep") from error
     except ValueError as error:

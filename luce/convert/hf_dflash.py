@@ -329,11 +329,11 @@ def _tensor(
     if source.shape != shape:
         raise FileError(f"tensor {own}: expected shape {shape} ({name}), found {source.shape}")
     if name == "d2t":
-        ids = target_ids(source.stored, c.n_vocab)
+        ids = target_ids(source.read(), c.n_vocab)
         return Planned(name, shape, (own,), lambda: iter(()), ids.view(np.uint8).reshape(1, -1), "I64")
 
     def rows() -> Iterator[np.ndarray]:
-        return slabs(source.stored.reshape(shape), lambda part: as_f32(part, source.dtype))
+        return slabs(source.read().reshape(shape), as_f32)
 
     return Planned(name, shape, (own,), rows)
 

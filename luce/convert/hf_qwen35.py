@@ -209,8 +209,8 @@ class _Builder:
         local = name.split(".", 2)[-1] if name.startswith("blk.") else name
 
         def rows() -> Iterator[Array]:
-            stored = _reorder(self.c, local, source.stored.reshape(shape))
-            return slabs(stored, lambda part: _compute(local, as_f32(part, source.dtype)))
+            stored = _reorder(self.c, local, source.read().reshape(shape))
+            return slabs(stored, lambda part: _compute(local, as_f32(part)))
 
         return Planned(name, shape, (source.name,), rows)
 
@@ -224,18 +224,18 @@ class _Builder:
             source = self.source(name, fused, (n, 2 * out if half else out, inner))
             start = out if projection == "up_proj" else 0
             sources = [source]
-            views = [expert[start : start + out] for expert in source.stored]
         else:
             plain = [f"{prefix}{i}.{projection}.weight" for i in range(n)]
+            start = 0
             sources = [self.source(name, each, (out, inner)) for each in plain]
-            views = [each.stored for each in sources]
         dtype = sources[0].dtype
         if any(each.dtype != dtype for each in sources):
             raise FileError(f"{name}: its experts differ in type")
 
         def rows() -> Iterator[Array]:
-            for view in views:
-                yield from slabs(view, lambda part: as_f32(part, dtype))
+            for each in sources:
+                for expert in each.read().reshape(-1, *each.shape[-2:]):
+                    yield from slabs(expert[start : start + out], as_f32)
 
         return Planned(name, shape, tuple(each.name for each in sources), rows)
 

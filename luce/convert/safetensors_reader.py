@@ -1,49 +1,39 @@
-"""Reads safetensors checkpoints, of one file or several, memory-mapped: names, shapes and the stored numbers.
+"""Reads safetensors checkpoints, of one file or several, by the safetensors package: names, shapes and numbers.
 
-The format (huggingface/safetensors, README "Format") is a u64 little-endian header length, a JSON header
-{name: {dtype, shape, data_offsets}} and the data; offsets count from the data's start. numpy has no BF16, so
-a tensor's numbers are handed out as stored (BF16 as uint16), and `as_f32` widens them.
-"""
+A tensor's numbers are read when they are asked for, so a checkpoint takes no more memory than one tensor. numpy has
+no BF16; ml_dtypes gives it one."""
 
 from __future__ import annotations
 
-import math
-import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 (safetensors takes numpy's BF16 from it)
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from luce.convert.hf_config import parse_json, read_json
+from luce.convert.hf_config import read_json
 from luce.errors import FileError, UnsupportedError
 
 INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100 << 20  # The reference reader takes no header of more bytes.
-MAX_DIMS = 8
-
-_STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4",
-           "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "?"}  # fmt: skip
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_STORED = (*_FLOATS, "I64", "I32", "I16", "I8", "U8", "BOOL")
 
 
 @dataclass(frozen=True)
 class Source:
-    """This is one tensor: `stored` has its shape and holds its numbers as the file does."""
+    """This is one tensor. `read` reads its numbers, of `shape` and of the type that the file calls `dtype`."""
 
     name: str
     dtype: str
-    stored: np.ndarray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
 
 
-def as_f32(stored: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns numbers that are stored as a type in F32. That is exact for BF16, F16 and F32."""
-    if dtype == "BF16":
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+def as_f32(stored: np.ndarray) -> np.ndarray:
+    """Returns stored numbers in F32. That is exact for BF16, F16 and F32."""
     return np.ascontiguousarray(stored, np.float32)
 
 
@@ -112,66 +102,26 @@ def _shards(folder: Path) -> list[tuple[Path, list[str]]]:
     return [(folder / file, names) for file, names in sorted(by_file.items())]
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
-    return dict(pairs)
-
-
 def _read_header(path: Path) -> dict[str, Source]:
-    """Returns every tensor of one file as a view of its mapping. All bounds are checked."""
+    """Returns every tensor of one file. Raises FileError where the file is none or is damaged."""
     if path.exists() and not path.is_file():
         raise FileError(f"{path}: it is a folder, a device or a pipe")
     try:
-        data = np.memmap(path, np.uint8, "r")
+        if path.stat().st_size == 0:
+            raise FileError(f"{path}: the file is empty")
+        file: Any = safe_open(path, "numpy")
     except OSError as error:
         raise FileError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:  # numpy refuses to map nothing.
-        raise FileError(f"{path}: the file is empty") from error
-    if data.size < 8:
-        raise FileError(f"{path}: truncated: {data.size} bytes")
-    (length,) = struct.unpack("<Q", data[:8].tobytes())
-    if length > min(MAX_HEADER, data.size - 8):
-        raise FileError(f"{path}: the header claims {length} bytes, the file has {data.size}")
-    header = parse_json(data[8 : 8 + length].tobytes(), f"{path}: the header", _unique)
-    header.pop("__metadata__", None)
-    body = data[8 + length :]
-    spans = sorted((*_span(path, name, entry, body.size), name) for name, entry in header.items())
-    for (_, end, name), (begin, _, after) in zip(spans, spans[1:], strict=False):
-        if begin < end:
-            raise FileError(f"{path}: tensors {name} and {after} overlap")
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        dtype = entry["dtype"]
-        stored = np.frombuffer(body[begin:end], _STORED[dtype]).reshape(entry["shape"])
-        tensors[name] = Source(name, dtype, stored)
-    return tensors
+    except SafetensorError as error:
+        raise FileError(f"{path}: {error}") from error
+    return {name: _source(path, file, name) for name in file.offset_keys()}
 
 
-def _is_extent(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _span(path: Path, name: str, entry: object, size: int) -> tuple[int, int]:
-    """Returns the data_offsets of one entry, checked."""
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise FileError(f"{path}: tensor {name} lacks dtype, shape or data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _STORED:
+def _source(path: Path, file: Any, name: str) -> Source:
+    entry = file.get_slice(name)
+    dtype = entry.get_dtype()
+    if dtype not in _STORED:
         raise UnsupportedError(
-            f"{path}: tensor {name} is {dtype}: luce converts {', '.join(_STORED)}; "
-            "take the unquantised checkpoint"
+            f"{path}: tensor {name} is {dtype}: luce converts {', '.join(_STORED)}; take the unquantised checkpoint"
         )
-    for values in (shape, offsets):
-        if not isinstance(values, list) or not all(_is_extent(value) for value in values):
-            raise FileError(f"{path}: tensor {name}: {values!r} is not a list of sizes")
-    if len(shape) > MAX_DIMS:
-        raise FileError(f"{path}: tensor {name} has {len(shape)} dimensions, at most {MAX_DIMS} are read")
-    needed = math.prod(shape) * np.dtype(_STORED[dtype]).itemsize
-    if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1] <= size:
-        raise FileError(f"{path}: tensor {name}: offsets {offsets} do not lie in {size} bytes: truncated?")
-    if offsets[1] - offsets[0] != needed:
-        raise FileError(f"{path}: tensor {name}: {dtype} {shape} takes {needed} bytes, not {offsets}")
-    return offsets[0], offsets[1]
+    return Source(name, dtype, tuple(entry.get_shape()), lambda: file.get_tensor(name))

@@ -12,7 +12,7 @@ import tokenizers
 from luce.convert.gguf_output import _hidden
 from luce.convert.hf_config import Section, rope_theta
 from luce.convert.safetensors_reader import Checkpoint
-from luce.errors import Error, FileError
+from luce.errors import FileError, UnsupportedError
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
 
@@ -109,47 +109,46 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("entry", "named"),
+    "entry",
     [
-        ({"dtype": "F8_E4M3"}, "is F8_E4M3"),
-        ({"dtype": "F16"}, "takes 128 bytes"),
-        ({"shape": [-64]}, "not a list of sizes"),
-        ({"shape": [65]}, "takes 260 bytes"),
-        ({"data_offsets": [0, 1 << 60]}, "truncated?"),
-        ({"data_offsets": [256, 0]}, "truncated?"),
-        ({"data_offsets": [0, 256]}, "overlap"),
-        ({"dtype": ["F32"]}, "is ['F32']"),
-        ({"dtype": {}}, "is {}"),
-        ({"shape": [1] * 100}, "has 100 dimensions"),
-        ({"shape": [10**30, 10**30]}, "takes 4"),
-        ({"shape": [64.0]}, "not a list of sizes"),
+        {"dtype": "F16"},
+        {"shape": [-64]},
+        {"shape": [65]},
+        {"data_offsets": [0, 1 << 60]},
+        {"data_offsets": [256, 0]},
+        {"data_offsets": [0, 256]},
+        {"dtype": ["F32"]},
+        {"dtype": {}},
+        {"shape": [1] * 100 + [7]},
+        {"shape": [10**30, 10**30]},
+        {"shape": [64.0]},
     ],
 )
-def test_damaged_entry_is_named(tmp_path, entry, named):
+def test_a_damaged_entry_is_refused_and_its_file_named(tmp_path, entry):
     folder = checkpoint(tmp_path / "hf", GROUPED)
     header, body = header_of(folder)
     header[NORM] |= entry
-    with pytest.raises(Error, match="tensors? .*" + NORM if named != "overlap" else "overlap") as raised:
+    with pytest.raises(FileError, match="model.safetensors: Error while deserializing header: "):
         Checkpoint(with_header(folder, header, body))
-    assert named in str(raised.value)
+
+
+def test_a_quantised_tensor_is_named(tmp_path):
+    folder = checkpoint(tmp_path / "hf", GROUPED)
+    header, body = header_of(folder)
+    header["quantised"] = {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [len(body), len(body) + 8]}
+    with pytest.raises(UnsupportedError, match="tensor quantised is F8_E4M3: .*take the unquantised checkpoint"):
+        Checkpoint(with_header(folder, header, body + bytes(8)))
 
 
 @pytest.mark.parametrize(
-    ("header", "said"),
-    [
-        (b'{"a":' * 100_000, "nested too deep"),
-        (b"[" * 100_000, "nested too deep"),
-        (b"[]", "does not hold a JSON object"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "header"),
-        (b"\xff\xfe", "header"),
-    ],
+    "header",
+    [b'{"a":' * 100_000, b"[" * 100_000, b"[]", b'{"a": ' + b"9" * 5000 + b"}", b"\xff\xfe"],
     ids=range(5),
 )
-def test_a_hostile_header_is_named(tmp_path, header, said):
+def test_a_hostile_header_is_refused_and_its_file_named(tmp_path, header):
     folder = checkpoint(tmp_path / "hf", GROUPED)
-    with pytest.raises(FileError, match="model.safetensors: the header.*") as raised:
+    with pytest.raises(FileError, match="model.safetensors: Error while deserializing header: "):
         Checkpoint(with_header(folder, header, b""))
-    assert said in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -201,13 +200,6 @@ def test_what_fails_with_the_unfinished_file_names_the_output(tmp_path):
 def test_an_output_whose_hidden_name_is_too_long_is_named(tmp_path, capsys):
     folder, out = checkpoint(tmp_path / "hf", GROUPED), tmp_path / ("o" * 245 + ".gguf")
     assert hf.failure([str(folder), str(out)], capsys) == f"Error: {out}: File name too long"
-
-
-def test_header_with_a_name_twice(tmp_path):
-    folder = checkpoint(tmp_path / "hf", GROUPED)
-    entry = b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
-    with pytest.raises(FileError, match="'a' appears twice"):
-        Checkpoint(with_header(folder, b"{" + entry + b"," + entry + b"}", b""))
 
 
 def test_shards_that_do_not_fit_their_index(tmp_path):

@@ -87,9 +87,8 @@ def test_every_tensor_of_transformers_35b_has_its_place():
     config.vision_config.depth = 1
     with torch.device("meta"):
         model = transformers.Qwen3_5MoeForConditionalGeneration(config)
-    zero = np.zeros((), np.float32)
     checkpoint = Shapes({
-        name: Source(name, "F32", np.broadcast_to(zero, tuple(weight.shape)))
+        name: Source(name, "F32", tuple(weight.shape), np.zeros_like)
         for name, weight in model.state_dict().items()
     })  # fmt: skip
     names = hf_qwen35.plain_names(checkpoint)

@@ -183,7 +183,6 @@ def test_core_on_the_file_agrees_with_transformers(
 def test_checkpoint_in_f32_agrees_with_transformers(
     native: Library, device: str, golden: Golden, tmp_path: Path
 ) -> None:
-    pytest.importorskip("safetensors")
     import convert_qwen35
 
     path = tmp_path / "box-f32.gguf"
