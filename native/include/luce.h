@@ -10,7 +10,8 @@
  * The round (one loop serves every decoding mode)
  *   A sequence has `committed` tokens in the caches, and one `anchor` token, which is chosen but not in them.
  *   1 draft   propose candidates that may follow the anchor, or none
- *   2 verify  run one forward over [anchor, candidates] of every sequence that takes part; it commits nothing
+ *   2 verify  run one forward of the model, the drafters' target, over [anchor, candidates] of every sequence that takes
+ *             part; it commits nothing
  *   3 accept  walk from the anchor to the child whose token is the target's own choice, and on
  *   4 commit  append the accepted rows to the sequence; rejected rows leave no trace
  *   Plain decoding is a round without candidates.
@@ -173,8 +174,9 @@ typedef struct luce_model_params {
     uint32_t n_drafters; /* 0..LUCE_MAX_DRAFTERS */
     luce_progress_fn progress; /* may be NULL */
     void *progress_user;
-    /* Of so many layers, from the first, the CPU multiplies the experts, in host memory. Each number has one answer, in
-     * every mode. E_ARG: there are fewer layers, or no experts. E_UNSUPPORTED names a type that it does not have. */
+    /* The experts of the first so many layers stay in host memory, where the CPU multiplies them. Other numbers may give
+     * other tokens; with one number they are the same in every mode. E_ARG: there are fewer layers, or no experts.
+     * E_UNSUPPORTED names a type that the CPU does not multiply. */
     uint32_t n_cpu_experts;
 } luce_model_params;
 
@@ -182,9 +184,9 @@ typedef struct luce_model_params {
 typedef struct luce_drafter_params {
     uint32_t drafter; /* index of the model's list */
     uint32_t
-        n_draft; /* most drafts of a round; 0: as many as it can (luce_drafter_info), which a block always has */
+        n_draft; /* most drafts of a round; 0: as many as it can (luce_drafter_info), for a block the only number */
     uint32_t
-        n_part; /* tokens that it drafts among, the first of the vocabulary: a multiple of 128; 0: all. No block */
+        n_part; /* it drafts among so many first tokens of the vocabulary, a multiple of 128; 0: all, as blocks do */
 } luce_drafter_params;
 
 typedef struct luce_engine_params {
@@ -245,8 +247,9 @@ LUCE_API luce_status luce_model_get_info(luce_model *model, luce_model_info *out
 
 /* What the candidates of a draft are. A tree may be grown of any (luce_tree). */
 typedef enum luce_form {
-    LUCE_FORM_CHAIN = 0, /* each from those before it; a list follows the first choices above */
-    LUCE_FORM_INDEPENDENT = 1 /* a list for each depth, whatever was chosen above */
+    LUCE_FORM_CHAIN =
+        0, /* each draft from those before it: the list of a depth holds behind their first choices alone */
+    LUCE_FORM_INDEPENDENT = 1 /* the list of a depth holds behind whatever was chosen before it */
 } luce_form;
 
 typedef struct luce_drafter_info {
