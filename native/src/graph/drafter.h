@@ -72,8 +72,8 @@ const DrafterKind &drafter_kind(const char *name, const GgufFile &file);
 const DrafterKind *drafter_alone(const GgufFile &file);
 
 // What a step of the target does for the engine's drafters: their KV of its rows is written, and hidden rows are kept.
-// `outputs` are of the trunk's blocks, h {E, T} the rows after the output norm. A verify of one row leaves drafters that
-// lag to a feed (engine/cache.h).
+// `outputs` are of the trunk's blocks, h {E, T} is the output norm of the last, as norm() returns it. A verify of one row
+// leaves drafters that lag to a feed (engine/cache.h).
 void feed_drafters(const std::vector<Val> &outputs, Val h);
 // A feed of all drafters that lag.
 void feed_lagging(Plain &g);

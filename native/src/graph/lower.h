@@ -1,11 +1,12 @@
 // The lowering makes the ggml graph of a plain one: after the rules (rules.cpp) each node becomes ggml's nodes or an op of
-// luce's own (ops/row.h). It alone adds them.
+// luce's own (ops/row.h). Nothing else adds nodes to a step's graph.
 //
 // Who reads a value asks for it in one of these forms, and the node that makes it gives that form as best it can:
 //   rows       {n, T} F32
 //   packed     as a product of luce's own reads it: on a CPU blocks of 32 rounded to 8 bits, on a GPU F16 in the order of
 //              its tiles, to which a norm's scale is yet to come
-//   packed_rows  on a GPU the same of the rows: for a product of which only some weights are luce's
+//   packed_rows  on a GPU the same of the rows with the norm's scale: where ggml multiplies with some of the weights, whose
+//              types luce's product lacks
 //   f16        what a prompt's product by cuBLAS reads
 //   partials   sums over parts of K, of all outputs of a product; the one reader adds them up
 //   deferred   of a norm its rows and weight: a product of one row norms and packs the row itself, a mixture and the kept

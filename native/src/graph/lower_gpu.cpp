@@ -1,7 +1,7 @@
 // The lowering on a GPU with luce's own matmul. Where a value is packed, who adds partial sums up and what norms a row itself
-// is decided here. What is fused and in which form values pass, as launches of a layer of a step; a launch ends where each
-// value needs all of the launch before, or another grid, and all are dependent launches (common/overlap.cuh), so that a matmul fills
-// its rings with weights while the small kernel ahead of it runs:
+// is decided here. What is fused and in which form values pass, as launches of a layer of a step (the op's name in the third
+// column); a launch ends where each value needs all of the launch before, or another grid, and all are dependent launches
+// (common/overlap.cuh), so that a matmul fills its rings with weights while the small kernel ahead of it runs:
 //   DeltaNet (9 or 10)   qkv z beta alpha    rowmm_parts           one pass over x; its results stay partial sums
 //                        conv, delta rule    deltanet_parts        adds them up; SiLU, l2 norms, window and log; decay and
 //                                                                  beta from alpha and b. Of 2 rows and more it is two kernels

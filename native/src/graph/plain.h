@@ -38,7 +38,7 @@ enum class Op : uint8_t {
     // ---- what builders write ----
     embed, // {E, T}: rows of the table for the step's tokens
     kept_hidden, // {E, T}: for each row the kept hidden row of the position before it
-    previous, // {E, T}: of a prompt's hidden rows h each row has the one above it, the first a kept one
+    previous, // {E, T}: of a prompt's hidden rows, for each row that of the position before; the first one's was kept
     norm, // RMS(x) * w over a row
     head_norm, // RMS(x) * w over each head of a row
     matmul, // up to 4 products of one x, an output each
@@ -61,8 +61,8 @@ enum class Op : uint8_t {
     softcap, // c * tanh(x / c)
     first, // the first n values of a row
     last, // the last row alone
-    own_rows, // x as rows of its own, which readers of many kinds share
-    spread, // a drafter's logits at the target's tokens
+    own_rows, // x written out once for many readers: no rule fuses what made it with a product
+    spread, // a drafter's logits at the target's tokens; those that it lacks get one that is never chosen
     keep_hidden, // the rows (of a prompt the last one) are kept for drafters
     compute, // x is computed, whether or not anything reads it
     choose, // a token for each row
@@ -127,9 +127,9 @@ struct Node {
 
 class Plain {
 public:
-    Plain(const Model &of, const Cache &with, StepKind step, int64_t rows, int64_t cells, bool trial,
-          uint32_t by)
-        : model(of), cache(with), kind(step), T(rows), n_kv(cells), brief(trial), drafter(by) {}
+    Plain(const Model &model, const Cache &cache, StepKind kind, int64_t rows, int64_t n_kv, bool brief,
+          uint32_t drafter)
+        : model(model), cache(cache), kind(kind), T(rows), n_kv(n_kv), brief(brief), drafter(drafter) {}
     Plain(const Plain &) = delete;
     Plain &operator=(const Plain &) = delete;
 
@@ -138,7 +138,7 @@ public:
     const StepKind kind;
     const int64_t T; // it counts the step's rows
     const int64_t n_kv; // it counts the cells that a prefill's attention reads
-    const bool brief; // of the layers of one kind it has the first alone
+    const bool brief; // a trial of kernels: of the layers of one kind it has the first alone
     const uint32_t drafter; // of a draft: which of the engine's it is
 
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
@@ -147,8 +147,8 @@ public:
     bool drafts_blocks() const { return kind == StepKind::draft && use().n_block > 0; }
     bool has_layer(uint32_t layer) const { return !brief || model.first_of_kind(layer); }
 
-    // What stays readable after the step: logits {V, n} and the rows before the output norm {E, T}, and a
-    // ChoiceRow of each row of logits. Each may be absent.
+    // What stays readable after the step: logits {V, n}, the rows before the output norm {E, T} (the cache keeps those
+    // after it), and a ChoiceRow of each row of logits. Each may be absent.
     Val logits, hidden, choice;
 
     // ---- for the functions below, the rules and the lowering ----
@@ -164,7 +164,7 @@ public:
     void replace(Val old, Val by); // whatever reads `old` reads `by` from now on
 };
 
-// ---- the vocabulary ----
+// ---- the vocabulary: weights and shapes are kept by address, so they are the model's ----
 
 Val embed(Plain &g, ggml_tensor *table); // {E, V} -> {E, T}
 Val kept_hidden(Plain &g);

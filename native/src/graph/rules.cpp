@@ -100,7 +100,8 @@ bool delta_of_partials(const Target &t, const Match &m) {
     return std::get<Recurs>(delta.params).w->shape.state_size == 128 && product.w.size() == 4 &&
            t.leaves_partials(product.w);
 }
-// A mixture reads rows as they are. Of few rows a product of one weight can leave them without a kernel behind it.
+// A mixture reads rows and norms them itself. Of few rows the product ahead has whole sums (matmul_add), so that there is
+// nothing to add up.
 bool rows_for_mixture(const Target &t, const Match &m) {
     const std::vector<int32_t> readers = t.graph.readers(m["N"].node);
     return t.graph.T <= ROWMM_WHOLE_ROWS && std::any_of(readers.begin(), readers.end(), [&](int32_t r) {
@@ -230,7 +231,7 @@ std::vector<Rule> table() {
             Op::add_norm, "S", {{"x"}, {"y"}}, {{"S"}, {"N"}}},
         {"add_norm_partials", sum_of_partials, Bits::same,
             "adds the partial sums up, the residual and the squares in one launch",
-            "9.15 to 7.21 ms a step, with the forms",
+            "9.15 to 7.21 ms a step, with the forms of lower.h",
             normed_sum({Op::matmul, "M"}),
             Op::add_norm, "S", {{"x"}, {"M"}}, {{"S"}, {"N"}}},
         {"norm_partials", sum_of_partials, Bits::same,

@@ -146,8 +146,8 @@ public:
 
     // Any number of parts costs the CPU the same, so more parts than threads spread the work better.
     bool even = false;
-    bool on_team = false; // the CPU's team runs it, whatever device the step is on (step/host_experts.h)
-    bool to_team = false; // it brings rows to it, from a GPU
+    bool on_team = false; // the CPU's threads run it, whatever device the step is on (step/host_experts.h)
+    bool to_team = false; // on a GPU it copies rows to the host, for an op that is on_team
 
 protected:
     explicit CustomOp(const char *op_name) : name(op_name) { all().push_back(this); }
