@@ -10,14 +10,14 @@
 //                count as zeros
 //   replay       accepted rows that are in the DeltaNet log of the      commit             the next verify or prefill
 //                sequence's slot, and not yet in its state and window
-//   moves        of each owner of KV: the rows of `replay` lie where    commit of a path   trunk: the next verify or
-//                the verify wrote them (position n_past + row), and     that skips rows    prefill; a drafter: that
-//                not where they belong (n_past + depth)                                    too, or its next draft
-//   unseen       the last committed rows, whose KV of the drafters      commit of a step   a step of its own, before
-//                that lag is not written yet; a bank keeps their        that fed none      the next draft of one of
-//                hidden states                                                             them, prefill, step of more
-//                                                                                          rows than one, or dump, and
-//                                                                                          once n_rows rows are unseen
+//   moves        of each owner of KV: the rows of `replay` lie where    commit of a path   the next verify or prefill;
+//                the verify wrote them (position n_past + row), and     that skips rows    a drafter's also its next
+//                not where they belong (n_past + depth)                                    draft, where it comes first
+//   unseen       the last committed rows, whose KV of the drafters      commit of a step   a step of its own, the feed,
+//                that lag is not written yet; a bank keeps their        that fed none      ahead of a draft of one of
+//                hidden states                                                             them, a prefill, a dump, a
+//                                                                                          step of several rows, and of
+//                                                                                          any once n_rows are unseen
 //
 // A step that fails pays nothing: its sequences are failed, and a reset or resume drops their debts. What a cancel, a
 // closed neighbour or a round that is dropped keeps from running leaves debts as they are.
@@ -57,7 +57,8 @@ constexpr uint32_t MAX_ENQUEUED = 2; // so many verifies may be on the stream at
 // One entry of an engine's list of drafters: how it drafts with one of the model's. Several may use the same one, and
 // share its KV.
 struct DrafterUse {
-    uint32_t drafter; // of the model
+    // Index of the model's list. (Where calls say `drafter` it is an index of the engine's list, of entries like this.)
+    uint32_t drafter;
     uint32_t n_draft; // so many drafts of a round at most
     uint32_t n_part; // it drafts among so many first tokens of the vocabulary; 0 means among all
     uint32_t n_block; // Drafter::n_block
@@ -122,8 +123,8 @@ public:
     ggml_tensor *gemm_scratch() const { return gemm_scratch_; } // {bytes} I8
     // {2, entries} I32 of what rows have chosen; an entry is a token, and a flag which is 1 where a logit was not finite.
     ggml_tensor *drafts() const { return drafts_; }
-    // These are in host memory, which a GPU's kernels write too: the same entries, and {2 * n_top, the slots' entries} I32,
-    // as TopkArgs says, which is null where n_top is 0.
+    // Both are in host memory, where a GPU's kernels write them. given() has the entries of drafts(); lists() has
+    // {2 * n_top, entries of the slots} I32, as TopkArgs says, and is null where n_top is 0.
     ggml_tensor *given() const { return given_; }
     ggml_tensor *lists() const { return lists_; }
     // {E, rows} F32: the target's after output_norm, or those of drafts. It is null where no drafter reads them.
@@ -225,7 +226,7 @@ public:
     int32_t slot() const { return slot_; }
     int32_t hidden() const { return hidden_; } // it is the row of the last committed position
     const std::vector<int32_t> &pages() const { return pages_; }
-    // True while nothing but prefill of whole pages brought it here.
+    // True while nothing but prefills that began at the end of a page brought it here.
     bool prompt_only() const { return prompt_only_; }
     const Debts &debts() const { return debts_; }
     // The KV of unseen row i is computed from this hidden row.
@@ -245,8 +246,8 @@ public:
 
     // A step that has run is booked with one of these:
     void appended(const int32_t *tokens, uint32_t n);
-    // n rows of a verify are in the log; `seen` says whether they were fed to the drafters that lag. No booking takes memory, so that
-    // none is done by half.
+    // n rows of a verify are in the log; `seen` says whether they were fed to the drafters that lag. No booking takes
+    // memory, so that none is done by half.
     void verified(const int32_t *tokens, const int32_t *parents, uint32_t n, bool seen);
     void fed() { debts_.unseen.n = 0; } // its unseen rows were fed
     void drafted(int32_t anchor, uint32_t n,

@@ -30,7 +30,7 @@ constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
 constexpr uint32_t VERSION = 5;
 
 // save() reads as many bytes while it holds the engine, which takes under 1 ms.
-constexpr uint64_t PIECE = uint64_t(2) << 20;
+constexpr uint64_t AT_ONCE = uint64_t(2) << 20;
 
 // Sums n bytes, 64 bits at a time, since states are hundreds of megabytes. They may come in parts, of which
 // all but the last are multiples of 8.
@@ -434,17 +434,17 @@ void Checkpoint::read(uint64_t begin, uint64_t n, uint8_t *to) const {
 }
 
 void Checkpoint::save(uint8_t *data, uint64_t size) {
-    const uint64_t body = header_and_tokens(n_past());
+    const uint64_t body_at = header_and_tokens(n_past());
     put_tokens(data, tokens_);
     Checksum rest(size - sizeof(Header));
-    rest.add(data + sizeof(Header), body - sizeof(Header));
-    for (uint64_t at = body; at < size; at += PIECE) {
-        const uint64_t n = std::min(PIECE, size - at);
+    rest.add(data + sizeof(Header), body_at - sizeof(Header));
+    for (uint64_t at = body_at; at < size; at += AT_ONCE) {
+        const uint64_t n = std::min(AT_ONCE, size - at);
         {
             const std::lock_guard<std::recursive_mutex> lock(engine_->mutex());
-            read(at - body, n, data + at);
+            read(at - body_at, n, data + at);
         }
-        rest.add(data + at, n); // steps that waited for the piece run meanwhile
+        rest.add(data + at, n); // steps that waited for the engine run meanwhile
     }
     Header h = header_of(size, *engine_, tokens_, MAGIC);
     h.checksum = checksum(h, rest);

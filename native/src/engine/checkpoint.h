@@ -39,8 +39,8 @@ public:
     // Gives back all that it holds. What runs on it in another thread fails with E_STATE.
     void close();
     void check_open() const;
-    // Writes size() bytes. It is called without the engine's lock, and takes it for one piece of the bytes at
-    // a time. So steps go on beside it, and the checkpoint may be moved meanwhile.
+    // Writes size() bytes. It is called without the engine's lock, and takes it for a part of the bytes at a
+    // time. So steps go on beside it, and the checkpoint may be moved meanwhile.
     void save(uint8_t *data, uint64_t size);
     // Says how many free pages restore() needs.
     uint32_t pages_wanted() const { return slot_ >= 0 ? 0 : n_past() / PAGE; }

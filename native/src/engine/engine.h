@@ -56,7 +56,8 @@ public:
     void need_pages(uint32_t n);
     // Enqueues a step that shows the drafters that lag the rows that they have not seen.
     void feed_lagging(Timeline &line);
-    void reclaim(); // it waits for all such checkpoints, whose pages and slots are free then
+    void
+    reclaim(); // it waits for all checkpoints that are leaving the device, whose pages and slots are free then
 
     // Checkpoints travel on this stream, beside the steps. It is null on the CPU, where copies are done at
     // once.

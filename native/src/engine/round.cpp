@@ -209,10 +209,10 @@ void Rounds::fill(Round &round, const RoundItem *items, uint32_t n) const {
                 fail(LUCE_E_CONTEXT, "row %u would be at position %u of a context of %u", row,
                      positions[row] - 1, n_ctx);
             }
-            const int32_t at = int32_t(row) - 1;
+            const int32_t draft = int32_t(row) - 1;
             tokens[row] = item.tokens != nullptr ? item.tokens[row]
                           : row == 0             ? (drafted ? line.draft_anchor() : item.anchor)
-                                                 : -1 - cache.draft_entry(line.slot(), at);
+                                                 : -1 - cache.draft_entry(line.slot(), draft);
         }
         round.items[i].first = first;
         round.items[i].n = item.n;
@@ -257,17 +257,17 @@ template <typename F> void Rounds::enqueue(Round &round, const F &steps) {
 
 // Begins the drafts that a round's items ask for.
 void Rounds::enqueue_drafts(const RoundItem *items, uint32_t n) {
-    DraftItem asked[MAX_ROWS];
-    uint32_t n_asked = 0;
+    DraftItem drafts[MAX_ROWS];
+    uint32_t n_drafts = 0;
     uint32_t drafter = 0;
     for (uint32_t i = 0; i < n; i++) {
         if (items[i].drafts()) {
-            asked[n_asked++] = {items[i].sequence.get(), items[i].anchor, items[i].n - 1};
+            drafts[n_drafts++] = {items[i].sequence.get(), items[i].anchor, items[i].n - 1};
             drafter = items[i].drafter;
         }
     }
-    if (n_asked > 0) {
-        begin_draft(drafter, asked, n_asked);
+    if (n_drafts > 0) {
+        begin_draft(drafter, drafts, n_drafts);
     }
 }
 

@@ -3,8 +3,8 @@
 //
 //   state      means                                           next                                  where it fails
 //   asked      its anchors are what the round ahead chooses,   enqueued by the wait for that round,  nothing was done:
-//              which the host is to know first: that has       or dropped by it, or by a begin() of  begin() throws
-//              candidates, or this one drafts                  known anchors
+//              and the host has to know them first, since that or dropped by it, or by a begin() of  begin() throws
+//              one has candidates or this one drafts           known anchors
 //   enqueued   its step is on the stream and holds its         landed, in order: by its wait, or by  failed, and with it
 //              sequences, so that one that is closed ends      a call that has to know what it did   the one behind it
 //              with it
@@ -21,8 +21,9 @@
 // - The rows of a round are booked once (Timeline::verified, and commit where a round goes on): as it lands, or before
 //   that by the round that is enqueued behind it.
 // - begin() marks all sequences as failed until their step is enqueued, so what fails in between fails all of them,
-//   also those that it had not come to. A failed begin() leaves no round; the one ahead keeps its results, but what it
-//   committed of it is booked. Sequences stay failed until a reset or resume, which let all rounds land first.
+//   also those that it had not come to. A failed begin() leaves no round. The one ahead keeps its results, and rows of it that
+//   begin() had committed by then stay booked. Sequences stay failed until a reset or resume, which let all rounds land
+//   first.
 // - A cancel that is due stops begin() and draft() before they do anything, and drops a round that was asked.
 // - What a round that goes on needs is checked before it commits anything: pages, room in the context, finite logits,
 //   rows that nobody dropped, sequences that are open and do not choose for themselves. Else it is dropped.
@@ -95,7 +96,7 @@ public:
               uint32_t *left);
 
     void settle(); // all that are enqueued land
-    void let_go(); // they do where one holds a sequence that was closed
+    void let_go(); // the same, but only where one of them holds a sequence that was closed meanwhile
 
 private:
     // What a round accepts of each item: n rows of its path (from the item's first), and the anchor that follows them.
