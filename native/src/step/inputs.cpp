@@ -54,7 +54,7 @@ void Region::send_beside(ggml_backend_t backend, uint32_t mirror, uint32_t n_pag
 
 void Region::bring([[maybe_unused]] ggml_backend_t backend, [[maybe_unused]] const uint8_t *host,
                    [[maybe_unused]] size_t bytes, [[maybe_unused]] bool beside) {
-    check_current(*on_); // a kernel may bring them
+    check_current(*on_); // a kernel may copy them
 #ifdef LUCE_USE_CUDA
     if (!pinned_) {
         return;

@@ -11,8 +11,8 @@ namespace luce {
 // A region holds the inputs of one kind of step: at most `rows` rows and `n_pages` page entries.
 class Region {
 public:
-    // The region has `mirrors` host copies, and as many places on the device: steps that run by themselves use the first,
-    // the links of a chain of steps one each. It has no memory until allocate().
+    // The region has `mirrors` host copies (pinned on a GPU), and as many places on the device: steps that run by themselves
+    // use the first, the links of a chain of steps one each. It has no memory until allocate().
     Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors);
 
     void allocate(const Device &device);

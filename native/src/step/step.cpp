@@ -147,7 +147,7 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     const Device &device = model_.device();
     const int n = ggml_graph_n_nodes(g.nodes);
     bool work = false; // it says whether there is work in the segment that began at `first`
-    for (int first = 0, i = 0; i <= n; i++) {
+    for (int first = 0, i = 0; i <= n; i++) { // at n the last segment ends
         ggml_tensor *node = i < n ? ggml_graph_node(g.nodes, i) : nullptr;
         const CustomOp *op = node != nullptr ? custom_op(node) : nullptr;
         if (node != nullptr && op == nullptr) {

@@ -2,8 +2,9 @@
 //
 // At its opening it measures the largest steps, allocates one buffer for all of them, builds the graph of
 // every step width, runs and times it. Then for each step it fills the step's region (step/inputs.h), runs,
-// and reads the choices. The host waits once for a round, and once more where it reads lists of drafts. On a GPU steps of one row follow each other: the next one takes
-// its tokens on the device, and is enqueued before the host has waited for the last one.
+// and reads the choices. The host waits once for a round, and once more where it reads lists of drafts. On a GPU
+// steps of one row follow each other: the next one takes its tokens on the device, and is enqueued before the host
+// has waited for the last one.
 // - No shape depends on a context: widths come from a fixed list (row_bucket), lengths are in the control block. Only
 //   a prefill's graph is built for the occasion, over cells in buckets (kv_bucket).
 // - A graph runs as segments between our ops. CPU: a team of threads shares each of our ops, and ggml runs what lies
@@ -73,8 +74,8 @@ public:
     uint32_t draft_width(uint32_t sequences) const;
     uint32_t feed_width(uint32_t rows) const;
 
-    // For each kind of step, fill the region and then run. The steps of a draft have a mirror each, and draft_host()
-    // waits where an earlier draft may still be read.
+    // For each kind of step, fill the region and then run. Each of the steps of a draft has a mirror (a host copy of its
+    // inputs), and draft_host() waits where an earlier draft may still be read.
     Region::Host prefill_host() { return in_.prefill.host(0); }
     Region::Host verify_host() { return in_.verify.host(turn_); }
     Region::Host draft_host(uint32_t index);
@@ -91,7 +92,8 @@ public:
     void verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
         finish_verify(start_verify(width, n_rows, n_pages));
     }
-    // Before another step is enqueued behind a verify: finish_verify() will wait for all that is enqueued up to here.
+    // Comes before another step is enqueued behind this verify: finish_verify() then waits for what is enqueued up to here,
+    // and not for that.
     void mark_end(uint32_t number);
     // The next prefill's or verify's logits of rows first .. first + n - 1 come to the host with its choices: reading
     // them waits for nothing. have_logits() comes before; it is E_MEMORY where the host has no room for them.
