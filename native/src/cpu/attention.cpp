@@ -25,15 +25,15 @@ constexpr int KEYS = 4; // as many keys are added to an accumulator at once
 
 // ---- cells -------------------------------------------------------------------------------------------
 
-// Rows are those of k (0) or v (1) that one head of a sequence has. They follow each other within a page.
-struct Rows {
+// The rows of k (0) or v (1) that one head of a sequence has, one a position. They follow each other within a page.
+struct HeadRows {
     const KvPool &pool;
     uint8_t *base;
     const int32_t *pages;
     int head;
     int64_t bytes; // a row has so many
 
-    Rows(const KvPool &of, int which, const int32_t *table, const SeqCtl &seq, int head_index)
+    HeadRows(const KvPool &of, int which, const int32_t *table, const SeqCtl &seq, int head_index)
         : pool(of), base(which == 0 ? of.k : of.v), pages(table + seq.pages), head(head_index),
           bytes(int64_t(ggml_row_size(ggml_type(of.type), of.D))) {}
     uint8_t *at(int32_t position) const {
@@ -69,7 +69,7 @@ void store_head(const KvStoreArgs &a, int which, int head) {
     for (int s = 0; s < n_seqs; s++) {
         const SeqCtl &seq = a.ctl->seqs[s];
         const int n_move = seq.n_move(a.owner);
-        const Rows rows(pool, which, a.pages, seq, head);
+        const HeadRows rows(pool, which, a.pages, seq, head);
         for (int i = 0; i < n_move; i++) {
             const int32_t first = seq.n_past - n_move;
             memmove(rows.at(first + i), rows.at(first + seq.pending[i]), size_t(rows.bytes));
@@ -194,7 +194,7 @@ struct Unit {
     // Loads positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path`
     // belongs to.
     void load(int which, int32_t from, int32_t to, const int *path, float *tile) const {
-        const Rows rows(a.pool, which, a.pages, seq, head);
+        const HeadRows rows(a.pool, which, a.pages, seq, head);
         for (int32_t p = from, n; p < to; p += n) {
             const bool committed = p < seq.n_past;
             n = committed ? std::min({to, seq.n_past, (p / PAGE + 1) * PAGE}) - p : 1;
@@ -217,7 +217,7 @@ struct Unit {
     }
 
     // Turns one head's scores of n keys into weights, and scales what was summed before to the new maximum.
-    void soften(float *x, int n, Sums &s, float *acc) const {
+    void update_softmax(float *x, int n, Sums &s, float *acc) const {
         float most = s.max;
         for (int i = 0; i < n; i++) {
             x[i] *= a.scale;
@@ -272,7 +272,7 @@ struct Unit {
         score(a.q + (int64_t(row) * a.H + q_head) * D, n_heads, keys + offset, n);
         for (int g = 0; g < n_heads; g++) {
             float *acc = chunk + int64_t(p - begin + g) * D;
-            soften(scores + g * TILE, n, sums[p - begin + g], acc);
+            update_softmax(scores + g * TILE, n, sums[p - begin + g], acc);
             add_values(acc, values + offset, scores + g * TILE, n, D);
         }
     }
@@ -388,7 +388,7 @@ void cpu_kv_gather(const KvGatherArgs &a, int ith, int nth) {
     values.resize(size_t(D));
     const int64_t begin = a.n_kv * ith / nth, end = a.n_kv * (ith + 1) / nth;
     for (int head = 0; head < a.pool.Hkv; head++) {
-        const Rows rows(a.pool, a.which, a.pages, seq, head);
+        const HeadRows rows(a.pool, a.which, a.pages, seq, head);
         for (int64_t c = begin; c < end; c++) {
             uint8_t *out = static_cast<uint8_t *>(a.out) + (c * a.pool.Hkv + head) * int64_t(bytes);
             if (c >= used) {

@@ -1,5 +1,5 @@
-// The CPU runs its ops of attention and of choices here. Each call does the part of thread ith of nth, and
-// none waits for another.
+// The CPU runs its ops of attention here, and row_tokens. Each call does the part of thread ith of nth, and none
+// waits for another.
 #pragma once
 
 #include "common/kernels.h"

@@ -1,5 +1,5 @@
-// Computes the DeltaNet ops on the CPU, as their reference. The order of every sum is fixed and does not depend on how many rows or
-// sequences there are, so a row's bits are the same in plain decoding, in any verify step and in a replay.
+// Computes the DeltaNet ops on the CPU, as their reference. The order of every sum is fixed and does not depend on how
+// many rows or sequences there are, so a row's bits are the same in plain decoding, in any verify step and in a replay.
 #include "cpu/deltanet.h"
 #include "cpu/exponential.h"
 #include "cpu/simd.h"
@@ -22,15 +22,15 @@ float softplus(float x) {
     return x > 20.0f ? x : std::log1p(std::exp(x));
 }
 
-// A Sequence is what both ops know of a sequence's part of the step.
-struct Sequence {
+// What both ops know of a sequence's part of the step.
+struct SeqPart {
     const SeqCtl &seq;
     const RowCtl *rows; // it is null in an append, whose rows are a chain
     int row0, n_rows; // these are rows of the step
     bool
         write_back; // the stored state and window change: rows are replayed, or a new timeline begins with zeros
 
-    Sequence(const DeltaShape &s, const StepCtl &ctl, int i)
+    SeqPart(const DeltaShape &s, const StepCtl &ctl, int i)
         : seq(ctl.seqs[i]), rows(s.mode == DELTA_APPEND ? nullptr : ctl.rows), row0(rows ? seq.row0 : 0),
           n_rows(rows ? seq.n_rows : s.T), write_back(seq.fresh || seq.n_replay > 0) {}
 
@@ -54,7 +54,7 @@ struct Window {
 };
 
 // Computes out[t] from row t and its ancestors. Those that lie before the step are taken from `window`.
-void conv_row(const ConvArgs &a, const Sequence &part, const Window &window, int t, int64_t c0,
+void conv_row(const ConvArgs &a, const SeqPart &part, const Window &window, int t, int64_t c0,
               bool normalise) {
     const int64_t C = a.shape.conv_dim(), n = a.shape.S;
     const float *taps[TAPS]; // the oldest comes first
@@ -87,7 +87,7 @@ void conv_row(const ConvArgs &a, const Sequence &part, const Window &window, int
 }
 
 // Computes channels c0 .. c0 + S - 1, which are one head of q, k or v.
-void conv_head(const ConvArgs &a, const Sequence &part, int64_t c0, bool normalise) {
+void conv_head(const ConvArgs &a, const SeqPart &part, int64_t c0, bool normalise) {
     const DeltaShape &s = a.shape;
     const int64_t C = s.conv_dim(), n = s.S;
     const size_t bytes = size_t(n) * sizeof(float);
@@ -133,7 +133,7 @@ float *state_of(const DeltaArgs &a, const SeqCtl &seq, int head) {
 template <int W> struct Columns {
     static constexpr int N = W / LANES; // a row of the columns is so many vectors
     const DeltaArgs &a;
-    const Sequence &part;
+    const SeqPart &part;
     int h; // it is the v head
     int j0; // it is the first column
     const float *next; // it is the state of this thread's next unit, or null
@@ -141,7 +141,7 @@ template <int W> struct Columns {
     float *committed; // it is the head's state from the first column on, whose rows are S apart
     Floats S[MAX_S][N]; // [k][v]
 
-    Columns(const DeltaArgs &args, const Sequence &sequence, int head, int column, const float *following)
+    Columns(const DeltaArgs &args, const SeqPart &sequence, int head, int column, const float *following)
         : a(args), part(sequence), h(head), j0(column), next(following),
           log(a.log + part.seq.slot * a.shape.log_size()), committed(state_of(a, part.seq, h) + j0) {}
 
@@ -209,7 +209,7 @@ float row_decay(const DeltaArgs &a, int t, int h) {
 }
 
 // Makes `parent`'s state the one in cols, by applying its ancestors' deltas again onto the committed state.
-template <int W> void enter(Columns<W> &cols, int parent) {
+template <int W> void rebuild_state(Columns<W> &cols, int parent) {
     const DeltaArgs &a = cols.a;
     const DeltaShape &s = a.shape;
     int path[MAX_ROWS], n = 0;
@@ -231,13 +231,13 @@ template <int W> void enter(Columns<W> &cols, int parent) {
 template <int W> void run_rows(Columns<W> &cols) {
     const DeltaArgs &a = cols.a;
     const DeltaShape &s = a.shape;
-    const Sequence &part = cols.part;
+    const SeqPart &part = cols.part;
     const int h = cols.h, kh = h % s.Hk, bank = part.seq.bank ^ 1;
     const float scale = 1.0f / std::sqrt(float(s.S));
     for (int i = 0; i < part.n_rows; i++) {
         const int t = part.row0 + i;
         if (part.parent(t) != (i > 0 ? t - 1 : -1)) {
-            enter(cols, part.parent(t));
+            rebuild_state(cols, part.parent(t));
         }
         const float *row = a.x + t * s.conv_dim();
         const float *q = row + kh * s.S, *k = q + s.Hk * s.S, *v = row + (2 * s.Hk + h) * s.S + cols.j0;
@@ -260,7 +260,7 @@ template <int W> void run_rows(Columns<W> &cols) {
     }
 }
 
-template <int W> void deltanet_head(const DeltaArgs &a, const Sequence &part, int h, const float *next) {
+template <int W> void deltanet_head(const DeltaArgs &a, const SeqPart &part, int h, const float *next) {
     const DeltaShape &s = a.shape;
     const SeqCtl &seq = part.seq;
     for (int j0 = 0; j0 < s.S; j0 += W) {
@@ -293,14 +293,14 @@ void cpu_conv(const ConvArgs &a, int ith, int nth) {
     const int64_t n_heads = a.shape.conv_dim() / a.shape.S, n = n_seqs(a.shape, *a.ctl) * n_heads;
     for (int64_t i = ith; i < n; i += nth) {
         const int64_t head = i % n_heads;
-        conv_head(a, Sequence(a.shape, *a.ctl, int(i / n_heads)), head * a.shape.S, head < 2 * a.shape.Hk);
+        conv_head(a, SeqPart(a.shape, *a.ctl, int(i / n_heads)), head * a.shape.S, head < 2 * a.shape.Hk);
     }
 }
 
 void cpu_deltanet(const DeltaArgs &a, int ith, int nth) {
     const int n_heads = a.shape.Hv, n = n_seqs(a.shape, *a.ctl) * n_heads;
     for (int i = ith; i < n; i += nth) {
-        const Sequence part(a.shape, *a.ctl, i / n_heads);
+        const SeqPart part(a.shape, *a.ctl, i / n_heads);
         const int following = i + nth;
         const float *next =
             following < n ? state_of(a, a.ctl->seqs[following / n_heads], following % n_heads) : nullptr;
