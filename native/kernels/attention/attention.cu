@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(TYPE == KV_F32 ? F32_THREADS : MMA_THREADS, 1)
     }
 }
 
-// It is for packed cells in steps whose units all fit one warpgroup. Its threads have 128 registers at first. When it came, a layer
-// of 1 to 8 rows at 102,400 positions of Q8_0 took 0.37 to 0.40 of what it had, where 16 rows, which got the faster unpacking alone,
-// took 0.67 (H200; bench/results/2026-11-22-kernels-2-h200.txt): some 1.5 ms of a step of the 27b.
+// It is for packed cells in steps whose units all fit one warpgroup. Its threads have 128 registers at first. A layer of 1 to 8
+// rows at 102,400 positions of Q8_0 takes 0.37 to 0.40 of what it takes with neither this nor the faster unpacking, which alone
+// gives 16 rows 0.67 (H200; bench/results/2026-11-22-kernels-2-h200.txt): some 1.5 ms of a step of the 27b.
 template <int D, int TYPE>
 __global__ void __launch_bounds__(MMA_THREADS + 4 * WARP, 1)
     ahead_kernel(const __grid_constant__ AttentionParams a) {

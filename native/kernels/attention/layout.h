@@ -31,7 +31,8 @@ template <int TYPE> LUCE_HOST_DEVICE constexpr int kv_bytes(int values) {
 // ---- plans of steps ----
 
 constexpr int MAX_WORKERS = 256; // a step's work is shared out among so many blocks at most
-// These are the bytes of a block's plan (attention/plan.cuh), and of a ring by which so many units are told (attention/units.cuh).
+// These are the bytes of a block's plan (attention/plan.cuh), and of a ring by which warps are told of so many units
+// (attention/units.cuh).
 constexpr int PLAN_BYTES = 4208, TOLD_BYTES = 160, TOLD_UNITS = 4;
 
 // ---- tensor cores ----

@@ -1,8 +1,8 @@
 // Brings cells into shared memory for the tensor cores. Here are the layout of a block's shared memory, the
 // ring of slots that K and V of tiles pass through, and the four warps that fill it. They walk over all of
 // the block's units ahead of the warps that compute (attention/sm90/wgmma.cuh on Hopper, else attention/mma.cuh),
-// whom they tell of each, so that memory never waits for the arithmetic. Packed cells of steps with few rows are unpacked by another four
-// warps, between these.
+// whom they tell of each, so that memory never waits for the arithmetic. Packed cells of steps with few rows are unpacked
+// by another four warps, between these.
 #pragma once
 
 #include "attention/kv_types.cuh"

@@ -107,8 +107,8 @@ struct ConvArgs {
     float *out; // [T][C]
 };
 
-// The same in a verify where the products that are its input, with qkv, z, beta and alpha, have stayed parts (matmul/quantised.h):
-// it adds them up too. S is 128.
+// The same in a verify whose input, the products with qkv, z, beta and alpha, has stayed parts (matmul/quantised.h), which
+// it adds up first. S is 128.
 struct RowmmArgs;
 struct ConvPartsArgs : ConvArgs { // x is not used
     const RowmmArgs *parts; // they are the parts of four weights' products

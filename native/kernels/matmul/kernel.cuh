@@ -1,5 +1,6 @@
-// This is the product's kernel. A block has a range of units for each of its teams, and a warp has 16 outputs
-// of each unit of its team, and all rows.
+// This is the product's kernel. A block has a range of units for each of its teams, which are groups of eight warps. A warp
+// of a team takes 16 outputs of each of its units, and all rows. Other warps of the block fill its rings with the weights and
+// activations that these take (matmul/rings.cuh): producers and consumers, with mbarriers between them.
 #pragma once
 
 #include "matmul/multiply.cuh"

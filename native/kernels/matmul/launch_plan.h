@@ -1,4 +1,5 @@
-// Plans launches of rowmm and of what packs its rows, as pure functions of a device's limits and the shapes.
+// Plans launches of rowmm and of what packs its rows, as pure functions of a device's limits and the shapes. What units,
+// tiles and fragments are is said in matmul/layout.h, what ranges and parts are in matmul/plan.h.
 #pragma once
 
 #include "common/device_limits.h"
@@ -17,7 +18,7 @@ inline int ranges_of(const DeviceLimits &device) {
     return std::min(BLOCKS_PER_SM * device.multiprocessors, ROWMM_MAX_RANGES);
 }
 
-// These are units of one size in a row: those of the whole tiles of a matrix, or of its last tile.
+// Units of one size, one behind the other: those of the whole tiles of a matrix, or of its last tile.
 struct UnitSpan {
     int units;
     int64_t cost;
@@ -57,7 +58,7 @@ struct Beginning {
     }
 };
 
-// Pairs ranges that begin at neighbouring chunks, for blocks of two teams. It changes no sum.
+// Pairs ranges that begin at neighbouring chunks, for blocks of two teams (matmul/schedule.cuh). It changes no sum.
 inline void pair_ranges(RowmmParams &p) {
     // It counts stages. The first team waits for the second with so many in hand.
     constexpr int MOST_APART = 2;
@@ -146,7 +147,7 @@ struct RowmmPlan {
     bool fits; // a block of the device has room for as many slots as the kernel needs
 };
 
-// Has what a kernel of rings takes (Shape).
+// What a plan has to know of the Shape of a kernel of rings.
 struct RowmmBlock {
     int threads, teams, row_bytes;
 };
