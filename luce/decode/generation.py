@@ -112,7 +112,7 @@ class Generation:
         # Its choices are those of the steps, so that a round can begin before the host knows its token.
         self._by_itself = request.logprobs is None and not request.penalties.any and not request.grammar
         self._next: Draft | None = None  # The round after this one has begun, with this draft.
-        self._next_behind = False  # It has not, though plain rounds of all would have.
+        self._next_behind = False  # It is begun later than a plain one would be: once this one has ended.
         self._begun_ahead = self._begun_behind = False  # These say it of this round.
         self._follows: Draft | None = NOTHING  # The source says that the next round may begin with it.
         self._step_s = 0.0  # The last result told so many seconds.
@@ -155,7 +155,8 @@ class Generation:
         return draft
 
     def could_go_on(self) -> bool:
-        """Says whether the next round could be begun so, were all rounds plain."""
+        """Says whether the next round could be begun before the tokens of this one are known, if neither had
+        drafts."""
         return self._by_itself and len(self._tokens) + 2 <= self._budget
 
     def begun(self, draft: Draft) -> None:
@@ -163,8 +164,8 @@ class Generation:
         self._next = draft
 
     def behind(self) -> None:
-        """Says that the next round is begun once this one has ended, though it would be begun now if all that
-        decode were plain."""
+        """Says that the next round is begun once this one has ended. If none that decode had drafts, it would be
+        begun now: what they draft has to make up for the wait."""
         self._next_behind = True
 
     def _go_on(self, resume: Callable[[Any], Item | Want], result: Any) -> list[Item]:

@@ -51,7 +51,7 @@ class Loop:
         self._cancelled = False
         self._chunk_next = True
         self._happened: list[tuple[Generation, Item]] = []
-        # The round that was begun, in so many seconds. A generation of it may have ended since.
+        # The round that was begun, and the seconds that its begin took. A generation of it may have ended since.
         self._begun: tuple[list[tuple[Generation, Rows]], float] | None = None
 
     @property
@@ -122,10 +122,10 @@ class Loop:
         return [one.sequence.prefill(chunk.tokens, chunk.last) for one, chunk in of]
 
     def _begin_round(self) -> None:
-        """Begins a round of all that have read their prompts, or runs it where the device is the host. Some
-        have their rows already: who drafts nothing, or was interrupted. The others share the rows that are
-        free. They wait where drafts were interrupted, which may still grow. So does who came since, where the
-        rows are too many for one step."""
+        """Begins a round of all that have read their prompts, or runs it where the device is the host. Some have
+        their rows already: who drafts nothing, or was in a round that was cancelled. The others share the rows that
+        are free. They wait where drafts of such a round are still to be made, which may grow into more rows. Who came
+        last waits too, where the rows are too many for one step."""
         turns = self._wanting(Turn)
         if turns and not self._wanting(Drafts):
             rows = self._wanting(Rows)

@@ -1,5 +1,6 @@
-"""Has what a generation wants next, which who drives it puts into steps: these, and of the core's own Drafts,
-told None, and Rows, told a Verified."""
+"""What a generation may want next, and is then told the result of: a Chunk or a Turn of here, or what the core takes
+itself, Drafts (the result is None) or Rows (it is a Verified). The loop puts the wants of many generations into one
+step."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Round(NamedTuple):
     """This is one round that is done: how many candidates it had, how many of them were accepted, how many
     seconds each of its calls took, and which tokens it gave. The new anchor is the last of these tokens.
     Sequences that share a step each count all of its time. `ahead` says that it was begun before its anchor
-    was told, and `behind` that it was not, but would have been if all that decode were plain."""
+    was told, and `behind` that it was not, and would have been if none that decode had drafts."""
 
     drafted: int
     accepted: int
