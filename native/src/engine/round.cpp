@@ -322,7 +322,7 @@ void Rounds::land(Round &round) {
             land(*behind); // the device is done with it too
             behind->state = Round::State::failed;
             behind->error = e;
-            fail_all(round, e); // it has the same sequences
+            fail_all(round, e); // once more: its landing has cleared the failure of these same sequences
         }
     }
     release(round);
