@@ -74,10 +74,12 @@ def is_quick(path):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Spares `-m quick` the import of all other files."""
-    if config.option.markexpr == "quick" and collection_path.suffix == ".py":
-        return None if is_quick(collection_path) or collection_path.name == "conftest.py" else True
-    return None
+    """Spares `-m quick`, `-m long` and `-m sanitize` the import of files that have no such test."""
+    mark, path = config.option.markexpr, collection_path
+    if mark not in ("quick", "long", "sanitize") or path.suffix != ".py" or path.name == "conftest.py":
+        return None
+    marked = is_quick(path) if mark == "quick" else f"mark.{mark}" in path.read_text()
+    return None if marked else True
 
 
 @pytest.hookimpl(tryfirst=True)  # Before -m selects.

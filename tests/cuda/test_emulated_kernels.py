@@ -5,9 +5,15 @@ the gate runs them as a stage of its own: `pytest tests/cuda`."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,45 +21,77 @@ from cuda.as_cpp import as_cpp, copy
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KERNELS, CHECKS = ROOT / "native/kernels", ROOT / "tests/cuda"
+EMULATED = CHECKS / "emulated"
+FORMS = "matmul/forms.cu"
 
 # A GPU refuses what is not aligned, and a CPU takes it.
 ALIGNED = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
 
 
-def build(folder: Path, kernels: list[str], checks: list[str], check: str, *flags: str) -> Path:
-    headers = [(KERNELS, "*.h"), (KERNELS, "*.cuh"), (CHECKS, "*.h")]
-    for root, source in ((top, each) for top, kind in headers for each in top.rglob(kind)):
-        if CHECKS / "emulated" not in source.parents:
-            copy(as_cpp(source.read_text()), folder / source.relative_to(root))
-    emulated = CHECKS / "emulated"
-    for source in (source for source in emulated.rglob("*") if source.is_file()):
-        if source.stem in check or not source.name.startswith("lay_out_"):
-            copy(source.read_text(), folder / source.relative_to(emulated))
-    objects = []
-    for source in [*(KERNELS / name for name in kernels), *(CHECKS / name for name in checks)]:
-        text = as_cpp(source.read_text())
-        # What one file lists in forms is compiled side by side.
-        forms = re.findall(r"rowmm_kernel_of<(\d.*)>", text) if source.name == "forms.cu" else [None]
-        for i, form in enumerate(forms):
-            defined = "" if form is None else f"#define ROWMM_FORM {form}\n"
-            (folder / f"{source.stem}_{i}.cpp").write_text(defined + text)
-    commands = []
-    for source in folder.glob("*.cpp"):
-        objects.append(str(source.with_suffix(".o")))
-        command = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", str(folder)]
-        command += ["-fno-strict-aliasing"]  # CUDA's compiler takes it so.
-        command += ["-ffunction-sections", "-fno-jump-tables"]  # A table would keep what no check reaches.
-        command += [*ALIGNED, *flags]
-        command += ["-include", "cuda_runtime.h", f"-DCHECK={check}", "-c", str(source)]
-        commands.append(subprocess.Popen([*command, "-o", objects[-1]], cwd=folder))
-    assert all(command.wait() == 0 for command in commands)
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Makes a folder that all processes of a run share: an object that several checks need is compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated"
+    folder.mkdir(exist_ok=True)
+    with locked(folder / "sources.lock"):
+        if not (folder / "sources").exists():
+            write_sources(folder / "sources.part")
+            (folder / "sources.part").rename(folder / "sources")
+    return folder
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_sources(folder: Path) -> None:
+    """Writes headers, kernels and checks as C++, and the emulation over them. Folders stay as they are."""
+    for top in (KERNELS, CHECKS):
+        for source in (file for kind in ("*.h", "*.cuh", "*.cu") for file in top.rglob(kind)):
+            if EMULATED not in source.parents:
+                name = source.relative_to(top)
+                copy(as_cpp(source.read_text()), folder / (name.with_suffix(".cpp") if name.suffix == ".cu" else name))
+    for source in (source for source in EMULATED.rglob("*") if source.is_file()):
+        copy(source.read_text(), folder / source.relative_to(EMULATED))
+
+
+def build(workshop: Path, folder: Path, kernels: list[str], checks: list[str], check: str, *flags: str) -> Path:
+    """Returns the program of `check`, a list of calls. It is of these kernels and checks."""
+    laid_out = [name.strip(" ()") for name in check.split(",") if "lay_out_" in name]
+    sources = [*kernels, *checks, *(f"{name}.cpp" for name in laid_out), "without_rowmm.cpp"]
+    commands = [[str(Path(source).with_suffix(".cpp")), *flags] for source in sources if source != FORMS]
+    if FORMS in sources:  # What one file lists in forms is compiled side by side.
+        forms = re.findall(r"rowmm_kernel_of<(\d.*)>", (KERNELS / FORMS).read_text())
+        commands += [[str(Path(FORMS).with_suffix(".cpp")), f"-DROWMM_FORM={form}", *flags] for form in forms]
+    commands.append(["main.cpp", f"-DCHECK={check}", *flags])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda words: compiled(workshop, *words), commands))
     # What the check does not reach is left out, and need not be there.
     subprocess.run(["c++", *objects, *ALIGNED, "-Wl,--gc-sections", "-o", str(folder / "check")], check=True)
     return folder / "check"
 
 
+def compiled(workshop: Path, source: str, *flags: str) -> Path:
+    """Returns the object of a source with these flags. Who needs it first compiles it, others wait."""
+    made = workshop / f"{Path(source).stem}-{hashlib.sha256(' '.join((source, *flags)).encode()).hexdigest()[:16]}.o"
+    command = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", "."]
+    command += ["-fno-strict-aliasing"]  # CUDA's compiler takes it so.
+    command += ["-ffunction-sections", "-fno-jump-tables"]  # A table would keep what no check reaches.
+    command += [*ALIGNED, *flags, "-include", "cuda_runtime.h", "-c", source]
+    with locked(made.with_suffix(".lock")):
+        if not made.exists():
+            part = made.with_suffix(".part")
+            subprocess.run([*command, "-o", str(part)], cwd=workshop / "sources", check=True)
+            part.rename(made)
+    return made
+
+
 # All forms of the product's kernel, and those of few rows.
-ROWS = ["matmul/forms.cu", "matmul/norm_first.cu", "matmul/whole_k.cu"]
+ROWS = [FORMS, "matmul/norm_first.cu", "matmul/whole_k.cu"]
 
 MOE = [f"moe/{f.name}" for f in (KERNELS / "moe").glob("*.cu")]
 
@@ -107,9 +145,9 @@ CHECKED = {
 }
 
 
-def test_what_waits_for_ever_is_stopped(tmp_path: Path) -> None:
+def test_what_waits_for_ever_is_stopped(workshop: Path, tmp_path: Path) -> None:
     """Down of a mixture polls for the experts that up leaves, and up is not launched."""
-    program = build(tmp_path, CHECKED["moe_check.cu"][1], ["moe_check.cu"], "moe_gives_up()")
+    program = build(workshop, tmp_path, CHECKED["moe_check.cu"][1], ["moe_check.cu"], "moe_gives_up()")
     ran = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == -signal.SIGABRT and re.fullmatch(r"thread \d+ of block \d+ traps\n", ran.stderr)
 
@@ -121,14 +159,14 @@ def run(program: Path) -> None:
 
 
 @pytest.mark.parametrize("file", CHECKED)
-def test_a_check_of_kernels_passes_on_the_emulated_device(file: str, tmp_path: Path) -> None:
+def test_a_check_of_kernels_passes_on_the_emulated_device(file: str, workshop: Path, tmp_path: Path) -> None:
     check, kernels = CHECKED[file]
-    run(build(tmp_path, kernels, [file], check))
+    run(build(workshop, tmp_path, kernels, [file], check))
 
 
 @pytest.mark.parametrize("file", ["rowmm_check.cu", "rowmm_norm_check.cu"])
-def test_products_of_few_rows_pass_where_all_lanes_of_a_warp_copy(file: str, tmp_path: Path) -> None:
+def test_products_of_few_rows_pass_where_all_lanes_of_a_warp_copy(file: str, workshop: Path, tmp_path: Path) -> None:
     """Devices before 9.0 have no bulk copies, which one lane begins."""
     check, kernels = CHECKED[file]
     check = check.split(",")[0]  # launches are laid out on every kind elsewhere
-    run(build(tmp_path, kernels, [file], f"emulated::kind = &emulated::KINDS[1], {check}", "-DWITHOUT_BULK"))
+    run(build(workshop, tmp_path, kernels, [file], f"emulated::kind = &emulated::KINDS[1], {check}", "-DWITHOUT_BULK"))
