@@ -38,10 +38,13 @@ def read(parts, tools=TOOLS, cut=False, **how):
     return found, parser.cut
 
 
+STRIDE = 37  # A piece of so many letters holds several marks, and ends at any place of one.
+
+
 def cuts(text):
-    """Returns the text whole, by letters, and cut in two at each place."""
-    halves = ([text[:at], text[at:]] for at in range(1, len(text)))
-    return [[text], list(text), *(halves if len(text) < 400 else [])]
+    """Returns the text whole, by letters, and in pieces of STRIDE, so that one of them ends at each place."""
+    pieces = ([text[:at], *(text[i : i + STRIDE] for i in range(at, len(text), STRIDE))] for at in range(1, STRIDE + 1))
+    return [[text], list(text), *pieces]
 
 
 def check(text, found, tools=TOOLS):
@@ -305,6 +308,21 @@ def test_a_call_follows_what_cannot_be_read():
 
 
 # ---- a text that was cut
+
+
+WHOLE_TEXTS = [
+    *((text, TOOLS) for table in (DAMAGED, SEVERAL, OBJECTS) for text, _ in table.values()),
+    *((text, TOOLS) for text in UNREAD.values()),
+    *((f"{call('put', path='f.py', content=value)}\n{call('put', path='x')}", FILE) for value in MARKED.values()),
+]
+
+
+@pytest.mark.long  # It reads 14,000 texts.
+@pytest.mark.parametrize(("text", "tools"), WHOLE_TEXTS, ids=range(len(WHOLE_TEXTS)))
+def test_no_cut_in_two_changes_what_is_read(text, tools):
+    whole = read([text], tools)
+    for at in range(1, len(text)):
+        assert read([text[:at], text[at:]], tools) == whole, at
 
 
 @pytest.mark.parametrize(
