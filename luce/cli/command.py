@@ -14,8 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 import click
 
@@ -163,7 +162,7 @@ def installing(extra: str) -> str:
         origin = {}
     url = str(origin.get("url", ""))
     if "dir_info" in origin and url.startswith("file://"):
-        source = url2pathname(urlsplit(url).path)
+        source = unquote(urlsplit(url).path)
     editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
     return f"pip install {editable}{shlex.quote(f'{source}[{extra}]')}"
 

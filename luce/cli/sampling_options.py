@@ -16,7 +16,6 @@ from luce.errors import FileError, about
 from luce.files.tokenizer import Tokenizer
 from luce.native.structs import Penalties
 from luce.text.grammar import Grammars, Matcher
-from luce.text.structured import Grammar
 
 MAX_GRAMMAR = 16 << 20  # A grammar's or a schema's file has at most so many bytes.
 
@@ -107,6 +106,8 @@ def grammar_of(flags: Mapping[str, Any], tokenizer: Tokenizer) -> Callable[[], M
     schema, file = flags["json_schema"], flags["grammar_file"]
     if schema is None and file is None:
         return None
+    from luce.text.structured import Grammar  # Texts that nothing holds start without it.
+
     grammars = Grammars(tokenizer)
     if file is None and _is_json(schema):
         return grammars.json_schema(schema)

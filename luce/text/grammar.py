@@ -8,11 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from luce.errors import ArgumentError, UnsupportedError
 from luce.files.tokenizer import Tokenizer
-from luce.text.structured import Constraint, JsonSchema, grammar_of
+
+if TYPE_CHECKING:
+    from luce.text.structured import Constraint
 
 KEPT = 32  # So many compiled grammars are kept.
 MAX_NODES = 1 << 22  # llguidance's tree of the tokens has a node for each beginning, and fewer than so many.
@@ -79,10 +81,14 @@ class Grammars:
             raise ArgumentError("the schema is nested too deep") from error
         if not isinstance(parsed, dict):
             raise ArgumentError("the schema is no JSON object")
+        from luce.text.structured import JsonSchema
+
         return self.held_to(JsonSchema(parsed))
 
     def held_to(self, constraint: Constraint) -> Callable[[], Matcher]:
         """Compiles the grammar of what a constraint asks for. Raises ArgumentError."""
+        from luce.text.structured import grammar_of  # It is a quarter of what luce imports, and few texts need it.
+
         return self.lark(grammar_of(constraint))
 
     def lark(self, grammar: str) -> Callable[[], Matcher]:
