@@ -37,6 +37,10 @@ SHARED = {PurePosixPath("native/kernels/common"), PurePosixPath("tests/cuda/emul
 ARCHITECTURE_TABLE, PRE_TOKENIZERS = "native/src/graph/architecture.cpp", "luce/files/bpe.py"
 # The table of drafters includes theirs in the same way. What goes over their list names none.
 DRAFTER_TABLE, OVER_DRAFTERS = "native/src/graph/drafter.cpp", ("native/src/engine/", "native/src/step/")
+# What an engine has on one device is a stage's, which alone asks on which devices a model lies and for their streams.
+STAGES = {"native/src/engine/cache.cpp", "native/src/engine/stage.cpp", "native/src/step/cuda_stream.cu"}
+OVER_STAGES = ("native/src/graph/", "native/src/step/", "native/src/engine/")
+_DEVICES = re.compile(r"\b(?:placements|find_device|devices|luce_cuda_stream)\s*\(")
 _INCLUDED = re.compile(r'^#include "graph/(\w+)\.h"', re.MULTILINE)
 
 Breach = tuple[str, int, str]  # It has the path, the line, and what is wrong there.
@@ -102,6 +106,9 @@ def check_c(name: str, text: str) -> Iterator[Breach]:
     waits = [match for match in _WAIT.finditer(code) if name not in OTHER_WAITERS]
     for match in waits[3:] if name == WAITER else waits:
         yield name, line_of(code, match), f"{match.group()}: an engine waits in {WAITER}, where it is counted"
+    if name.startswith(OVER_STAGES) and name not in STAGES:
+        for match in _DEVICES.finditer(code):
+            yield name, line_of(code, match), f"{match.group()}..): devices and streams are a stage's (engine/stage.h)"
     if name.startswith("native/kernels/"):
         for match in re.finditer(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)', text, re.M):
             if re.search(r"ggml|gguf", match.group(1)):

@@ -38,6 +38,7 @@ luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft
                         uint32_t *matched);
 luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t *uses);
 luce_status luce_switch_rule(uint32_t index, int32_t on);
+luce_status luce_cut_models(uint32_t layer);
 """
 # These are ggml's blocks of 32 values. The innermost dimension of an array counts blocks.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # Values i and i + 16 are the halves of byte i.

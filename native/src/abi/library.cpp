@@ -208,7 +208,7 @@ luce_status luce_model_get_info(luce_model *model, luce_model_info *out) {
         const HParams &hp = m->hparams();
         luce_model_info info{};
         copy_text(info.architecture, m->architecture().name);
-        copy_text(info.device, m->device().name);
+        copy_text(info.device, m->device_names());
         info.n_params = m->n_params();
         info.weight_bytes = m->weight_bytes();
         info.n_vocab = hp.n_vocab;

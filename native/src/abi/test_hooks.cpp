@@ -153,6 +153,11 @@ luce_status luce_switch_rule(uint32_t index, int32_t on) {
     });
 }
 
+luce_status luce_cut_models(uint32_t layer) {
+    using namespace luce;
+    return guarded([&] { cut_models(layer); });
+}
+
 luce_status luce_leave_device(int32_t index) {
     using namespace luce;
     return guarded([&] { leave_current(index); });

@@ -59,4 +59,8 @@ LUCE_API luce_status luce_rule(uint32_t index, const char **name, int32_t *same,
 // Switches a rule off for the process, or on again. Graphs that are built from then on follow it; E_UNSUPPORTED then says that
 // a device has no other op.
 LUCE_API luce_status luce_switch_rule(uint32_t index, int32_t on);
+
+// Models that are loaded on a CPU from now on have two stages (engine/stage.h), of which the second begins with this layer;
+// with 0 they have one again.
+LUCE_API luce_status luce_cut_models(uint32_t layer);
 }

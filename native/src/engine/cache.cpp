@@ -59,72 +59,72 @@ static std::vector<const Drafter *> drafters_of(const Weights &weights, const st
     return used;
 }
 
-Cache::Cache(const Weights &weights, const HParams &hp, const CacheParams &params)
+Cache::Cache(const Model &model, const CacheParams &params)
     : pages(params.n_pages), sequence_slots(params.n_sequences), checkpoint_slots(params.n_checkpoints),
-      params_(params), max_pages_(params.max_pages()), drafters_(drafters_of(weights, params.drafters)),
-      drafter_kv_(weights.drafters.size()) {
-    const size_t n_layer = weights.blocks.size();
+      params_(params), max_pages_(params.max_pages()),
+      drafters_(drafters_of(model.weights(), params.drafters)), drafter_kv_(model.weights().drafters.size()) {
     size_t n_drafter = 0;
     for (const Drafter *drafter : drafters_) {
         n_drafter += drafter->kv.size();
     }
-    context_ = new_context(ggml_tensor_overhead() * (3 * n_layer + 2 * n_drafter + 5));
+    for (const Placement &on : model.placements()) {
+        const bool is_last = on.end == model.placements().back().end;
+        stages_.emplace_back(model, on, 3 * (on.end - on.first) + (is_last ? 2 * n_drafter + 2 : 0));
+    }
     host_context_ = new_context(ggml_tensor_overhead() * 2);
-    ggml_context *ctx = context_.get(), *host = host_context_.get();
+    ggml_context *last = stages_.back().tensors.get(), *host = host_context_.get();
+    uint64_t &last_bytes = stages_.back().state_bytes;
     const int64_t n_slots = params.n_sequences + params.n_checkpoints;
-    const auto pool = [&](const AttentionShape &s) {
-        return ggml_new_tensor_4d(ctx, params.kv_type, s.head_dim, PAGE, s.n_head_kv, params.n_pages);
-    };
-    const auto cells = [&](const AttentionShape &s) {
-        KvCells kv = {pool(s), pool(s)};
-        kv_bytes_ += ggml_nbytes(kv.k) + ggml_nbytes(kv.v);
+    const auto cells = [&](Stage &stage, const AttentionShape &s) {
+        const auto pool = [&] {
+            return ggml_new_tensor_4d(stage.tensors.get(), params.kv_type, s.head_dim, PAGE, s.n_head_kv,
+                                      params.n_pages);
+        };
+        KvCells kv = {pool(), pool()};
+        stage.kv_bytes += ggml_nbytes(kv.k) + ggml_nbytes(kv.v);
         return kv;
     };
-    kv_.resize(n_layer);
-    delta_.resize(n_layer);
-    for (size_t il = 0; il < n_layer; il++) {
-        if (const Attention *a = weights.blocks[il].attention()) {
-            kv_[il] = cells(a->shape);
-            continue;
+    for (Stage &stage : stages_) {
+        for (uint32_t il = stage.first; il < stage.end; il++) {
+            const Block &block = model.weights().blocks[il];
+            const Attention *a = block.attention();
+            kv_.push_back(a != nullptr ? cells(stage, a->shape) : KvCells{});
+            DeltaState &d = delta_.emplace_back();
+            if (a != nullptr) {
+                continue;
+            }
+            const DeltaNetShape &s = block.deltanet()->shape;
+            DeltaShape log{};
+            log.R = int32_t(params.n_rows);
+            log.Hk = int32_t(s.n_k_heads);
+            log.Hv = int32_t(s.n_v_heads);
+            log.S = int32_t(s.state_size);
+            ggml_context *ctx = stage.tensors.get();
+            d.state =
+                ggml_new_tensor_4d(ctx, GGML_TYPE_F32, s.state_size, s.state_size, s.n_v_heads, n_slots);
+            d.window = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.conv_dim(), CONV_TAPS - 1, n_slots);
+            d.log = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, log.log_size(), params.n_sequences);
+            stage.state_bytes += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
         }
-        const DeltaNetShape &s = weights.blocks[il].deltanet()->shape;
-        DeltaShape log{};
-        log.R = int32_t(params.n_rows);
-        log.Hk = int32_t(s.n_k_heads);
-        log.Hv = int32_t(s.n_v_heads);
-        log.S = int32_t(s.state_size);
-        DeltaState &d = delta_[il];
-        d.state = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, s.state_size, s.state_size, s.n_v_heads, n_slots);
-        d.window = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, s.conv_dim(), CONV_TAPS - 1, n_slots);
-        d.log = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, log.log_size(), params.n_sequences);
-        state_bytes_ += ggml_nbytes(d.state) + ggml_nbytes(d.window) + ggml_nbytes(d.log);
     }
-    drafts_ = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, choice_entry(MAX_ENQUEUED, 0));
-    state_bytes_ += ggml_nbytes(drafts_);
+    drafts_ = ggml_new_tensor_2d(last, GGML_TYPE_I32, 2, choice_entry(MAX_ENQUEUED, 0));
+    last_bytes += ggml_nbytes(drafts_);
     given_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2, choice_entry(MAX_ENQUEUED, 0));
     host_bytes_ = ggml_nbytes(given_);
     if (params.n_top > 0) {
         lists_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2 * int64_t(params.n_top), choice_entry(0, 0));
         host_bytes_ += ggml_nbytes(lists_);
     }
-    if (params.rowmm_scratch > 0) {
-        rowmm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.rowmm_scratch));
-        state_bytes_ += ggml_nbytes(rowmm_scratch_);
-    }
-    if (params.gemm_scratch > 0) {
-        gemm_scratch_ = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, int64_t(params.gemm_scratch));
-        state_bytes_ += ggml_nbytes(gemm_scratch_);
-    }
     for (const Drafter *drafter : drafters_) {
         for (const AttentionShape &shape : drafter->kv) {
-            drafter_kv_[drafter->index].push_back(cells(shape));
+            drafter_kv_[drafter->index].push_back(cells(stages_.back(), shape));
             owners_ |= 1u << kv_owner(drafter->index);
         }
         lagging_ |= uint32_t(drafter->lags()) << kv_owner(drafter->index);
         if ((drafter->reads & READS_HIDDEN) != 0 && hidden_ == nullptr) {
-            hidden_ = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, hp.n_embd,
+            hidden_ = ggml_new_tensor_2d(last, GGML_TYPE_F32, model.hparams().n_embd,
                                          n_slots * (2 * int64_t(params.n_rows) + 1) + 2);
-            state_bytes_ += ggml_nbytes(hidden_);
+            last_bytes += ggml_nbytes(hidden_);
         }
     }
     // Until allocate() nothing is for the graph allocator to place.
@@ -132,28 +132,55 @@ Cache::Cache(const Weights &weights, const HParams &hp, const CacheParams &param
 }
 
 void Cache::set_data(void *data) {
-    for (ggml_context *ctx : {context_.get(), host_context_.get()}) {
+    const auto set = [&](ggml_context *ctx) {
         for (ggml_tensor *t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
             t->data = data;
         }
+    };
+    for (const Stage &stage : stages_) {
+        set(stage.tensors.get());
     }
+    set(host_context_.get());
 }
 
-void Cache::allocate(const Device &device) {
+void Cache::allocate() {
     set_data(nullptr);
-    buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device.buffer_type()));
-    if (!buffer_) {
-        fail(LUCE_E_MEMORY, "%s: allocating %s for the engine's caches failed", device.name.c_str(),
-             human_bytes(kv_bytes_ + state_bytes_).c_str());
+    for (Stage &stage : stages_) {
+        stage.allocate();
     }
-    ggml_backend_buffer_clear(buffer_.get(), 0);
-    host_buffer_ = pinned(device, host_bytes_, "what steps have chosen");
+    host_buffer_ = pinned(last().device, host_bytes_, "what steps have chosen");
     ggml_backend_buffer_clear(host_buffer_.get(), 0);
     uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(host_buffer_.get()));
     ggml_backend_tensor_alloc(host_buffer_.get(), given_, base);
     if (lists_ != nullptr) {
         ggml_backend_tensor_alloc(host_buffer_.get(), lists_, base + ggml_nbytes(given_));
     }
+}
+
+uint64_t Cache::bytes(const Stage &stage) const {
+    const bool counts_host = &stage == &last() && !stage.device.gpu;
+    return stage.kv_bytes + stage.state_bytes + (counts_host ? host_bytes_ : 0);
+}
+
+uint64_t Cache::kv_bytes() const {
+    uint64_t sum = 0;
+    for (const Stage &stage : stages_) {
+        sum += stage.kv_bytes;
+    }
+    return sum;
+}
+
+uint64_t Cache::state_bytes() const {
+    uint64_t sum = 0;
+    for (const Stage &stage : stages_) {
+        sum += bytes(stage) - stage.kv_bytes;
+    }
+    return sum;
+}
+
+const Stage *Cache::stage_of(size_t layer) const {
+    const auto has = [&](const Stage &stage) { return layer < stage.end; };
+    return &*std::find_if(stages_.begin(), stages_.end(), has);
 }
 
 // Calls fill(first, n) for each run of those of `all` that nobody holds.
@@ -220,30 +247,30 @@ int32_t Cache::hidden_unused() const {
 std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, uint32_t n_past, int32_t slot,
                                         int32_t hidden) const {
     std::vector<Piece> list;
-    const auto kv = [&](const KvCells &cells, uint32_t first) {
+    const auto kv = [&](const Stage *on, const KvCells &cells, uint32_t first) {
         for (ggml_tensor *t : {cells.k, cells.v}) {
             for (uint32_t at = first; at < n_past;) {
                 const uint32_t end = std::min(n_past, (at / PAGE + 1) * PAGE), n = end - at;
                 const size_t page = size_t(page_list[at / PAGE]) * t->nb[3];
                 if (n == PAGE) {
-                    list.push_back({t, page, t->nb[3]});
+                    list.push_back({on, t, page, t->nb[3]});
                 } else { // it is a part of each head
                     for (int64_t head = 0; head < t->ne[2]; head++) {
-                        list.push_back({t, page + head * t->nb[2] + at % PAGE * t->nb[1], n * t->nb[1]});
+                        list.push_back({on, t, page + head * t->nb[2] + at % PAGE * t->nb[1], n * t->nb[1]});
                     }
                 }
                 at = end;
             }
         }
     };
-    for (const KvCells &cells : kv_) {
-        if (cells.k != nullptr) {
-            kv(cells, 0);
+    for (size_t il = 0; il < kv_.size(); il++) {
+        if (kv_[il].k != nullptr) {
+            kv(stage_of(il), kv_[il], 0);
         }
     }
     for (const Drafter *drafter : drafters_) {
         for (const KvCells &cells : drafter_kv_[drafter->index]) {
-            kv(cells, drafter->first);
+            kv(&last(), cells, drafter->first);
         }
     }
     const std::vector<Piece> state = state_pieces(slot, hidden);
@@ -253,14 +280,14 @@ std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, u
 
 std::vector<Cache::Piece> Cache::state_pieces(int32_t slot, int32_t hidden) const {
     std::vector<Piece> list;
-    for (const DeltaState &d : delta_) {
-        if (d.state != nullptr) {
-            list.push_back({d.state, size_t(slot) * d.state->nb[3], d.state->nb[3]});
-            list.push_back({d.window, size_t(slot) * d.window->nb[2], d.window->nb[2]});
+    for (size_t il = 0; il < delta_.size(); il++) {
+        if (const DeltaState &d = delta_[il]; d.state != nullptr) {
+            list.push_back({stage_of(il), d.state, size_t(slot) * d.state->nb[3], d.state->nb[3]});
+            list.push_back({stage_of(il), d.window, size_t(slot) * d.window->nb[2], d.window->nb[2]});
         }
     }
     if (keeps_hidden()) {
-        list.push_back({hidden_, size_t(hidden) * hidden_->nb[1], hidden_->nb[1]});
+        list.push_back({&last(), hidden_, size_t(hidden) * hidden_->nb[1], hidden_->nb[1]});
     }
     return list;
 }

@@ -33,9 +33,10 @@
 #pragma once
 
 #include "common/kernels.h"
-#include "model/model.h"
+#include "engine/stage.h"
 
 #include <algorithm>
+#include <deque>
 #include <vector>
 
 namespace luce {
@@ -75,11 +76,6 @@ struct CacheParams {
     // Returns how many pages one sequence can need. The rows of a step may lie behind n_ctx positions.
     uint32_t max_pages() const;
     uint32_t most_drafts() const; // of a round, by any drafter
-    // Bytes that luce's own matmul wants on this device; 0 means that it does not run there.
-    uint64_t rowmm_scratch = 0;
-    // The largest matrix that a prefill writes out for cuBLAS takes so many bytes; 0 means that it writes out
-    // none.
-    uint64_t gemm_scratch = 0;
 };
 
 // A pool is a bag of equal things that are taken and given back. Pages are shared by count.
@@ -97,17 +93,21 @@ private:
     std::vector<uint32_t> users_;
 };
 
-// The cache is the device memory of an engine. It is described first, so that it can be counted, and then
+// The cache is the device memory of an engine, in its stages. It is described first, so that it can be counted, and then
 // allocated once.
 class Cache {
 public:
-    Cache(const Weights &weights, const HParams &hp, const CacheParams &params);
+    Cache(const Model &model, const CacheParams &params);
 
-    void allocate(const Device &device);
+    void allocate();
 
-    uint64_t kv_bytes() const { return kv_bytes_; }
-    // On a CPU the tables that steps write for the host are of the device's memory too.
-    uint64_t state_bytes(const Device &device) const { return state_bytes_ + (device.gpu ? 0 : host_bytes_); }
+    std::deque<Stage> &stages() { return stages_; }
+    const std::deque<Stage> &stages() const { return stages_; }
+    const Stage &last() const { return stages_.back(); }
+    uint64_t kv_bytes() const;
+    uint64_t state_bytes() const;
+    // What a stage takes. On a CPU the tables that steps write for the host are of the device's memory too.
+    uint64_t bytes(const Stage &stage) const;
     const CacheParams &params() const { return params_; }
     uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
@@ -118,9 +118,6 @@ public:
     uint32_t owners() const { return owners_; } // a bit for each owner of KV
     uint32_t lagging() const { return lagging_; } // a bit for each of these that is a drafter which lags
     bool keeps_hidden() const { return hidden_ != nullptr; }
-    // {bytes} I8; where matmuls count in it, it is zero between steps.
-    ggml_tensor *rowmm_scratch() const { return rowmm_scratch_; }
-    ggml_tensor *gemm_scratch() const { return gemm_scratch_; } // {bytes} I8
     // {2, entries} I32 of what rows have chosen; an entry is a token, and a flag which is 1 where a logit was not finite.
     ggml_tensor *drafts() const { return drafts_; }
     // Both are in host memory, where a GPU's kernels write them. given() has the entries of drafts(); lists() has
@@ -150,6 +147,7 @@ public:
     // layer the K and V of its pages, or its state and window; the KV of each drafter in use; the hidden
     // row. It covers n_past positions in whole pages.
     struct Piece {
+        const Stage *stage;
         ggml_tensor *tensor;
         size_t offset, size;
     };
@@ -163,19 +161,20 @@ public:
 
 private:
     void set_data(void *data); // it sets the data of all tensors
+    const Stage *stage_of(size_t layer) const;
 
     CacheParams params_;
     uint32_t max_pages_;
+    std::deque<Stage> stages_;
     std::vector<KvCells> kv_; // they are in the order of trunk blocks; entries are empty for DeltaNet
     std::vector<DeltaState> delta_; // they are in the order of trunk blocks; entries are empty for attention
     std::vector<const Drafter *> drafters_;
     std::vector<std::vector<KvCells>> drafter_kv_; // by the model's drafters and their layers
     uint32_t owners_ = 1u << KV_TRUNK, lagging_ = 0;
-    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *given_ = nullptr, *lists_ = nullptr,
-                *rowmm_scratch_ = nullptr, *gemm_scratch_ = nullptr;
-    uint64_t kv_bytes_ = 0, state_bytes_ = 0, host_bytes_ = 0;
-    Context context_, host_context_;
-    Buffer buffer_, host_buffer_;
+    ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *given_ = nullptr, *lists_ = nullptr;
+    uint64_t host_bytes_ = 0;
+    Context host_context_;
+    Buffer host_buffer_;
 };
 
 // What a sequence's next steps have to do first; the table above says who makes each debt and who pays it.

@@ -85,9 +85,11 @@ ggml_tensor bytes(const Cache::Piece &p) {
     return t;
 }
 
+// The stream of a stage on which a copy is enqueued: that of its steps, or the one beside it.
+using Stream = Backend Stage::*;
+
 // Copies n bytes of all pieces, from their byte `begin` on.
-void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8_t *to, uint64_t begin,
-           uint64_t n) {
+void fetch(Stream stream, const std::vector<Cache::Piece> &pieces, uint8_t *to, uint64_t begin, uint64_t n) {
     for (const Cache::Piece &p : pieces) {
         if (n == 0) {
             return;
@@ -95,14 +97,14 @@ void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8
         const uint64_t skipped = std::min(begin, uint64_t(p.size)), taken = std::min(n, p.size - skipped);
         begin -= skipped;
         if (taken > 0) {
-            ggml_backend_tensor_get_async(stream, p.tensor, to, p.offset + skipped, taken);
+            ggml_backend_tensor_get_async((p.stage->*stream).get(), p.tensor, to, p.offset + skipped, taken);
             to += taken;
             n -= taken;
         }
     }
 }
 
-void fetch(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, uint8_t *to) {
+void fetch(Stream stream, const std::vector<Cache::Piece> &pieces, uint8_t *to) {
     fetch(stream, pieces, to, 0, total(pieces));
 }
 
@@ -114,24 +116,25 @@ void copy_out(const std::vector<Cache::Piece> &pieces, uint8_t *to) {
     }
 }
 
-void send(ggml_backend_t stream, const std::vector<Cache::Piece> &pieces, const uint8_t *from) {
+void send(Stream stream, const std::vector<Cache::Piece> &pieces, const uint8_t *from) {
     for (const Cache::Piece &p : pieces) {
-        ggml_backend_tensor_set_async(stream, p.tensor, from, p.offset, p.size);
+        ggml_backend_tensor_set_async((p.stage->*stream).get(), p.tensor, from, p.offset, p.size);
         from += p.size;
     }
 }
 
-void copy(ggml_backend_t stream, const std::vector<Cache::Piece> &from, const std::vector<Cache::Piece> &to) {
+void copy(const std::vector<Cache::Piece> &from, const std::vector<Cache::Piece> &to) {
     for (size_t i = 0; i < from.size(); i++) {
         ggml_tensor source = bytes(from[i]), target = bytes(to[i]);
+        ggml_backend_t stream = from[i].stage->steps.get();
         ggml_backend_tensor_copy_async(stream, stream, &source, &target);
     }
 }
 
-// Lets `later` go on when `stream` is where it is now.
-void follow(const Event &event, ggml_backend_t stream, ggml_backend_t later) {
-    ggml_backend_event_record(event.get(), stream);
-    ggml_backend_event_wait(later, event.get());
+void check_devices(const Engine &engine) {
+    for (const Stage &stage : engine.cache().stages()) {
+        check_works(stage.device);
+    }
 }
 
 uint64_t header_and_tokens(uint32_t n_past) {
@@ -226,12 +229,42 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
 } // namespace
 
 Checkpoint::Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens)
-    : engine_(std::move(engine)), tokens_(std::move(tokens)), event_(make_event(engine_->model().device())) {
-    check_works(engine_->model().device());
+    : engine_(std::move(engine)), tokens_(std::move(tokens)) {
+    check_devices(*engine_);
+    for (const Stage &stage : engine_->cache().stages()) {
+        events_.push_back(make_event(stage.device));
+    }
 }
 
 Checkpoint::~Checkpoint() {
     close();
+}
+
+// Runs what enqueues copies on the stages' streams beside the steps, which begin where the steps are now.
+template <typename F> void Checkpoint::beside_steps(const F &enqueue) {
+    const auto each = [&](const auto &f) {
+        for (size_t i = 0; i < events_.size(); i++) {
+            f(engine_->cache().stages()[i], events_[i].get());
+        }
+    };
+    each([](const Stage &stage, ggml_backend_event_t event) {
+        ggml_backend_event_record(event, stage.steps.get());
+        ggml_backend_event_wait(stage.copies.get(), event);
+    });
+    enqueue();
+    each([](const Stage &stage, ggml_backend_event_t event) {
+        ggml_backend_event_record(event, stage.copies.get());
+    });
+}
+
+// Lets steps that are enqueued from now on wait for copies that are under way.
+void Checkpoint::let_steps_wait() const {
+    for (size_t i = 0; i < events_.size(); i++) {
+        const Stage &stage = engine_->cache().stages()[i];
+        if (works(stage.device)) {
+            ggml_backend_event_wait(stage.steps.get(), events_[i].get());
+        }
+    }
 }
 
 void Checkpoint::close() {
@@ -239,9 +272,7 @@ void Checkpoint::close() {
         settle(); // the CPU's copy reads what is given back here
     }
     if (leaving_ || arriving_) { // nobody waits for the copy here: the engine's next step comes after it
-        if (works(engine_->model().device())) {
-            ggml_backend_event_wait(engine_->step().backend(), event_.get());
-        }
+        let_steps_wait();
         engine_->step().keep(host_);
         leaving_ = arriving_ = false;
     }
@@ -292,7 +323,7 @@ void Checkpoint::release_device() {
 }
 
 HostMemory Checkpoint::host_memory() const {
-    return pinned(engine_->model().device(), total(pieces()), "a checkpoint");
+    return pinned(engine_->cache().last().device, total(pieces()), "a checkpoint");
 }
 
 static uint8_t *base(const HostMemory &buffer) {
@@ -316,7 +347,7 @@ std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
         engine->cache().pages.share(page);
     }
     const int32_t slot = int32_t(engine->params().cache.n_sequences) + made->slot_;
-    copy(engine->step().backend(), engine->cache().state_pieces(line.slot(), line.hidden()),
+    copy(engine->cache().state_pieces(line.slot(), line.hidden()),
          engine->cache().state_pieces(slot, engine->cache().hidden_row(slot, 0, 0)));
     return made;
 }
@@ -326,14 +357,12 @@ void Checkpoint::to_host() {
     if (slot_ < 0) {
         return;
     }
-    check_works(engine_->model().device());
+    check_devices(*engine_);
     const std::vector<Cache::Piece> list = pieces();
     HostMemory memory = host_memory();
     engine_->leaving(weak_from_this());
-    if (ggml_backend_t stream = engine_->copies()) {
-        follow(event_, engine_->step().backend(), stream);
-        fetch(stream, list, base(memory));
-        ggml_backend_event_record(event_.get(), stream);
+    if (engine_->model().gpu()) {
+        beside_steps([&] { fetch(&Stage::copies, list, base(memory)); });
         leaving_ = true;
     } else {
         try {
@@ -353,7 +382,7 @@ void Checkpoint::to_device() {
         return;
     }
     check_open();
-    check_works(engine_->model().device());
+    check_devices(*engine_);
     engine_->need_pages(n_past() / PAGE);
     pages_.reserve(n_past() / PAGE);
     take_device();
@@ -367,13 +396,11 @@ void Checkpoint::to_device() {
         release_device();
         throw;
     }
-    if (ggml_backend_t stream = engine_->copies()) {
-        follow(event_, engine_->step().backend(), stream); // the copy waits for steps that used these pages
-        send(stream, list, base(host_));
-        ggml_backend_event_record(event_.get(), stream);
+    if (engine_->model().gpu()) { // the copy waits for steps that used these pages
+        beside_steps([&] { send(&Stage::copies, list, base(host_)); });
         arriving_ = true;
     } else {
-        send(engine_->step().backend(), list, base(host_));
+        send(&Stage::steps, list, base(host_));
         host_.reset();
     }
 }
@@ -385,7 +412,9 @@ void Checkpoint::settle() {
     if (copying_.valid()) {
         copying_.get();
     } else {
-        engine_->step().wait(event_);
+        for (const Event &event : events_) {
+            engine_->step().wait(event);
+        }
     }
     if (leaving_) {
         release_device();
@@ -396,16 +425,15 @@ void Checkpoint::settle() {
 }
 
 void Checkpoint::restore(Timeline &line) const {
-    check_works(engine_->model().device());
+    check_devices(*engine_);
     Cache &cache = engine_->cache();
-    ggml_backend_t stream = engine_->step().backend();
     if (slot_ >= 0) { // this is so while it leaves, too
         if (arriving_) {
-            ggml_backend_event_wait(stream, event_.get());
+            let_steps_wait();
         }
         line.resume(tokens_, pages_);
         const int32_t slot = int32_t(engine_->params().cache.n_sequences) + slot_;
-        copy(stream, cache.state_pieces(slot, cache.hidden_row(slot, 0, 0)),
+        copy(cache.state_pieces(slot, cache.hidden_row(slot, 0, 0)),
              cache.state_pieces(line.slot(), line.hidden()));
         return;
     }
@@ -417,7 +445,7 @@ void Checkpoint::restore(Timeline &line) const {
     for (const int32_t page : pages) { // these pages are the sequence's alone
         cache.pages.release(page);
     }
-    send(stream, cache.pieces(pages, n_past(), line.slot(), line.hidden()), base(host_));
+    send(&Stage::steps, cache.pieces(pages, n_past(), line.slot(), line.hidden()), base(host_));
     engine_->step().keep(host_); // nothing waits here: a step after it does
 }
 
@@ -427,9 +455,8 @@ void Checkpoint::read(uint64_t begin, uint64_t n, uint8_t *to) const {
         memcpy(to, base(host_) + begin, n);
         return;
     }
-    check_works(engine_->model().device());
-    ggml_backend_t stream = engine_->step().backend();
-    fetch(stream, pieces(), to, begin, n);
+    check_devices(*engine_);
+    fetch(&Stage::steps, pieces(), to, begin, n);
     engine_->step().synchronize();
 }
 
@@ -491,8 +518,8 @@ uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size) {
              (unsigned long long) needed);
     }
     sequence.settle();
-    check_works(engine.model().device());
-    fetch(engine.step().backend(), pieces(), data + header_and_tokens(line.n_past()));
+    check_devices(engine);
+    fetch(&Stage::steps, pieces(), data + header_and_tokens(line.n_past()));
     engine.step().synchronize();
     put_tokens(data, line.tokens());
     Header h = header_of(needed, engine, line.tokens(), DUMP);

@@ -52,6 +52,8 @@ private:
     std::vector<Cache::Piece> pieces() const; // these are the ones on the device
     void take_device(); // it takes pages and a slot, and fails with E_MEMORY when they lack
     void release_device();
+    template <typename F> void beside_steps(const F &enqueue);
+    void let_steps_wait() const;
     HostMemory host_memory() const;
     void read(uint64_t begin, uint64_t n, uint8_t *to) const; // it copies n bytes of the body
 
@@ -62,7 +64,7 @@ private:
     // It holds the body, which nothing changes. It is null while the body is not in host memory.
     HostMemory host_;
     bool leaving_ = false, arriving_ = false; // a copy is on its way
-    Event event_; // it marks the copy's end, and is null on the CPU
+    std::vector<Event> events_; // by stage: they mark the copy's end there, and are null on the CPU
     std::future<void> copying_; // it is the copy of one that leaves, on the CPU
 };
 

@@ -3,7 +3,6 @@
 #include "engine/checkpoint.h"
 #include "engine/sequence.h"
 #include "graph/drafter.h"
-#include "ops/matmul.h"
 
 #include <algorithm>
 #include <cstring>
@@ -84,7 +83,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     c.drafters = resolve_drafters(model, *p);
     c.n_top = p->n_top;
     c.n_rows = in_range("n_rows", p->n_rows, c.most_drafts() + 1, LUCE_MAX_ROWS);
-    c.n_chunk = in_range("n_chunk", p->n_chunk, model.device().gpu ? 2048 : 512, 4096);
+    c.n_chunk = in_range("n_chunk", p->n_chunk, model.gpu() ? 2048 : 512, 4096);
     c.kv_type = kv_type_of(p->kv_type);
     out.n_threads = in_range("n_threads", p->n_threads, std::min(cores, 16u), 512);
     if (c.n_checkpoints > 1024) {
@@ -106,20 +105,13 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
         fail(LUCE_E_UNSUPPORTED, "lists of drafts are made of up to %lld tokens, the vocabulary has %u",
              (long long) TOPK_MAX_N, model.hparams().n_vocab);
     }
-#ifdef LUCE_USE_CUDA
-    if (model.device().gpu) {
-        make_current(model.device());
-        c.rowmm_scratch = uint64_t(launch_scratch_bytes());
-        c.gemm_scratch = model.largest_layer_matrix() * 2; // the matrix is written out as F16
-    }
-#endif
     c.n_pages = in_range("n_pages", p->n_pages,
                          c.max_pages() * (c.n_sequences + (c.n_checkpoints > 0 ? 1 : 0)), 1u << 22);
     return out;
 }
 
 luce_memory Engine::plan(const Model &model, const EngineParams &params) {
-    const Cache cache(model.weights(), model.hparams(), params.cache);
+    const Cache cache(model, params.cache);
     return memory_of(model, cache, Step::measure(model, cache, params));
 }
 
@@ -127,34 +119,40 @@ luce_memory Engine::memory_of(const Model &model, const Cache &cache, const Step
     luce_memory m{};
     m.weights = model.weight_bytes();
     m.kv = cache.kv_bytes();
-    m.state = cache.state_bytes(model.device());
-    m.compute = sizes.compute + sizes.inputs;
-    m.other = sizes.other;
-    m.total = m.kv + m.state + m.compute + m.other + (model.device().gpu ? m.weights : 0);
-    uint64_t total = 0;
-    model.device().memory(&m.device_free, &total);
+    m.state = cache.state_bytes();
+    for (size_t i = 0; i < cache.stages().size(); i++) {
+        m.compute += sizes.compute[i].bytes + sizes.inputs;
+        m.other += sizes.other;
+        uint64_t free = 0, total = 0;
+        cache.stages()[i].device.memory(&free, &total);
+        m.device_free += free;
+    }
+    m.total = m.kv + m.state + m.compute + m.other + (model.gpu() ? m.weights : 0);
     return m;
 }
 
-Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
-    : model_(std::move(model)), params_(params), cache_(model_->weights(), model_->hparams(), params.cache) {
-    const StepSizes sizes = Step::measure(*model_, cache_, params);
-    const luce_memory need = memory_of(*model_, cache_, sizes);
-    check_memory(
-        model_->device(), need.kv + need.state + need.compute + need.other,
-        format("an engine of %u sequences with %u positions", params.cache.n_sequences, params.cache.n_ctx)
-            .c_str());
-    cache_.allocate(model_->device());
-    step_ = std::make_unique<Step>(*model_, cache_, params_, sizes);
-    if (model_->device().gpu) {
-        copies_ = make_backend(model_->device(), 1);
+void Engine::check_stages(const StepSizes &sizes) const {
+    const std::string what =
+        format("an engine of %u sequences with %u positions", params_.cache.n_sequences, params_.cache.n_ctx);
+    for (size_t i = 0; i < cache_.stages().size(); i++) {
+        const Stage &stage = cache_.stages()[i];
+        check_memory(stage.device, cache_.bytes(stage) + sizes.compute[i].bytes + sizes.inputs + sizes.other,
+                     what.c_str());
     }
+}
+
+Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
+    : model_(std::move(model)), params_(params), cache_(*model_, params.cache) {
+    const StepSizes sizes = Step::measure(*model_, cache_, params);
+    check_stages(sizes);
+    cache_.allocate();
+    step_ = std::make_unique<Step>(*model_, cache_, params_, sizes);
 }
 
 luce_engine_info Engine::info() const {
     const CacheParams &c = params_.cache;
     luce_engine_info out{};
-    out.memory_bytes = cache_.kv_bytes() + cache_.state_bytes(model_->device()) + step_->allocated();
+    out.memory_bytes = cache_.kv_bytes() + cache_.state_bytes() + step_->allocated();
     out.n_ctx = c.n_ctx;
     out.n_sequences = c.n_sequences;
     out.n_checkpoints = c.n_checkpoints;

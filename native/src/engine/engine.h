@@ -59,20 +59,17 @@ public:
     void
     reclaim(); // it waits for all checkpoints that are leaving the device, whose pages and slots are free then
 
-    // Checkpoints travel on this stream, beside the steps. It is null on the CPU, where copies are done at
-    // once.
-    ggml_backend_t copies() const { return copies_.get(); }
     // Takes note of one whose copy to the host is about to begin.
     void leaving(std::weak_ptr<Checkpoint> checkpoint);
 
 private:
     static luce_memory memory_of(const Model &model, const Cache &cache, const StepSizes &sizes);
+    void check_stages(const StepSizes &sizes) const;
 
     std::shared_ptr<const Model> model_;
     EngineParams params_;
     Cache cache_;
     std::unique_ptr<Step> step_;
-    Backend copies_;
     std::vector<std::weak_ptr<Checkpoint>> leaving_;
     Rounds rounds_{*this};
     std::recursive_mutex mutex_;

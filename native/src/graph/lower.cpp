@@ -10,12 +10,14 @@
 
 namespace luce {
 
-Lowering::Lowering(Plain &graph_, const StepInputs &inputs, ggml_context *context, ggml_cgraph *nodes)
-    : plain(graph_), in(inputs), ctx(context), graph(nodes), gpu(graph_.model.device().gpu) {}
+Lowering::Lowering(Plain &graph_, const std::vector<StepInputs> &inputs, ggml_context *context,
+                   ggml_cgraph *nodes)
+    : plain(graph_), in(inputs.data()), ctx(context), graph(nodes), gpu(graph_.model.gpu()), inputs_(inputs) {
+}
 
-StepOutputs lower(Plain &plain, const StepInputs &in, ggml_context *ctx, ggml_cgraph *nodes) {
+StepOutputs lower(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx, ggml_cgraph *nodes) {
 #ifdef LUCE_USE_CUDA
-    if (plain.model.device().gpu) {
+    if (plain.model.gpu()) {
         return gpu_lowering(plain, in, ctx, nodes)->run();
     }
 #endif
@@ -25,8 +27,13 @@ StepOutputs lower(Plain &plain, const StepInputs &in, ggml_context *ctx, ggml_cg
 StepOutputs Lowering::run() {
     fuse(plain, {plain, gpu, [this](ggml_type type) { return looks_up(type); }});
     made_.assign(plain.nodes.size() * MAX_OUT * size_t(Form::count), nullptr);
+    outputs_.first_nodes = {0};
     for (int32_t i = 0; size_t(i) < plain.nodes.size(); i++) {
-        switch (plain.nodes[size_t(i)].dead ? Op::any : plain.nodes[size_t(i)].op) {
+        const Node &n = plain.nodes[size_t(i)];
+        while (!n.dead && n.stage >= outputs_.first_nodes.size()) {
+            next_stage();
+        }
+        switch (n.dead ? Op::any : n.op) {
             case Op::kv_write:
             case Op::heads:
             case Op::norm_rope:
@@ -37,7 +44,10 @@ StepOutputs Lowering::run() {
             default: break; // it comes where a reader asks for it
         }
     }
-    StepOutputs out;
+    while (outputs_.first_nodes.size() <= plain.last_stage()) {
+        next_stage();
+    }
+    StepOutputs &out = outputs_;
     const auto shown = [&](Val v) {
         ggml_tensor *t = v.graph == nullptr ? nullptr : rows(v);
         if (t != nullptr) {
@@ -49,6 +59,22 @@ StepOutputs Lowering::run() {
     out.hidden = shown(plain.hidden);
     out.choice = shown(plain.choice);
     return out;
+}
+
+// A stage ends with the rows that later ones read: here they will be sent to another device.
+void Lowering::next_stage() {
+    for (size_t reader = 0; reader < plain.nodes.size(); reader++) {
+        const Node &n = plain.nodes[reader];
+        for (const Val v : n.in) {
+            if (!n.dead && n.stage >= outputs_.first_nodes.size() &&
+                plain.at(v).stage < outputs_.first_nodes.size()) {
+                expand(rows(v));
+            }
+        }
+    }
+    in = &inputs_[outputs_.first_nodes.size()];
+    outputs_.first_nodes.push_back(ggml_graph_n_nodes(graph));
+    masks_.clear();
 }
 
 // ---- forms ----
@@ -143,7 +169,7 @@ ggml_tensor *Lowering::norm_rows(ggml_tensor *x, ggml_tensor *w, float eps) {
 }
 
 ggml_tensor *Lowering::embedding(ggml_tensor *table) {
-    ggml_tensor *tokens = in.tokens;
+    ggml_tensor *tokens = in->tokens;
     if (!plain.prefill()) { // rows may be drafts that never left the device
         TokensArgs a{};
         a.n_vocab = int32_t(table->ne[1]);
@@ -173,7 +199,7 @@ void Lowering::store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv) {
     KvStoreArgs a{};
     a.append = plain.prefill();
     a.owner = kv.owner;
-    expand(ops::kv_store(ctx, {k, v, kv.cells.k, kv.cells.v, in.ctl, in.pages}, a));
+    expand(ops::kv_store(ctx, {k, v, kv.cells.k, kv.cells.v, in->ctl, in->pages}, a));
 }
 
 void Lowering::emit_norm_rope(const Node &n, Val y) {
@@ -186,7 +212,7 @@ void Lowering::emit_norm_rope(const Node &n, Val y) {
     a.eps = std::get<float>(k_norm.params);
     ggml_tensor *k = flat(n.in[0]), *q_gate = queries ? flat(n.in[2]) : nullptr;
     const OpNode both = ops::norm_rope(
-        ctx, {k, k_norm.w[0], in.positions, q_gate, queries ? part(n, "q_norm").w[0] : nullptr}, a);
+        ctx, {k, k_norm.w[0], in->positions, q_gate, queries ? part(n, "q_norm").w[0] : nullptr}, a);
     if (queries) {
         made({y.graph, y.node, 1}, Form::rows) = both[1];
     }
@@ -210,7 +236,7 @@ OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_t
     a.softcap = attends.shape->softcap;
     const KvCells &cells = attends.kv.cells;
     std::vector<ggml_tensor *> args = {
-        flat(n.in[0]), n.in.size() > 2 ? gate_of(n.in[2]) : nullptr, cells.k, cells.v, in.ctl, in.pages};
+        flat(n.in[0]), n.in.size() > 2 ? gate_of(n.in[2]) : nullptr, cells.k, cells.v, in->ctl, in->pages};
     if (plan != nullptr) {
         args.push_back(plan);
         a.layer = layer;
@@ -227,7 +253,7 @@ ggml_tensor *Lowering::attend_prompt(const Node &n) {
     gather.n_kv = plain.n_kv;
     gather.out_type = a.kv.cells.k->type == GGML_TYPE_F32 ? GGML_TYPE_F32 : GGML_TYPE_F16;
     const auto gathered = [&](ggml_tensor *pool) { // {D, n_kv, Hkv}
-        ggml_tensor *t = ops::kv_gather(ctx, {pool, in.ctl, in.pages}, gather); // {D*Hkv, n_kv}
+        ggml_tensor *t = ops::kv_gather(ctx, {pool, in->ctl, in->pages}, gather); // {D*Hkv, n_kv}
         return ggml_view_3d(ctx, t, D, plain.n_kv, Hkv, t->nb[1], ggml_row_size(t->type, D), 0);
     };
     ggml_tensor *&mask = masks_[s.window]; // {n_kv, T} F16
@@ -236,7 +262,7 @@ ggml_tensor *Lowering::attend_prompt(const Node &n) {
         of_rows.T = int32_t(plain.T);
         of_rows.n_kv = plain.n_kv;
         of_rows.window = int32_t(s.window);
-        mask = ops::prefill_mask(ctx, {in.ctl}, of_rows);
+        mask = ops::prefill_mask(ctx, {in->ctl}, of_rows);
     }
     ggml_tensor *q = ggml_reshape_3d(ctx, flat(n.in[0]), D, H, n.T);
     ggml_tensor *K = gathered(a.kv.cells.k), *V = gathered(a.kv.cells.v);
@@ -273,7 +299,7 @@ ggml_tensor *Lowering::host_experts(ggml_tensor *routed, ggml_tensor *x, const M
 }
 
 void Lowering::keep(Val h) {
-    expand(ggml_set_rows(ctx, plain.cache.hidden(), values(h), in.hidden_to));
+    expand(ggml_set_rows(ctx, plain.cache.hidden(), values(h), in->hidden_to));
 }
 
 // ---- nodes ----
@@ -286,10 +312,11 @@ void Lowering::emit(int32_t node) {
     const Cache &cache = plain.cache;
     switch (n.op) {
         case Op::embed: set(embedding(n.w[0])); break;
-        case Op::kept_hidden: set(ggml_get_rows(ctx, cache.hidden(), in.hidden_from)); break;
+        case Op::kept_hidden: set(ggml_get_rows(ctx, cache.hidden(), in->hidden_from)); break;
         case Op::previous: {
             ggml_tensor *h = values(n.in[0]);
-            ggml_tensor *before = ggml_get_rows(ctx, cache.hidden(), ggml_view_1d(ctx, in.hidden_from, 1, 0));
+            ggml_tensor *before =
+                ggml_get_rows(ctx, cache.hidden(), ggml_view_1d(ctx, in->hidden_from, 1, 0));
             set(n.T == 1 ? before
                          : ggml_concat(ctx, before, ggml_view_2d(ctx, h, h->ne[0], n.T - 1, h->nb[1], 0), 1));
             break;
@@ -323,7 +350,7 @@ void Lowering::emit(int32_t node) {
         }
         case Op::rope: {
             const AttentionShape &s = *std::get<const AttentionShape *>(n.params);
-            set(rotated(ctx, by_heads(n.in[0], s.head_dim), in.positions, s)); // {D, heads, T}
+            set(rotated(ctx, by_heads(n.in[0], s.head_dim), in->positions, s)); // {D, heads, T}
             break;
         }
         case Op::kv_write: store(flat(n.in[0]), flat(n.in[1]), std::get<KvLayer>(n.params)); break;
@@ -338,7 +365,7 @@ void Lowering::emit(int32_t node) {
             const Recurs &r = std::get<Recurs>(n.params);
             ConvArgs a{};
             a.shape = delta_shape(n);
-            set(ops::deltanet_conv(ctx, {flat(n.in[0]), n.w[0], r.state.window, r.state.log, in.ctl}, a));
+            set(ops::deltanet_conv(ctx, {flat(n.in[0]), n.w[0], r.state.window, r.state.log, in->ctl}, a));
             break;
         }
         case Op::delta_rule: {
@@ -346,8 +373,8 @@ void Lowering::emit(int32_t node) {
             DeltaArgs a{};
             a.shape = delta_shape(n);
             ggml_tensor *qkv = flat(n.in[0]), *alpha = flat(n.in[1]), *beta = flat(n.in[2]);
-            set(delta_op(a.shape)(ctx, {qkv, alpha, beta, n.w[0], n.w[1], r.state.state, r.state.log, in.ctl},
-                                  a));
+            set(delta_op(a.shape)(
+                ctx, {qkv, alpha, beta, n.w[0], n.w[1], r.state.state, r.state.log, in->ctl}, a));
             break;
         }
         case Op::scale: set(ggml_scale(ctx, flat(n.in[0]), real())); break;
@@ -378,7 +405,7 @@ void Lowering::emit(int32_t node) {
                 ggml_tensor *h = values(n.in[0]);
                 ggml_tensor *row =
                     ggml_view_2d(ctx, h, h->ne[0], 1, h->nb[1], size_t(h->ne[1] - 1) * h->nb[1]);
-                expand(ggml_set_rows(ctx, cache.hidden(), row, ggml_view_1d(ctx, in.hidden_to, 1, 0)));
+                expand(ggml_set_rows(ctx, cache.hidden(), row, ggml_view_1d(ctx, in->hidden_to, 1, 0)));
             } else {
                 keep(n.in[0]);
             }
@@ -387,13 +414,13 @@ void Lowering::emit(int32_t node) {
         case Op::choose: {
             ChooseArgs a{};
             a.ahead = int32_t(std::get<int64_t>(n.params));
-            set(expand(ops::choose(ctx, {flat(n.in[0]), in.ctl, cache.drafts(), cache.given()}, a)));
+            set(expand(ops::choose(ctx, {flat(n.in[0]), in->ctl, cache.drafts(), cache.given()}, a)));
             break;
         }
         case Op::keep_best: {
             TopkArgs a{};
             a.k = int32_t(cache.params().n_top);
-            expand(ops::topk(ctx, {flat(n.in[0]), in.ctl, cache.lists()}, a));
+            expand(ops::topk(ctx, {flat(n.in[0]), in->ctl, cache.lists()}, a));
             break;
         }
         case Op::norm_rope: emit_norm_rope(n, y); break;

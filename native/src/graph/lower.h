@@ -35,9 +35,10 @@ struct StepOutputs {
     ggml_tensor *logits = nullptr; // {V, n_out} F32; it is null where none were asked for
     ggml_tensor *hidden = nullptr; // {E, T} F32 of a verify, before the output norm
     ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32; a row is a ChoiceRow (kernels.h)
+    std::vector<int> first_nodes; // of each stage: its nodes begin there, and end where the next one's begin
 };
 
-// Lowers a plain graph, which it changes, into `nodes`.
-StepOutputs lower(Plain &plain, const StepInputs &in, ggml_context *ctx, ggml_cgraph *nodes);
+// Lowers a plain graph, which it changes, into `nodes`. Each stage has the step's inputs on its device.
+StepOutputs lower(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx, ggml_cgraph *nodes);
 
 } // namespace luce

@@ -204,7 +204,7 @@ protected:
 
 } // namespace
 
-std::unique_ptr<Lowering> cpu_lowering(Plain &plain, const StepInputs &in, ggml_context *ctx,
+std::unique_ptr<Lowering> cpu_lowering(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx,
                                        ggml_cgraph *nodes) {
     return std::make_unique<CpuLowering>(plain, in, ctx, nodes);
 }

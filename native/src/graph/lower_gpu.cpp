@@ -118,8 +118,8 @@ protected:
             NextnPackArgs a{};
             a.eps = std::get<float>(e_norm.params);
             t = ops::nextn_pack(ctx,
-                                {in.tokens, plain.cache.drafts(), part(n, "E").w[0], plain.cache.hidden(),
-                                 in.hidden_from, e_norm.w[0], h_norm.w[0]},
+                                {in->tokens, plain.cache.drafts(), part(n, "E").w[0], plain.cache.hidden(),
+                                 in->hidden_from, e_norm.w[0], h_norm.w[0]},
                                 a);
         } else if (packs_attention(n)) {
             const auto [plan, layer] = plan_of(n);
@@ -166,7 +166,7 @@ protected:
         ggml_tensor *row = flat(norm.x);
         return made(x, Form::packed) == nullptr && ggml_is_contiguous(row) &&
                std::all_of(w.begin(), w.end(), [&](const ggml_tensor *weight) {
-                   return rowmm_norms_row(limits_of(plain.model.device()), plain.width(x), weight->type);
+                   return rowmm_norms_row(limits_of(stage().device), plain.width(x), weight->type);
                });
     }
 
@@ -229,7 +229,7 @@ protected:
     // take. ggml multiplies with what is not packed.
     bool by_gemm(const ggml_tensor *w, int64_t T) const {
         return uses_gemm(T) && is_packed(w) && gemm_has(w->ne[0]) &&
-               size_t(w->ne[0] * w->ne[1] * 2) <= ggml_nbytes(plain.cache.gemm_scratch());
+               size_t(w->ne[0] * w->ne[1] * 2) <= ggml_nbytes(stage().gemm_scratch);
     }
 
     void matmul(const Node &n, Val y) {
@@ -248,7 +248,7 @@ protected:
             if (by_gemm(w[i], n.T)) {
                 PromptMatmulArgs a{};
                 a.product.T = int32_t(n.T);
-                product(i) = ops::gemm(ctx, {f16(x), w[i], plain.cache.gemm_scratch(), residual}, a);
+                product(i) = ops::gemm(ctx, {f16(x), w[i], stage().gemm_scratch, residual}, a);
                 gemm = true;
             } else if (is_packed(w[i])) {
                 packed_ones.push_back(i);
@@ -277,7 +277,7 @@ protected:
         } else {
             args = {all ? packed(x) : packed_rows(x)};
         }
-        args.push_back(plain.cache.rowmm_scratch());
+        args.push_back(stage().rowmm_scratch);
         if (residual != nullptr) {
             args.push_back(residual);
         }
@@ -314,8 +314,8 @@ protected:
         a.owner = kv.owner;
         const OpNode t =
             ops::attention_heads(ctx,
-                                 {partials(n.in[0]), k_norm.w[0], in.positions, kv.cells.k, kv.cells.v,
-                                  in.ctl, in.pages, queries ? part(n, "q_norm").w[0] : nullptr},
+                                 {partials(n.in[0]), k_norm.w[0], in->positions, kv.cells.k, kv.cells.v,
+                                  in->ctl, in->pages, queries ? part(n, "q_norm").w[0] : nullptr},
                                  a);
         expand(t.node); // attention reads the cells and not this node
         for (int32_t half = 0; queries && half < 2; half++) {
@@ -329,8 +329,8 @@ protected:
         a.conv.shape = delta_shape(n);
         const OpNode t =
             ops::deltanet_parts(ctx,
-                                {partials(n.in[0]), part(n, "C").w[0], r.state.window, r.state.log, in.ctl,
-                                 n.w[0], n.w[1], r.state.state, plain.cache.rowmm_scratch()},
+                                {partials(n.in[0]), part(n, "C").w[0], r.state.window, r.state.log, in->ctl,
+                                 n.w[0], n.w[1], r.state.state, stage().rowmm_scratch},
                                 a);
         for (int32_t half : {0, 1}) { // the delta rule's results, then z
             made({y.graph, y.node, half}, Form::rows) = t[half];
@@ -344,7 +344,7 @@ protected:
         }
         KeepHiddenArgs a{};
         a.eps = norm.eps;
-        expand(ops::keep_hidden(ctx, {flat(norm.x), norm.w, plain.cache.hidden(), in.hidden_to}, a));
+        expand(ops::keep_hidden(ctx, {flat(norm.x), norm.w, plain.cache.hidden(), in->hidden_to}, a));
     }
 
     // ---- attention ----
@@ -372,7 +372,7 @@ protected:
                 return {known.node, known.layers++};
             }
         }
-        ggml_tensor *plan = ops::attention_plan(ctx, {in.ctl}, shape);
+        ggml_tensor *plan = ops::attention_plan(ctx, {in->ctl}, shape);
         plans_.push_back({expand(plan), 1}); // it does not stand between a layer's kernels
         return {plan, 0};
     }
@@ -396,7 +396,7 @@ protected:
         by_router.eps = std::get<float>(norm.params);
         ggml_tensor *routed =
             (w.in_ram ? ops::moe_route_values : ops::moe_route)(
-                ctx, {x, norm.w[0], plain.cache.rowmm_scratch(), w.router, w.shared_gate}, by_router)
+                ctx, {x, norm.w[0], stage().rowmm_scratch, w.router, w.shared_gate}, by_router)
                 .node;
         ggml_tensor *experts, *sums = nullptr;
         if (w.in_ram) {
@@ -433,6 +433,11 @@ protected:
         }
     }
 
+    void next_stage() override {
+        Lowering::next_stage();
+        plans_.clear();
+    }
+
     void emit_own(const Node &n, Val y) override {
         switch (n.op) {
             case Op::matmul:
@@ -455,7 +460,7 @@ private:
 
 } // namespace
 
-std::unique_ptr<Lowering> gpu_lowering(Plain &plain, const StepInputs &in, ggml_context *ctx,
+std::unique_ptr<Lowering> gpu_lowering(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx,
                                        ggml_cgraph *nodes) {
     return std::make_unique<GpuLowering>(plain, in, ctx, nodes);
 }

@@ -21,7 +21,7 @@ struct NormOf {
 
 class Lowering {
 public:
-    Lowering(Plain &plain, const StepInputs &in, ggml_context *ctx, ggml_cgraph *nodes);
+    Lowering(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx, ggml_cgraph *nodes);
     virtual ~Lowering() = default;
 
     StepOutputs run();
@@ -56,8 +56,12 @@ protected:
     OpNode attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_tensor *plan, int32_t layer);
     ggml_tensor *host_experts(ggml_tensor *routed, ggml_tensor *x, const Moe &w, int64_t T);
 
+    // What is emitted runs on this stage, and `in` is there.
+    const Stage &stage() const { return plain.cache.stages()[outputs_.first_nodes.size() - 1]; }
+    virtual void next_stage();
+
     Plain &plain;
-    const StepInputs &in;
+    const StepInputs *in;
     ggml_context *const ctx;
     ggml_cgraph *const graph;
     const bool gpu;
@@ -71,14 +75,16 @@ private:
     ggml_tensor *gate_of(Val gate);
     void store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv);
 
+    const std::vector<StepInputs> &inputs_;
     std::vector<ggml_tensor *> made_;
-    std::map<uint32_t, ggml_tensor *> masks_; // of a prompt's attention, by window
+    std::map<uint32_t, ggml_tensor *> masks_; // of a prompt's attention, by window, on this stage
+    StepOutputs outputs_;
 };
 
-std::unique_ptr<Lowering> cpu_lowering(Plain &plain, const StepInputs &in, ggml_context *ctx,
+std::unique_ptr<Lowering> cpu_lowering(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx,
                                        ggml_cgraph *nodes);
 // luce has it where it is built with CUDA.
-std::unique_ptr<Lowering> gpu_lowering(Plain &plain, const StepInputs &in, ggml_context *ctx,
+std::unique_ptr<Lowering> gpu_lowering(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx,
                                        ggml_cgraph *nodes);
 
 } // namespace luce

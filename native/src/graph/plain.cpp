@@ -18,6 +18,7 @@ int32_t Node::part(const char *name) const {
 Val Plain::add(Node node) {
     const int32_t at = int32_t(nodes.size());
     nodes.push_back({});
+    nodes.back().stage = stage_;
     set(at, std::move(node));
     return {this, at, 0};
 }
@@ -28,6 +29,7 @@ void Plain::set(int32_t node, Node by) {
     }
     Node &n = nodes[size_t(node)];
     by.readers = std::move(n.readers);
+    by.stage = n.stage;
     n = std::move(by);
 }
 

@@ -120,6 +120,7 @@ struct Node {
     std::vector<std::pair<const char *, int32_t>> parts = {}; // a fused node stands for these nodes
     bool dead = false; // another node stands for it
     std::vector<int32_t> readers = {}; // nodes that read it, and some that did once: Plain::readers() knows
+    uint32_t stage = 0; // it runs there (engine/stage.h)
 
     // Returns the node of a fused one that its rule calls `name`, or -1.
     int32_t part(const char *name) const;
@@ -129,7 +130,8 @@ class Plain {
 public:
     Plain(const Model &model, const Cache &cache, StepKind kind, int64_t rows, int64_t n_kv, bool brief,
           uint32_t drafter)
-        : model(model), cache(cache), kind(kind), T(rows), n_kv(n_kv), brief(brief), drafter(drafter) {}
+        : model(model), cache(cache), kind(kind), T(rows), n_kv(n_kv), brief(brief), drafter(drafter),
+          stage_(kind == StepKind::draft || kind == StepKind::feed ? last_stage() : 0) {}
     Plain(const Plain &) = delete;
     Plain &operator=(const Plain &) = delete;
 
@@ -145,7 +147,12 @@ public:
     const DrafterUse &use() const { return cache.params().drafters[drafter]; }
     // Whether it drafts blocks, of rows after the anchor.
     bool drafts_blocks() const { return kind == StepKind::draft && use().n_block > 0; }
-    bool has_layer(uint32_t layer) const { return !brief || model.first_of_kind(layer); }
+    uint32_t last_stage() const { return uint32_t(cache.stages().size()) - 1; }
+    // Goes to a layer of the trunk: what is written from here on runs on its stage. Returns whether the step has the layer.
+    bool enter(uint32_t layer) {
+        stage_ = model.stage_of(layer);
+        return !brief || model.first_of_kind(layer);
+    }
 
     // What stays readable after the step: logits {V, n}, the rows before the output norm {E, T} (the cache keeps those
     // after it), and a ChoiceRow of each row of logits. Each may be absent.
@@ -162,6 +169,9 @@ public:
     void set(int32_t node, Node by); // puts another node into its place
     std::vector<int32_t> readers(int32_t node) const; // the nodes that read any of its outputs
     void replace(Val old, Val by); // whatever reads `old` reads `by` from now on
+
+private:
+    uint32_t stage_; // of the nodes that are added
 };
 
 // ---- the vocabulary: weights and shapes are kept by address, so they are the model's ----

@@ -446,7 +446,7 @@ static void build(Plain &g) {
     Val x = embed(g, w.token_embd); // {E, T}
     std::vector<Val> outputs; // these are what the blocks put out
     for (uint32_t il = 0; il < g.model.hparams().n_layer; il++) {
-        if (g.has_layer(il)) {
+        if (g.enter(il)) {
             const Block &block = w.blocks[il];
             const Val y = norm(x, block.attn_norm, eps);
             x = add(x, block.attention() != nullptr

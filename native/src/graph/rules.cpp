@@ -352,6 +352,13 @@ const std::vector<Rule> &rules() {
     return all;
 }
 
+// A fused op is a launch, which runs on one device.
+static bool on_one_stage(const Plain &g, const Match &m) {
+    return std::all_of(m.nodes.begin(), m.nodes.end(), [&](int32_t i) {
+        return g.nodes[size_t(i)].stage == g.nodes[size_t(m.nodes[0])].stage;
+    });
+}
+
 void fuse(Plain &graph, const Target &target) {
     for (size_t r = 0; r < rules().size(); r++) {
         const Rule &rule = rules()[r];
@@ -362,7 +369,7 @@ void fuse(Plain &graph, const Target &target) {
             Match match;
             if (!graph.nodes[size_t(i)].dead && graph.nodes[size_t(i)].op == rule.pattern.op &&
                 matches(graph, rule.pattern, {&graph, i, std::max(rule.pattern.out, 0)}, match) &&
-                rule.when(target, match)) {
+                on_one_stage(graph, match) && rule.when(target, match)) {
                 apply(graph, rule, match);
                 uses[r]++;
             }

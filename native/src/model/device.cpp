@@ -293,8 +293,12 @@ Event make_event(const Device &device) {
     return Event(device.gpu ? ggml_backend_event_new(device.dev) : nullptr);
 }
 
-GraphAllocator new_graph_allocator(const Device &device) {
-    return GraphAllocator(ggml_gallocr_new(device.buffer_type()), AllocatorFree{&device});
+GraphAllocator new_graph_allocator(const std::vector<const Device *> &devices) {
+    std::vector<ggml_backend_buffer_type_t> types;
+    for (const Device *device : devices) {
+        types.push_back(device->buffer_type());
+    }
+    return GraphAllocator(ggml_gallocr_new_n(types.data(), int(types.size())), AllocatorFree{devices[0]});
 }
 
 static Backend start(const Device &device) {

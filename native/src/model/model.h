@@ -155,6 +155,12 @@ struct DrafterFile {
     const char *kind;
 };
 
+// Consecutive layers of the trunk on one device.
+struct Placement {
+    const Device *device;
+    uint32_t first, end; // its layers
+};
+
 class Model {
 public:
     // Reads hyperparameters and checks every tensor's presence, shape and type, and touches no weight. The
@@ -171,7 +177,12 @@ public:
     // Lets the weights count as placed, so that graphs over them can be measured.
     void stand_in();
 
-    const Device &device() const { return *device_; }
+    // In the order of layers, on devices of one kind. The first has the embeddings too, the last what is of no layer: the
+    // output and the drafters. (An engine's memory and streams there are its stages: engine/stage.h.)
+    const std::vector<Placement> &placements() const { return placements_; }
+    uint32_t stage_of(uint32_t layer) const; // which of these has it
+    bool gpu() const { return placements_[0].device->gpu; }
+    std::string device_names() const; // "cuda:0", or of several "cuda:0, cuda:1"
     const GgufFile &file() const { return *file_; }
     const Architecture &architecture() const { return *architecture_; }
     const HParams &hparams() const { return hp_; }
@@ -195,16 +206,18 @@ public:
 private:
     friend class WeightReader;
     void find_kinds();
-    void place_packed();
+    void place_packed(uint32_t stage);
+    std::string each_device(const std::function<std::string(const Device &)> &text) const;
     void place_mapped(bool all);
+    uint64_t upload_stage(uint32_t stage, const std::function<bool(uint64_t)> &progress);
 
     std::shared_ptr<GgufFile> file_;
     std::vector<std::shared_ptr<GgufFile>> drafter_files_; // without the model's own
-    const Device *device_ = nullptr;
+    std::vector<Placement> placements_;
     const Architecture *architecture_ = nullptr;
     HParams hp_;
     Weights weights_;
-    Context context_;
+    std::vector<Context> contexts_; // one a placement
     std::vector<std::pair<ggml_tensor *, const GgufTensor *>> tensors_;
     std::deque<std::vector<float>> scales_; // what scales_of() gives
     std::vector<Buffer> buffers_;
@@ -213,6 +226,10 @@ private:
     uint32_t n_cpu_experts_ = 0;
     std::vector<bool> first_of_kind_; // they are in the order of trunk blocks
 };
+
+// For tests: models that are described from now on lie in two stages, of which the second begins with this layer, both on
+// the CPU. 0: they are not cut.
+void cut_models(uint32_t layer);
 
 // Says whether a matrix lies in the order of luce's own matmul (kernels/matmul/layout.h) and not in ggml's. On a GPU
 // with that matmul, every matrix of a type that it has does. Type and shape are the file's, but the bytes are

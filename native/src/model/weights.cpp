@@ -13,6 +13,7 @@
 #include <ggml-cpu.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 namespace luce {
@@ -122,10 +123,24 @@ bool WeightReader::in_ram(uint32_t layer) const {
 
 bool WeightReader::packs([[maybe_unused]] ggml_type type) const {
 #ifdef LUCE_USE_CUDA
-    return m_.device_->gpu && rowmm_has_type(type);
+    return m_.gpu() && rowmm_has_type(type);
 #else
     return false;
 #endif
+}
+
+// A leaf's parameter 3 is its stage.
+static uint32_t stage_of_tensor(const ggml_tensor *weight) {
+    return uint32_t(weight->op_params[3]);
+}
+
+uint32_t WeightReader::stage_of(const std::string &name, Kind kind) const {
+    unsigned layer = 0;
+    const bool trunk = &file_ == m_.file_.get(), in_layer = sscanf(name.c_str(), "blk.%u.", &layer) == 1;
+    if (trunk && in_layer && layer < m_.hp_.n_layer) {
+        return m_.stage_of(layer);
+    }
+    return trunk && !in_layer && kind == Kind::table ? 0 : uint32_t(m_.placements_.size()) - 1;
 }
 
 static uint64_t packed_bytes([[maybe_unused]] const ggml_tensor *weight) {
@@ -193,21 +208,22 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     if (!loading_) {
         return nullptr;
     }
-    const bool here =
-        !m_.device_->gpu || kind == Kind::ram_experts || kind == Kind::ids; // as the file has it
+    const bool here = !m_.gpu() || kind == Kind::ram_experts || kind == Kind::ids; // as the file has it
     const ggml_type type = here                   ? t->type
                            : kind == Kind::router ? GGML_TYPE_F32
                            : kind == Kind::table  ? recoded_table(t->type)
                                                   : recoded_matrix(t->type);
-    ggml_tensor *tensor = ggml_new_tensor(m_.context_.get(), type, GGML_MAX_DIMS, t->ne);
+    const uint32_t stage = stage_of(name, kind);
+    ggml_tensor *tensor = ggml_new_tensor(m_.contexts_[stage].get(), type, GGML_MAX_DIMS, t->ne);
     ggml_set_name(tensor, name.c_str());
     tensor->extra = const_cast<float *>(scales);
     const bool packed = (kind == Kind::matrix || kind == Kind::experts) && packs(type);
     tensor->op_params[0] = packed ? PACKED : 0;
     tensor->op_params[1] = parts;
     tensor->op_params[2] = kind == Kind::ram_experts ? IN_RAM : 0;
+    tensor->op_params[3] = int32_t(stage);
     m_.tensors_.emplace_back(tensor, t);
-    if (!is_in_ram(tensor) || !m_.device_->gpu) {
+    if (!is_in_ram(tensor) || !m_.gpu()) {
         m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
     }
     return tensor;
@@ -241,11 +257,16 @@ const float *WeightReader::take_scales(const std::string &weight, int64_t n) {
     return found;
 }
 
+static std::atomic<uint32_t> cut{0};
+
+void cut_models(uint32_t layer) {
+    cut = layer;
+}
+
 std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
                                        const std::vector<DrafterFile> &drafters, const Device &device,
                                        uint32_t n_cpu_experts) {
     auto model = std::make_shared<Model>();
-    model->device_ = &device;
     model->architecture_ = &architecture_of(*file);
     model->file_ = std::move(file);
     const GgufFile &trunk = *model->file_;
@@ -256,6 +277,10 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
              hp.n_layer);
     }
     model->n_cpu_experts_ = n_cpu_experts;
+    model->placements_ = {{&device, 0, hp.n_layer}};
+    if (const uint32_t layer = cut; layer > 0 && layer < hp.n_layer && !device.gpu) {
+        model->placements_ = {{&device, 0, layer}, {&device, layer, hp.n_layer}};
+    }
     const GgufTensor *embd = trunk.tensor("token_embd.weight");
     if (embd == nullptr || embd->n_dims != 2 || embd->ne[1] > (1 << 24)) {
         fail(LUCE_E_FILE, "%s: tensor token_embd.weight is %s", trunk.path().c_str(),
@@ -272,7 +297,9 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     for (const DrafterFile &drafter : drafters) {
         n_tensors += drafter.file->tensors().size() + 1;
     }
-    model->context_ = new_context(ggml_tensor_overhead() * n_tensors);
+    for (size_t stage = 0; stage < model->placements_.size(); stage++) {
+        model->contexts_.push_back(new_context(ggml_tensor_overhead() * n_tensors));
+    }
     WeightReader reader(*model, trunk);
     model->weights_ = model->architecture_->read_trunk(reader, hp);
     for (const DrafterFile &from : drafters) {
@@ -287,7 +314,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         }
 #ifdef LUCE_USE_CUDA
         if (drafter->moe() != nullptr) {
-            check_moe(device, from.file->path().c_str(), *drafter->moe());
+            check_moe(*model->placements_.back().device, from.file->path().c_str(), *drafter->moe());
         }
 #endif
     }
@@ -302,9 +329,11 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         }
     }
 #ifdef LUCE_USE_CUDA
-    for (const Block &block : model->weights_.blocks) {
-        if (block.moe() != nullptr) {
-            check_moe(device, trunk.path().c_str(), *block.moe());
+    for (const Placement &placed : model->placements_) {
+        for (uint32_t il = placed.first; il < placed.end; il++) {
+            if (const Moe *moe = model->weights_.blocks[il].moe()) {
+                check_moe(*placed.device, trunk.path().c_str(), *moe);
+            }
         }
     }
 #endif
@@ -357,9 +386,32 @@ uint64_t Model::identity() const {
     return hash;
 }
 
+uint32_t Model::stage_of(uint32_t layer) const {
+    uint32_t stage = 0;
+    while (layer >= placements_[stage].end) {
+        stage++;
+    }
+    return stage;
+}
+
+// Devices that have the same text are named once.
+std::string Model::each_device(const std::function<std::string(const Device &)> &text) const {
+    std::string all, last;
+    for (const Placement &placed : placements_) {
+        const std::string one = text(*placed.device);
+        all += one == last ? "" : (all.empty() ? "" : ", ") + one;
+        last = one;
+    }
+    return all;
+}
+
+std::string Model::device_names() const {
+    return each_device([](const Device &device) { return device.name; });
+}
+
 std::string Model::arithmetic() const {
     const std::string cpu = find_device("cpu").arithmetic();
-    return device_->arithmetic() +
+    return each_device([](const Device &device) { return device.arithmetic(); }) +
            (n_cpu_experts_ > 0 ? format(", experts of %u layers on %s", n_cpu_experts_, cpu.c_str()) : "");
 }
 
@@ -382,25 +434,27 @@ void Model::stand_in() {
     }
 }
 
-// Takes device memory for the packed matrices, one behind the other.
-void Model::place_packed() {
-    ggml_backend_buffer_type_t type = device_->buffer_type();
+// Takes a device's memory for the packed matrices that lie there, one behind the other.
+void Model::place_packed(uint32_t stage) {
+    const Device &device = *placements_[stage].device;
+    ggml_backend_buffer_type_t type = device.buffer_type();
+    const auto lies_here = [&](const ggml_tensor *t) { return is_packed(t) && stage_of_tensor(t) == stage; };
     const auto room = [&](const ggml_tensor *t) { // ggml may clear what it takes for the padding of a tensor
         const uint64_t size = std::max<uint64_t>(packed_bytes(t), ggml_backend_buft_get_alloc_size(type, t));
         return (size + 255) / 256 * 256;
     };
     uint64_t total = 0;
     for (auto &[tensor, source] : tensors_) {
-        total += is_packed(tensor) ? room(tensor) : 0;
+        total += lies_here(tensor) ? room(tensor) : 0;
     }
     if (total == 0) {
         return;
     }
-    Buffer buffer = allocate(*device_, total, "the weights");
+    Buffer buffer = allocate(device, total, "the weights");
     ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     uint8_t *at = static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer.get()));
     for (auto &[tensor, source] : tensors_) {
-        if (is_packed(tensor)) {
+        if (lies_here(tensor)) {
             ggml_backend_tensor_alloc(buffer.get(), tensor, at);
             at += room(tensor);
         }
@@ -431,37 +485,53 @@ void Model::place_mapped(bool all) {
 }
 
 void Model::load(const std::function<bool(float)> &progress) {
-    if (!device_->gpu) {
+    if (!gpu()) {
         place_mapped(true);
         if (!progress(1.0f)) {
             fail(LUCE_E_CANCELLED, "loading was cancelled");
         }
         return;
     }
-    uint64_t staging_size = 0; // a packed matrix passes through here
-    for (auto &[tensor, source] : tensors_) {
-        staging_size =
-            is_packed(tensor) ? std::max<uint64_t>(staging_size, ggml_nbytes(tensor)) : staging_size;
-    }
-    check_memory(*device_, weight_bytes_ + staging_size, "loading the model's weights");
-    place_packed();
     place_mapped(false);
-    Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), device_->buffer_type()));
+    uint64_t total = 0, done = 0;
+    for (auto &[tensor, source] : tensors_) {
+        total += is_in_ram(tensor) ? 0 : ggml_nbytes(tensor);
+    }
+    for (uint32_t stage = 0; stage < placements_.size(); stage++) {
+        done += upload_stage(
+            stage, [&](uint64_t here) { return progress(float(double(done + here) / double(total))); });
+    }
+}
+
+// Places what lies on one device and is not in host memory, and returns the bytes that went there.
+uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)> &progress) {
+    const Device &device = *placements_[stage].device;
+    uint64_t staging_size = 0, need = 0, total = 0; // a packed matrix passes through staging
+    for (auto &[tensor, source] : tensors_) {
+        if (stage_of_tensor(tensor) == stage && !is_in_ram(tensor)) {
+            need += is_packed(tensor) ? packed_bytes(tensor) : ggml_nbytes(tensor);
+            staging_size =
+                is_packed(tensor) ? std::max<uint64_t>(staging_size, ggml_nbytes(tensor)) : staging_size;
+        }
+    }
+    check_memory(device, need + staging_size, "loading the model's weights");
+    place_packed(stage);
+    ggml_context *context = contexts_[stage].get();
+    Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(context, device.buffer_type()));
     if (!buffer) {
-        fail(LUCE_E_MEMORY, "%s: allocating %s for the weights failed", device_->name.c_str(),
-             human_bytes(weight_bytes_).c_str());
+        fail(LUCE_E_MEMORY, "%s: allocating %s for the weights failed", device.name.c_str(),
+             human_bytes(need).c_str());
     }
     ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     buffers_.push_back(std::move(buffer));
-    const Buffer staging = allocate(*device_, staging_size, "the weights on their way");
+    const Buffer staging = allocate(device, staging_size, "the weights on their way");
     const Context staging_context = new_context(ggml_tensor_overhead() * 2);
     ggml_tensor *through =
         ggml_new_tensor_1d(staging_context.get(), GGML_TYPE_I8, int64_t(std::max(staging_size, uint64_t(1))));
     ggml_backend_tensor_alloc(staging.get(), through, ggml_backend_buffer_get_base(staging.get()));
     std::vector<Upload> items;
-    uint64_t total = 0;
     for (auto &[tensor, source] : tensors_) {
-        if (is_in_ram(tensor)) {
+        if (is_in_ram(tensor) || stage_of_tensor(tensor) != stage) {
             continue;
         }
         const Recoding recoding = {source->type, tensor->type};
@@ -471,11 +541,10 @@ void Model::load(const std::function<bool(float)> &progress) {
         } else {
             items.push_back({tensor, source->data, ggml_nbytes(tensor), recoding});
         }
+        total += items.back().size;
     }
-    for (const Upload &item : items) {
-        total += item.size;
-    }
-    upload(*device_, items, [&](uint64_t done) { return progress(float(double(done) / double(total))); });
+    upload(device, items, progress);
+    return total;
 }
 
 } // namespace luce

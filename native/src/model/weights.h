@@ -61,6 +61,7 @@ private:
                       int32_t parts = 1);
 
     bool packs(ggml_type type) const;
+    uint32_t stage_of(const std::string &name, Kind kind) const;
     const float *take_scales(const std::string &weight, int64_t n);
 
     Model &m_;

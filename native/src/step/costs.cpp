@@ -130,7 +130,7 @@ void Step::try_all() {
 }
 
 void Step::time_all() {
-    const bool gpu = model_.device().gpu;
+    const bool gpu = model_.gpu();
     const auto rows_of = [&](const StepShape &shape) { // of each sequence of a draft
         return std::max(params_.cache.drafters[shape.drafter].n_block, 1u);
     };

@@ -50,7 +50,7 @@ struct Crossing {
     }
 };
 
-void RamStage::allocate(const Device &device, int32_t rows, const Moe &moe, int64_t E) {
+void RamRunner::allocate(const Device &device, int32_t rows, const Moe &moe, int64_t E) {
     rows_ = rows;
     n_used_ = int32_t(moe.shape.n_used);
     E_ = E;
@@ -59,14 +59,14 @@ void RamStage::allocate(const Device &device, int32_t rows, const Moe &moe, int6
     experts_.reserve(rows, n_used_, int32_t(moe.shape.n_expert), E, moe.shape.n_ff);
 }
 
-void RamStage::multiply(const RamExpertsArgs &args) {
+void RamRunner::multiply(const RamExpertsArgs &args) {
     experts_.run(args, [&](int64_t n, const std::function<void(int64_t, int64_t)> &share) {
         const int parts = int(std::min<int64_t>(n, team_.n_threads() * PARTS_PER_THREAD));
         team_.run(parts, [&](int i) { share(n * i / parts, n * (i + 1) / parts); });
     });
 }
 
-void RamStage::run(const ggml_tensor *node) {
+void RamRunner::run(const ggml_tensor *node) {
     multiply(ops::ram_experts.args(node));
 }
 
@@ -77,13 +77,13 @@ static Crossing crossing(const Buffer &pinned, int32_t rows, int32_t n_used, int
                     uint64_t(E));
 }
 
-void RamStage::clear() {
+void RamRunner::clear() {
     if (pinned_) {
         memset(crossing(pinned_, rows_, n_used_, E_).given, 0, size_t(rows_) * sizeof(uint32_t));
     }
 }
 
-int RamStage::enqueue(const ggml_tensor *node, void *stream) {
+int RamRunner::enqueue(const ggml_tensor *node, void *stream) {
     const Crossing at = crossing(pinned_, rows_, n_used_, E_);
     if (custom_op(node)->on_team) {
         return cuda::bring(at.out, node->data, int64_t(ggml_nbytes(node)), stream);
@@ -95,7 +95,7 @@ int RamStage::enqueue(const ggml_tensor *node, void *stream) {
     return give_blocks(ops::ram_give.args(node), to, stream);
 }
 
-int RamStage::serve(const ggml_tensor *node, void *stream) {
+int RamRunner::serve(const ggml_tensor *node, void *stream) {
     const Crossing at = crossing(pinned_, rows_, n_used_, E_);
     RamExpertsArgs a = ops::ram_experts.args(node);
     constexpr int POLLS = 1 << 16; // the device is seldom asked whether it has failed

@@ -15,10 +15,10 @@ namespace luce {
 // E_UNSUPPORTED names a tensor of a mixture in the file at `path` whose type cannot be multiplied in host memory.
 void check_ram_experts(const char *path, const Moe &moe);
 
-// A stage runs the op for steps of a CPU or a GPU, one step at a time.
-class RamStage {
+// Runs the op for steps of a CPU or a GPU, one step at a time.
+class RamRunner {
 public:
-    explicit RamStage(Team &team) : team_(team) {}
+    explicit RamRunner(Team &team) : team_(team) {}
     // Takes a GPU's pinned memory, for up to `rows` rows. It fails with E_MEMORY where there is none.
     void allocate(const Device &device, int32_t rows, const Moe &moe, int64_t E);
 

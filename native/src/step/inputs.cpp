@@ -1,10 +1,7 @@
 #include "step/inputs.h"
 
 #include <algorithm>
-
-#ifdef LUCE_USE_CUDA
-extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
-#endif
+#include <cstring>
 
 namespace luce {
 
@@ -22,16 +19,17 @@ Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors)
     size_ = pages_ + pad(n_pages_ * sizeof(int32_t));
 }
 
-void Region::allocate(const Device &device) {
-    on_ = &device;
-    device_ = luce::allocate(device, size(), "a step's inputs");
-    ggml_backend_buffer_clear(device_.get(), 0);
-    host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
-    if (device.gpu) {
-        pinned_ = pinned(device, size(), "a step's inputs");
-        ggml_backend_buffer_clear(pinned_.get(), 0);
-        host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(pinned_.get()));
+void Region::allocate(const std::deque<Stage> &stages) {
+    for (const Stage &stage : stages) {
+        places_.push_back({&stage, luce::allocate(stage.device, size(), "a step's inputs")});
+        ggml_backend_buffer_clear(places_.back().memory.get(), 0);
     }
+    const Place &first = places_[0];
+    if (first.stage->device.gpu) {
+        pinned_ = pinned(first.stage->device, size(), "a step's inputs");
+        ggml_backend_buffer_clear(pinned_.get(), 0);
+    }
+    host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base((pinned_ ? pinned_ : first.memory).get()));
 }
 
 Region::Host Region::host(uint32_t mirror) const {
@@ -44,39 +42,49 @@ Region::Host Region::host(uint32_t mirror) const {
             reinterpret_cast<int32_t *>(base + pages_)};
 }
 
-void Region::send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
-    bring(backend, host_ + mirror * size_, pages_ + pad(n_pages * sizeof(int32_t)));
+void Region::send(uint32_t mirror, uint32_t n_pages) {
+    send_bytes(host_ + (pinned_ ? mirror * size_ : 0), pages_ + pad(n_pages * sizeof(int32_t)));
 }
 
-void Region::send_beside(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages) {
-    bring(backend, host_ + mirror * size_, pages_ + pad(n_pages * sizeof(int32_t)), true);
+void Region::send_beside(uint32_t mirror, uint32_t n_pages) {
+    send_bytes(host_ + mirror * size_, pages_ + pad(n_pages * sizeof(int32_t)), true);
+    for (const Place &place : places_) {
+        const Stage &stage = *place.stage;
+        ggml_backend_event_record(stage.beside_ended.get(), stage.beside.get());
+        ggml_backend_event_wait(stage.steps.get(), stage.beside_ended.get());
+    }
 }
 
-void Region::bring([[maybe_unused]] ggml_backend_t backend, [[maybe_unused]] const uint8_t *host,
-                   [[maybe_unused]] size_t bytes, [[maybe_unused]] bool beside) {
-    check_current(*on_); // a kernel may copy them
+void Region::send_bytes(const uint8_t *host, size_t bytes, [[maybe_unused]] bool beside) {
+    for (const Place &place : places_) {
+        void *to = ggml_backend_buffer_get_base(place.memory.get());
+        make_current(place.stage->device); // a kernel may copy them
+        if (!pinned_ && to != host) {
+            memcpy(to, host, bytes);
+        }
 #ifdef LUCE_USE_CUDA
-    if (!pinned_) {
-        return;
-    }
-    void *device = ggml_backend_buffer_get_base(device_.get()), *stream = luce_cuda_stream(backend);
-    const auto copy = beside ? cuda::bring_beside : cuda::bring;
-    if (const int error = copy(host, device, int64_t(bytes), stream); error != 0) {
-        fail(LUCE_E_DEVICE, "bringing a step's inputs failed: %s", cuda::error_text(error));
-    }
+        if (pinned_) {
+            void *stream = Stage::stream(beside ? place.stage->beside : place.stage->steps);
+            const auto copy = beside ? cuda::bring_beside : cuda::bring;
+            if (const int error = copy(host, to, int64_t(bytes), stream); error != 0) {
+                fail(LUCE_E_DEVICE, "bringing a step's inputs failed: %s", cuda::error_text(error));
+            }
+        }
 #endif
+    }
 }
 
-void Region::send_chain(ggml_backend_t backend, uint32_t n) {
-    bring(backend, host_, n * size_);
+void Region::send_chain(uint32_t n) {
+    send_bytes(host_, n * size_);
 }
 
-StepInputs Region::tensors(ggml_context *ctx, uint32_t rows) const {
+StepInputs Region::tensors(ggml_context *ctx, uint32_t rows, uint32_t stage) const {
     const auto place = [&](ggml_type type, int64_t n, size_t offset) {
         ggml_tensor *t = ggml_new_tensor_1d(ctx, type, n);
-        if (device_) {
-            uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(device_.get()));
-            ggml_backend_tensor_alloc(device_.get(), t, base + offset);
+        if (!places_.empty()) {
+            ggml_backend_buffer_t memory = places_[stage].memory.get();
+            uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(memory));
+            ggml_backend_tensor_alloc(memory, t, base + offset);
         } else {
             // The graph allocator has nothing to place here.
             t->data = reinterpret_cast<void *>(uintptr_t(256));

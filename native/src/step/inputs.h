@@ -11,12 +11,12 @@ namespace luce {
 // A region holds the inputs of one kind of step: at most `rows` rows and `n_pages` page entries.
 class Region {
 public:
-    // The region has `mirrors` host copies (pinned on a GPU), and as many places on the device: steps that run by themselves
-    // use the first, the links of a chain of steps one each. It has no memory until allocate().
+    // The region has `mirrors` host copies (pinned on a GPU), and as many places on the device of each stage: steps that
+    // run by themselves use the first, the links of a chain of steps one each. It has no memory until allocate().
     Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors);
 
-    void allocate(const Device &device);
-    size_t size() const { return mirrors_ * size_; } // it counts its bytes on the device
+    void allocate(const std::deque<Stage> &stages);
+    size_t size() const { return mirrors_ * size_; } // it counts its bytes on a stage's device
     size_t place() const { return size_; } // one place lies so many bytes behind the other
 
     // Host is the host's side of one mirror.
@@ -27,24 +27,28 @@ public:
         int32_t *pages;
     };
     Host host(uint32_t mirror) const;
-    // Enqueues on a GPU the copy of a mirror, up to its first n_pages page entries. On a CPU the one mirror
-    // is the region itself.
-    void send(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
-    void send_chain(ggml_backend_t backend, uint32_t n); // the first n mirrors, each to its own place
-    // The same as send() on another stream than the steps', by an engine that leaves the multiprocessors alone.
-    void send_beside(ggml_backend_t backend, uint32_t mirror, uint32_t n_pages);
+    // Enqueues on GPUs the copies of a mirror, up to its first n_pages page entries. On a CPU the one mirror
+    // is the first stage's region itself.
+    void send(uint32_t mirror, uint32_t n_pages);
+    void send_chain(uint32_t n); // the first n mirrors, each to its own place
+    // The same as send() beside the steps, by an engine that leaves the multiprocessors alone. Later steps wait for it.
+    void send_beside(uint32_t mirror, uint32_t n_pages);
 
-    // Returns the inputs of a step of `rows` rows. Before allocate() they are tensors without memory, for
+    // Returns the inputs of a step of `rows` rows on a stage. Before allocate() they are tensors without memory, for
     // measuring.
-    StepInputs tensors(ggml_context *ctx, uint32_t rows) const;
+    StepInputs tensors(ggml_context *ctx, uint32_t rows, uint32_t stage) const;
 
 private:
-    void bring(ggml_backend_t backend, const uint8_t *host, size_t bytes, bool beside = false);
+    void send_bytes(const uint8_t *host, size_t bytes, bool beside = false);
 
     uint32_t rows_, n_pages_, mirrors_;
     size_t hidden_from_, positions_, tokens_, ctl_, pages_, size_; // they are offsets; hidden_to comes first
-    const Device *on_ = nullptr; // it is that of device_
-    Buffer device_, pinned_;
+    struct Place {
+        const Stage *stage;
+        Buffer memory;
+    };
+    std::vector<Place> places_; // one a stage
+    Buffer pinned_;
     uint8_t *host_ = nullptr;
 };
 
@@ -61,7 +65,7 @@ uint32_t drafted_at_once(const CacheParams &params, const DrafterUse &use);
 struct Regions {
     Region prefill, verify, draft, feed;
     Regions(const Cache &cache, const EngineParams &params);
-    // Counts bytes on the device, of those regions that the engine has.
+    // Counts bytes on a stage's device, of those regions that the engine has.
     uint64_t size(const Cache &cache) const;
     Region &of(StepKind kind) {
         switch (kind) {

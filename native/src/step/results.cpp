@@ -33,7 +33,7 @@ void Step::have_logits() {
         return;
     }
     const size_t size = size_t(verify_width(MAX_ROWS)) * model_.hparams().n_vocab * sizeof(float);
-    logits_buffer_ = pinned(model_.device(), size, "steps' logits");
+    logits_buffer_ = pinned(cache_.last().device, size, "steps' logits");
 }
 
 float *Step::host_logits(uint32_t row) const {
@@ -52,8 +52,8 @@ void Step::enqueue_logits(const Graph &g) {
             end++;
         }
         if (end > row) {
-            ggml_backend_tensor_get_async(backend_.get(), logits, host_logits(row), row * logits->nb[1],
-                                          (end - row) * logits->nb[1]);
+            ggml_backend_tensor_get_async(cache_.last().steps.get(), logits, host_logits(row),
+                                          row * logits->nb[1], (end - row) * logits->nb[1]);
         }
         row = end + 1;
     }
@@ -68,8 +68,8 @@ void Step::read_logits(uint32_t row, float *out) {
         memcpy(out, host_logits(row), logits->nb[1]);
         return;
     }
-    check_works(model_.device());
-    ggml_backend_tensor_get_async(backend_.get(), logits, out, row * logits->nb[1], logits->nb[1]);
+    check_works(cache_.last().device);
+    ggml_backend_tensor_get_async(cache_.last().steps.get(), logits, out, row * logits->nb[1], logits->nb[1]);
     synchronize();
 }
 
@@ -83,8 +83,9 @@ void Step::read_hidden(uint32_t row, float *out) {
     const ggml_tensor *hidden = last_->outputs.hidden, *norm = model_.weights().output_norm;
     const size_t n = size_t(hidden->ne[0]);
     std::vector<float> weight(n);
-    ggml_backend_tensor_get_async(backend_.get(), hidden, out, row * hidden->nb[1], n * sizeof(float));
-    ggml_backend_tensor_get_async(backend_.get(), norm, weight.data(), 0, n * sizeof(float));
+    ggml_backend_tensor_get_async(cache_.last().steps.get(), hidden, out, row * hidden->nb[1],
+                                  n * sizeof(float));
+    ggml_backend_tensor_get_async(cache_.last().steps.get(), norm, weight.data(), 0, n * sizeof(float));
     synchronize();
     double squares = 0;
     for (size_t i = 0; i < n; i++) {

@@ -7,6 +7,7 @@
 
 #include <ggml-alloc.h>
 #include <ggml-cpu.h>
+#include <ggml-impl.h> // it says what a graph is
 
 #include <algorithm>
 #include <map>
@@ -162,10 +163,39 @@ void Step::Graph::drop_capture() {
 }
 
 void Step::Graph::move_inputs(ptrdiff_t bytes) {
-    for (ggml_tensor *t :
-         {inputs.tokens, inputs.positions, inputs.ctl, inputs.pages, inputs.hidden_from, inputs.hidden_to}) {
-        t->data = static_cast<uint8_t *>(t->data) + bytes;
+    for (const StepInputs &in : inputs) {
+        for (ggml_tensor *t : {in.tokens, in.positions, in.ctl, in.pages, in.hidden_from, in.hidden_to}) {
+            t->data = static_cast<uint8_t *>(t->data) + bytes;
+        }
     }
+}
+
+std::vector<int> Step::Graph::stages_of_nodes(const Cache &cache) const {
+    std::vector<int> stages(size_t(ggml_graph_n_nodes(nodes)), 0);
+    for (size_t stage = 1; stage < cache.stages().size(); stage++) {
+        std::fill(stages.begin() + outputs.first_nodes[stage], stages.end(), int(stage));
+    }
+    return stages;
+}
+
+GraphAllocator step_allocator(const Cache &cache) {
+    std::vector<const Device *> devices;
+    for (const Stage &stage : cache.stages()) {
+        devices.push_back(&stage.device);
+    }
+    return new_graph_allocator(devices);
+}
+
+// What a graph has of leaves without memory is a drafter's.
+std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, const Step::Graph &graph) {
+    std::vector<size_t> sizes(cache.stages().size(), 0);
+    const std::vector<int> nodes = graph.stages_of_nodes(cache),
+                           leaves(size_t(graph.nodes->n_leafs), int(sizes.size()) - 1);
+    ggml_gallocr_reserve_n_size(galloc, graph.nodes, nodes.data(), leaves.data(), sizes.data());
+    for (size_t i = 1; i < sizes.size(); i++) { // stages on one device share a buffer
+        sizes[i] = &cache.stages()[i].device == &cache.stages()[i - 1].device ? 0 : sizes[i];
+    }
+    return {sizes.begin(), sizes.end()};
 }
 
 static size_t most_nodes(const Model &model, const Cache &cache) {
@@ -192,7 +222,9 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     g->context = new_context(node_bytes(n_nodes));
     ggml_context *ctx = g->context.get();
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
-    g->inputs = in.tensors(ctx, shape.rows);
+    for (uint32_t stage = 0; stage < cache.stages().size(); stage++) {
+        g->inputs.push_back(in.tensors(ctx, shape.rows, stage));
+    }
     Plain plain(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief, shape.drafter);
     if (shape.kind == StepKind::draft) {
         model.weights().drafters[plain.use().drafter]->draft(plain);
@@ -246,9 +278,11 @@ void Step::Graph::log_ops(const CacheParams &params) const {
 }
 
 // Asks first, since ggml aborts on an op that a device does not have.
-static void check_supported(const Device &device, ggml_cgraph *graph) {
-    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
-        const ggml_tensor *node = ggml_graph_node(graph, i);
+static void check_supported(const Cache &cache, const Step::Graph &graph) {
+    const std::vector<int> stages = graph.stages_of_nodes(cache);
+    for (int i = 0; i < ggml_graph_n_nodes(graph.nodes); i++) {
+        const ggml_tensor *node = ggml_graph_node(graph.nodes, i);
+        const Device &device = cache.stages()[size_t(stages[size_t(i)])].device;
         if (custom_op(node) == nullptr && !ggml_backend_dev_supports_op(device.dev, node)) {
             const ggml_tensor *a = node->src[0], *b = node->src[1];
             fail(LUCE_E_UNSUPPORTED, "%s has no %s of %s and %s", device.name.c_str(), ggml_op_desc(node),
@@ -258,12 +292,17 @@ static void check_supported(const Device &device, ggml_cgraph *graph) {
     }
 }
 
-void Step::reserve(const StepShape &largest) {
-    const auto g = Graph::build(model_, cache_, in_.of(largest.kind), largest);
-    if (!ggml_gallocr_reserve(galloc_.get(), g->nodes)) {
-        fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model_.device().name.c_str());
+// Each buffer grows to what the largest step of its stage takes.
+void Step::reserve(const StepSizes &sizes) {
+    for (const StepSizes::Compute &stage : sizes.compute) {
+        const auto g = Graph::build(model_, cache_, in_.of(stage.largest.kind), stage.largest);
+        if (!reserve(*g)) {
+            fail(LUCE_E_MEMORY, "%s: allocating the compute buffer failed", model_.device_names().c_str());
+        }
     }
-    compute_size_ = ggml_gallocr_get_buffer_size(galloc_.get(), 0);
+    for (size_t stage = 0; stage < cache_.stages().size(); stage++) {
+        compute_sizes_.push_back(ggml_gallocr_get_buffer_size(galloc_.get(), int(stage)));
+    }
 }
 
 void Step::build_all() {
@@ -279,13 +318,14 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     Regions in(cache, params);
     StepSizes sizes;
     sizes.inputs = in.size(cache);
-    const GraphAllocator galloc = new_graph_allocator(model.device());
+    sizes.compute.resize(cache.stages().size());
+    const GraphAllocator galloc = step_allocator(cache);
     uint64_t n_nodes = 0, work = 0;
     std::vector<StepShape> shapes = sizing_steps(params.cache);
     for (const StepShape &shape : step_shapes(cache)) { // a step of fewer rows can take more
         shapes.push_back(shape);
     }
-    if (model.device().gpu) { // a trial of a few layers can take more, too
+    if (model.gpu()) { // a trial of a few layers can take more, too
         for (size_t i = 0, n = shapes.size(); i < n; i++) {
             shapes.push_back(shapes[i]);
             shapes.back().brief = true;
@@ -293,20 +333,20 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     }
     for (const StepShape &shape : shapes) {
         auto g = Graph::build(model, cache, in.of(shape.kind), shape);
-        check_supported(model.device(), g->nodes);
-        size_t size = 0;
-        ggml_gallocr_reserve_n_size(galloc.get(), g->nodes, nullptr, nullptr, &size);
-        if (size >= sizes.compute) {
-            sizes.compute = size;
-            sizes.largest = shape;
+        check_supported(cache, *g);
+        const std::vector<uint64_t> taken = compute_sizes(galloc.get(), cache, *g);
+        for (size_t stage = 0; stage < taken.size(); stage++) {
+            if (taken[stage] >= sizes.compute[stage].bytes) {
+                sizes.compute[stage] = {taken[stage], shape};
+            }
         }
         n_nodes = std::max<uint64_t>(n_nodes, uint64_t(ggml_graph_n_nodes(g->nodes)));
-        if (!model.device().gpu) {
+        if (!model.gpu()) {
             work =
                 std::max<uint64_t>(work, ggml_graph_plan(g->nodes, int(params.n_threads), nullptr).work_size);
         }
     }
-    if (model.device().gpu) {
+    if (model.gpu()) {
         // This is a bound with room: beyond buffers and caches the 27b took 128 MB at most on an H200.
         // This has cuBLAS's workspace too.
         constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(416) << 20;

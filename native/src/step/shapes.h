@@ -9,7 +9,7 @@ namespace luce {
 struct Step::Graph {
     Context context;
     ggml_cgraph *nodes = nullptr;
-    StepInputs inputs;
+    std::vector<StepInputs> inputs; // by stage
     StepOutputs outputs;
     StepShape shape;
     // A step is captured in pieces, one after each of the ops that the host runs in its middle (step/host_experts.h).
@@ -23,6 +23,7 @@ struct Step::Graph {
     void move_inputs(ptrdiff_t bytes); // the ops that are enqueued from now on read them there
     static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
                                         const StepShape &shape);
+    std::vector<int> stages_of_nodes(const Cache &cache) const;
     // Tells the log the ops that do something: "a verify of 1 rows: deltanet 3, rowmm 6, of ggml: GET_ROWS 1".
     void log_ops(const CacheParams &params) const;
 };
@@ -32,6 +33,10 @@ bool is_empty(const ggml_tensor *node);
 
 // Says whether an op of ours reads so little that one thread is done with it before others hear of it.
 bool is_light(const ggml_tensor *node);
+
+// The allocator of the compute buffers, one a stage; what a graph takes of each.
+GraphAllocator step_allocator(const Cache &cache);
+std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, const Step::Graph &graph);
 
 // Returns all widths of verifies and of drafts, ascending.
 std::vector<StepShape> step_shapes(const Cache &cache);

@@ -11,65 +11,36 @@
 #include <ggml-impl.h> // it declares ggml_graph_view
 
 #include <algorithm>
-#include <chrono>
-
-#ifdef LUCE_USE_CUDA
-#include "matmul/prompt.h"
-
-extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
-#endif
+#include <numeric>
 
 namespace luce {
 
 static constexpr int PARTS_PER_THREAD = 4; // a thread has so many parts of an even op
 
-static void close_gemm(void *stream) {
-#ifdef LUCE_USE_CUDA
-    const std::lock_guard<std::mutex> alone(device_lock());
-    cuda::gemm_close(stream);
-#else
-    (void) stream;
-#endif
-}
-
-Step::Step(const Model &model, const Cache &cache, const EngineParams &params, const StepSizes &sizes)
+Step::Step(const Model &model, Cache &cache, const EngineParams &params, const StepSizes &sizes)
     : model_(model), cache_(cache), params_(params),
-      backend_(make_backend(model.device(), int(params.n_threads))),
-      team_(model.device().gpu && model.in_ram() == nullptr ? 1 : int(params.n_threads)),
-      gemm_(nullptr, close_gemm), in_(cache, params), galloc_(new_graph_allocator(model.device())) {
-#ifdef LUCE_USE_CUDA
-    if (model.device().gpu) {
-        void *stream = luce_cuda_stream(backend_.get());
-        make_current(model.device());
-        const std::lock_guard<std::mutex> alone(device_lock());
-        if (const int error = cuda::gemm_open(stream); error != 0) {
-            fail(LUCE_E_DEVICE, "%s: opening cuBLAS failed: %s", model.device().name.c_str(),
-                 cuda::error_text(error));
-        }
-        gemm_.reset(stream);
+      team_(model.gpu() && model.in_ram() == nullptr ? 1 : int(params.n_threads)), in_(cache, params),
+      galloc_(step_allocator(cache)) {
+    for (Stage &stage : cache.stages()) {
+        stage.open(int(params.n_threads), !cache.drafters().empty());
     }
-#endif
-    in_.prefill.allocate(model.device());
-    in_.verify.allocate(model.device());
+    in_.prefill.allocate(cache.stages());
+    in_.verify.allocate(cache.stages());
     if (!cache.drafters().empty()) {
-        in_.draft.allocate(model.device());
+        in_.draft.allocate(cache.stages());
     }
     if (cache.lagging() != 0) {
-        in_.feed.allocate(model.device());
+        in_.feed.allocate(cache.stages());
     }
-    if (const Moe *moe = model.in_ram(); moe != nullptr && model.device().gpu) {
+    if (const Moe *moe = model.in_ram(); moe != nullptr && model.gpu()) {
         const uint32_t rows =
             std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
-        ram_.allocate(model.device(), int32_t(rows), *moe, model.hparams().n_embd);
+        ram_.allocate(first().device, int32_t(rows), *moe, model.hparams().n_embd);
     }
-    reserve(sizes.largest);
-    if (model.device().gpu) {
+    reserve(sizes);
+    if (model.gpu()) {
         for (Event &event : ended_) {
-            event = make_event(model.device());
-        }
-        if (!cache.drafters().empty()) {
-            beside_ = make_backend(model.device(), 1);
-            beside_ended_ = make_event(model.device());
+            event = make_event(cache.last().device);
         }
         try_all();
     }
@@ -79,21 +50,29 @@ Step::Step(const Model &model, const Cache &cache, const EngineParams &params, c
 
 Step::~Step() {
     try {
-        make_current(model_.device()); // this is for what cuBLAS and captured graphs give back
+        make_current(first().device); // this is for what captured graphs give back
     } catch (const Error &) {
         // a device that has failed takes nothing back
     }
 }
 
 uint64_t Step::allocated() const {
-    return compute_size_ + in_.size(cache_);
+    const uint64_t inputs = in_.size(cache_) * cache_.stages().size();
+    return std::accumulate(compute_sizes_.begin(), compute_sizes_.end(), inputs);
 }
 
 // ---- graphs ----
 
-// Every step asks for its graph first. What it sends and launches from then on goes to the engine's device.
+// Places a graph's tensors in the buffers of its stages, which grow where they have no room.
+bool Step::reserve(const Graph &g) {
+    const std::vector<int> nodes = g.stages_of_nodes(cache_),
+                           leaves(size_t(g.nodes->n_leafs), int(cache_.stages().size()) - 1);
+    return ggml_gallocr_reserve_n(galloc_.get(), g.nodes, nodes.data(), leaves.data());
+}
+
+// Every step asks for its graph first.
 Step::Graph &Step::graph(StepShape shape) {
-    make_current(model_.device());
+    make_current(first().device);
     shape.brief = brief_;
     // prompts have any length, so their graphs are built for the occasion, in the same slot; trials are too
     const bool occasional = shape.prefill() || shape.brief;
@@ -105,15 +84,17 @@ Step::Graph &Step::graph(StepShape shape) {
     slot.reset();
     auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape);
     // a graph that does not fit must not be given to galloc_, which would free the buffer under all others
-    size_t size = 0;
+    std::vector<uint64_t> sizes(cache_.stages().size(), 0);
     if (occasional) { // every other shape was measured
-        const GraphAllocator trial = new_graph_allocator(model_.device());
-        ggml_gallocr_reserve_n_size(trial.get(), built->nodes, nullptr, nullptr, &size);
+        sizes = compute_sizes(step_allocator(cache_).get(), cache_, *built);
     }
-    if (size > compute_size_ || fails_here(Fault::size) ||
-        !ggml_gallocr_alloc_graph(galloc_.get(), built->nodes)) {
+    bool fits = !fails_here(Fault::size);
+    for (size_t stage = 0; stage < sizes.size(); stage++) {
+        fits = fits && sizes[stage] <= compute_sizes_[stage];
+    }
+    if (!fits || !reserve(*built) || !ggml_gallocr_alloc_graph(galloc_.get(), built->nodes)) {
         fail(LUCE_E_INTERNAL, "a step of %u rows over %u cells takes %s, the compute buffer has %s",
-             shape.rows, shape.n_kv, human_bytes(size).c_str(), human_bytes(compute_size_).c_str());
+             shape.rows, shape.n_kv, human_bytes(sizes[0]).c_str(), human_bytes(compute_sizes_[0]).c_str());
     }
     slot = std::move(built);
     return *slot;
@@ -142,13 +123,24 @@ static bool is_wide(const ggml_cgraph &segment) {
     return work >= WORTH_MEETING;
 }
 
-// Runs the graph in its order: run_op(op, node) for our ops, ggml for what lies between them.
+// Runs the graph in its order, on one stage after the other: run_op(op, node, stage) for our ops, ggml for what lies
+// between them.
 template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
-    const Device &device = model_.device();
-    const int n = ggml_graph_n_nodes(g.nodes);
+    const std::deque<Stage> &stages = cache_.stages();
+    for (size_t i = 0; i < stages.size(); i++) {
+        const int begin = g.outputs.first_nodes[i];
+        const int end = i + 1 < stages.size() ? g.outputs.first_nodes[i + 1] : ggml_graph_n_nodes(g.nodes);
+        make_current(stages[i].device);
+        run_segments(g, stages[i], begin, end, run_op);
+    }
+}
+
+template <class Ours>
+void Step::run_segments(Graph &g, const Stage &stage, int begin, int end, const Ours &run_op) {
+    const Device &device = stage.device;
     bool work = false; // it says whether there is work in the segment that began at `first`
-    for (int first = 0, i = 0; i <= n; i++) { // at n the last segment ends
-        ggml_tensor *node = i < n ? ggml_graph_node(g.nodes, i) : nullptr;
+    for (int first = begin, i = begin; i <= end; i++) { // at `end` the last segment ends
+        ggml_tensor *node = i < end ? ggml_graph_node(g.nodes, i) : nullptr;
         const CustomOp *op = node != nullptr ? custom_op(node) : nullptr;
         if (node != nullptr && op == nullptr) {
             work = work || !is_empty(node);
@@ -157,9 +149,9 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
         if (work) {
             ggml_cgraph segment = ggml_graph_view(g.nodes, first, i);
             if (!device.gpu) {
-                ggml_backend_cpu_set_n_threads(backend_.get(), is_wide(segment) ? team_.n_threads() : 1);
+                ggml_backend_cpu_set_n_threads(stage.steps.get(), is_wide(segment) ? team_.n_threads() : 1);
             }
-            if (ggml_backend_graph_compute_async(backend_.get(), &segment) != GGML_STATUS_SUCCESS) {
+            if (ggml_backend_graph_compute_async(stage.steps.get(), &segment) != GGML_STATUS_SUCCESS) {
                 fail(LUCE_E_DEVICE, "%s: a step failed", device.name.c_str());
             }
         }
@@ -169,7 +161,7 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
                 fail(LUCE_E_DEVICE, "%s: %s failed, since a test asked for it", device.name.c_str(),
                      op->name);
             }
-            run_op(*op, node);
+            run_op(*op, node, stage);
         }
         first = i + 1;
         work = false;
@@ -177,8 +169,10 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
 }
 
 void Step::run_cpu(Graph &g) {
-    set_row_invariant(backend_.get(), model_.device(), !g.shape.prefill());
-    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
+    for (const Stage &stage : cache_.stages()) {
+        set_row_invariant(stage.steps.get(), stage.device, !g.shape.prefill());
+    }
+    run_segments(g, [&](const CustomOp &op, ggml_tensor *node, const Stage &) {
         if (op.on_team) {
             ram_.run(node);
             return;
@@ -193,34 +187,35 @@ void Step::run_cpu(Graph &g) {
 #ifdef LUCE_USE_CUDA
 void Step::check(int error, const char *what) const {
     if (error != 0) {
-        fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device().name.c_str(), what, cuda::error_text(error));
+        fail(LUCE_E_DEVICE, "%s: %s: %s", model_.device_names().c_str(), what, cuda::error_text(error));
     }
 }
 
 void Step::check_wait(int error) const {
     if (error != 0) {
-        fail_device(model_.device(), "a step failed", error);
+        fail_device(first().device, "a step failed", error);
     }
 }
 
 // Enqueues a step. Where the host is to run an op in its middle, it calls run_on_host(node).
-template <class OnHost> void Step::enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host) {
-    run_segments(g, [&](const CustomOp &op, ggml_tensor *node) {
+template <class OnHost> void Step::enqueue_cuda(Graph &g, const OnHost &run_on_host) {
+    run_segments(g, [&](const CustomOp &op, ggml_tensor *node, const Stage &stage) {
         if (op.on_team) {
             run_on_host(node);
         }
         if (op.on_team || op.to_team) {
-            check(ram_.enqueue(node, stream), op.name);
+            check(ram_.enqueue(node, Stage::stream(stage.steps)), op.name);
             return;
         }
         OpCall call;
         op.bind(node, call);
-        check(op.cuda(call, stream), op.name);
+        check(op.cuda(call, Stage::stream(stage.steps)), op.name);
     });
 }
 
 // Captures a step up to each op of the host, and from there on as the next piece.
-void Step::capture(Graph &g, void *stream) {
+void Step::capture(Graph &g) {
+    void *const stream = Stage::stream(first().steps);
     const std::lock_guard<std::mutex> alone(device_lock());
     const auto begin = [&] { check(cuda::capture_begin(stream), "capturing a step failed"); };
     const auto end = [&] {
@@ -229,7 +224,7 @@ void Step::capture(Graph &g, void *stream) {
     };
     try {
         begin();
-        enqueue_cuda(g, stream, [&](const ggml_tensor *node) {
+        enqueue_cuda(g, [&](const ggml_tensor *node) {
             end();
             g.on_host.push_back(node);
             begin();
@@ -243,14 +238,15 @@ void Step::capture(Graph &g, void *stream) {
 }
 
 // Captures a draft's links one after the other, each over its own place of the inputs.
-void Step::capture_chain(Graph &g, uint32_t links, void *stream) {
+void Step::capture_chain(Graph &g, uint32_t links) {
+    void *const stream = Stage::stream(first().steps);
     const std::lock_guard<std::mutex> alone(device_lock());
     const ptrdiff_t place = ptrdiff_t(in_.draft.place());
     ptrdiff_t moved = 0;
     try {
         check(cuda::capture_begin(stream), "capturing a step failed");
         for (uint32_t link = 0; link < links; link++, moved += place, g.move_inputs(place)) {
-            enqueue_cuda(g, stream, [](const ggml_tensor *) {});
+            enqueue_cuda(g, [](const ggml_tensor *) {});
         }
         check(cuda::capture_end(stream, &g.chains[links]), "capturing a step failed");
     } catch (...) {
@@ -262,22 +258,23 @@ void Step::capture_chain(Graph &g, uint32_t links, void *stream) {
     g.move_inputs(-moved);
 }
 
-void Step::run_on_host(const ggml_tensor *node, void *stream) {
-    check(ram_.serve(node, stream), "a step failed");
+void Step::run_on_host(const ggml_tensor *node) {
+    check(ram_.serve(node, Stage::stream(first().steps)), "a step failed");
     ram_.clear();
 }
 
-void Step::launch(void *captured, void *stream) {
+void Step::launch(void *captured) {
+    make_current(first().device);
     if (fails_here(Fault::launch)) {
-        fail(LUCE_E_DEVICE, "%s: a step failed, since a test asked for it", model_.device().name.c_str());
+        fail(LUCE_E_DEVICE, "%s: a step failed, since a test asked for it", model_.device_names().c_str());
     }
-    check(cuda::capture_launch(captured, stream), "a step failed");
+    check(cuda::capture_launch(captured, Stage::stream(first().steps)), "a step failed");
 }
 
-void Step::run_cuda(Graph &g, void *stream) {
+void Step::run_cuda(Graph &g) {
     ram_.clear();
     if (g.captured.empty()) {
-        enqueue_cuda(g, stream, [&](const ggml_tensor *node) { run_on_host(node, stream); });
+        enqueue_cuda(g, [&](const ggml_tensor *node) { run_on_host(node); });
         return;
     }
     struct Awake { // between two ops of the host the device takes about as long as the host for one
@@ -286,10 +283,10 @@ void Step::run_cuda(Graph &g, void *stream) {
     };
     const Awake awake{team_};
     for (size_t i = 0; i < g.captured.size(); i++) {
-        launch(g.captured[i], stream);
+        launch(g.captured[i]);
         if (i < g.on_host.size()) {
             team_.stay_awake(true); // they wake while the device runs
-            run_on_host(g.on_host[i], stream);
+            run_on_host(g.on_host[i]);
         }
     }
 }
@@ -297,30 +294,28 @@ void Step::run_cuda(Graph &g, void *stream) {
 
 // Runs a step: on the CPU until it is done, on a GPU until it is enqueued.
 void Step::compute(Graph &g, uint32_t links) {
-    const Device &device = model_.device();
     last_ = nullptr;
     fetched_ = 0;
     steps_ += links;
-    if (!device.gpu) {
+    if (!model_.gpu()) {
         run_cpu(g);
     }
 #ifdef LUCE_USE_CUDA
-    if (device.gpu) {
-        void *stream = luce_cuda_stream(backend_.get());
+    if (model_.gpu()) {
         if (capturing_ && g.captured.empty() && !g.shape.prefill()) {
-            capture(g, stream);
+            capture(g);
         }
         if (links > 1 && g.chains.count(links) == 0) {
-            capture_chain(g, links, stream);
+            capture_chain(g, links);
         }
         if (!launching_) {
             return;
         }
         try {
-            links > 1 ? launch(g.chains.at(links), stream) : run_cuda(g, stream);
+            links > 1 ? launch(g.chains.at(links)) : run_cuda(g);
         } catch (...) { // what is enqueued uses the graph and the host's memory, so it ends first
             synchronisations_++;
-            cuda::finish(stream);
+            finish_all();
             throw;
         }
     }
@@ -332,7 +327,7 @@ void Step::compute(Graph &g, uint32_t links) {
 
 void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
     Graph &g = graph({last ? StepKind::prefill_last : StepKind::prefill, n, kv_bucket(n_past + n)});
-    in_.prefill.send(backend_.get(), 0, n_pages);
+    in_.prefill.send(0, n_pages);
     compute(g);
     if (last) {
         enqueue_logits(g);
@@ -347,12 +342,10 @@ uint32_t Step::start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     for (uint32_t row = 0; row < n_rows; row++) {
         in_.verify.host(number).ctl->rows[row].keep = cache_.choice_entry(number, row);
     }
-    if (drafting_ && under_way_ == 0 && beside_) { // its inputs come while the device drafts
-        in_.verify.send_beside(beside_.get(), number, n_pages);
-        ggml_backend_event_record(beside_ended_.get(), beside_.get());
-        ggml_backend_event_wait(backend_.get(), beside_ended_.get());
+    if (drafting_ && under_way_ == 0 && model_.gpu()) { // its inputs come while the device drafts
+        in_.verify.send_beside(number, n_pages);
     } else {
-        in_.verify.send(backend_.get(), number, n_pages);
+        in_.verify.send(number, n_pages);
     }
     compute(g);
     enqueue_logits(g);
@@ -373,9 +366,9 @@ void Step::finish_verify(uint32_t number) {
 }
 
 void Step::mark_end(uint32_t number) {
-    check_works(model_.device());
+    check_works(cache_.last().device);
     if (ended_[number]) {
-        ggml_backend_event_record(ended_[number].get(), backend_.get());
+        ggml_backend_event_record(ended_[number].get(), cache_.last().steps.get());
     }
 }
 
@@ -389,30 +382,39 @@ Region::Host Step::draft_host(uint32_t index) {
 void Step::draft(uint32_t drafter, uint32_t rows, uint32_t index, uint32_t n_pages) {
     Graph &g = graph({StepKind::draft, rows, 0, false, drafter});
     drafting_ = true;
-    in_.draft.send(backend_.get(), index, n_pages);
+    in_.draft.send(index, n_pages);
     compute(g);
 }
 
 void Step::draft_chain(uint32_t drafter, uint32_t links) {
     Graph &g = graph({StepKind::draft, 1, 0, false, drafter});
     drafting_ = true;
-    in_.draft.send_chain(backend_.get(), links);
+    in_.draft.send_chain(links);
     compute(g, links);
 }
 
 void Step::feed(uint32_t width, uint32_t slot, uint32_t n_pages) {
     Graph &g = graph({StepKind::feed, width, 0});
-    in_.feed.send(backend_.get(), slot, n_pages);
+    in_.feed.send(slot, n_pages);
     compute(g);
 }
 
 // A CPU has run all of a step when it is enqueued.
+int Step::finish_all() const {
+    int error = 0;
+#ifdef LUCE_USE_CUDA
+    for (const Stage &stage : cache_.stages()) {
+        const int one = stage.device.gpu ? cuda::finish(Stage::stream(stage.steps)) : 0;
+        error = error != 0 ? error : one;
+    }
+#endif
+    return error;
+}
+
 void Step::synchronize() {
     synchronisations_++;
 #ifdef LUCE_USE_CUDA
-    if (model_.device().gpu) {
-        check_wait(cuda::finish(luce_cuda_stream(backend_.get())));
-    }
+    check_wait(finish_all());
 #endif
     kept_.clear();
     fail_wait();
@@ -434,7 +436,7 @@ void Step::wait([[maybe_unused]] const Event &event) {
 
 void Step::fail_wait() const {
     if (fails_here(Fault::wait)) {
-        fail(LUCE_E_DEVICE, "%s: a step failed, since a test asked for it", model_.device().name.c_str());
+        fail(LUCE_E_DEVICE, "%s: a step failed, since a test asked for it", model_.device_names().c_str());
     }
 }
 

@@ -39,9 +39,13 @@ struct StepShape {
     bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
 };
 
+// Bytes that steps take on the device of each stage.
 struct StepSizes {
-    uint64_t compute = 0; // activations and outputs take so much
-    StepShape largest{}; // this step takes as much
+    struct Compute {
+        uint64_t bytes = 0; // activations and outputs take so much
+        StepShape largest{}; // this step takes as much
+    };
+    std::vector<Compute> compute; // by stage
     uint64_t inputs = 0;
     uint64_t other = 0; // captured graphs, on a CPU all graphs, and ggml's work buffers take at most so much
 };
@@ -57,8 +61,8 @@ public:
     // Returns the sizes without allocating anything; the caches need not be allocated either.
     static StepSizes measure(const Model &model, const Cache &cache, const EngineParams &params);
 
-    // Allocates everything, builds all graphs and times them; `sizes` are what measure() says.
-    Step(const Model &model, const Cache &cache, const EngineParams &params, const StepSizes &sizes);
+    // Opens the cache's stages, allocates everything, builds all graphs and times them; `sizes` are what measure() says.
+    Step(const Model &model, Cache &cache, const EngineParams &params, const StepSizes &sizes);
     ~Step();
     Step(const Step &) = delete;
     Step &operator=(const Step &) = delete;
@@ -108,7 +112,7 @@ public:
     void feed(uint32_t width, uint32_t slot, uint32_t n_pages);
     // Enqueues all links of one sequence's chain at once, where has_chains(): nothing of the host's comes between them.
     void draft_chain(uint32_t drafter, uint32_t links);
-    bool has_chains() const { return model_.device().gpu && model_.in_ram() == nullptr; }
+    bool has_chains() const { return model_.gpu() && model_.in_ram() == nullptr; }
 
     // Returns the results of the last prefill, or of the verify of this number. Logits are valid until the next step of
     // any kind.
@@ -121,8 +125,7 @@ public:
     void read_hidden(uint32_t row, float *out);
     uint64_t serial() const { return steps_; } // it numbers the last step
 
-    ggml_backend_t backend() const { return backend_.get(); }
-    // Every wait of an engine for its device is one of these two: for all that is enqueued, or for an event, which is the
+    // Every wait of an engine for its devices is one of these two: for all that is enqueued, or for an event, which is the
     // end of an earlier verify or of another stream's copy. They are counted, and so are steps: what a round costs beside
     // its kernels.
     // E_DEVICE: what was enqueued has failed.
@@ -135,9 +138,9 @@ public:
     // Keeps what enqueued copies read until the next synchronize().
     void keep(std::shared_ptr<struct ggml_backend_buffer> source) { kept_.push_back(std::move(source)); }
 
-private:
-    struct Graph;
+    struct Graph; // shapes.h defines it
 
+private:
     Graph &graph(StepShape shape);
     void wait_for_drafts();
     void fail_wait() const; // where a test asks for it
@@ -148,17 +151,23 @@ private:
     float *host_logits(uint32_t row) const;
     void compute(Graph &g, uint32_t links = 1);
     template <class Ours> void run_segments(Graph &g, const Ours &run_op);
+    template <class Ours>
+    void run_segments(Graph &g, const Stage &stage, int begin, int end, const Ours &run_op);
+    int finish_all() const;
     void run_cpu(Graph &g);
-    // These are only there where luce is built with CUDA.
+    // These are only there where luce is built with CUDA. A step begins, and is captured and launched, on the first stage's
+    // stream.
     void check(int error, const char *what) const;
     void check_wait(int error) const;
-    template <class OnHost> void enqueue_cuda(Graph &g, void *stream, const OnHost &run_on_host);
-    void capture(Graph &g, void *stream);
-    void capture_chain(Graph &g, uint32_t links, void *stream);
-    void run_on_host(const ggml_tensor *node, void *stream);
-    void launch(void *captured, void *stream);
-    void run_cuda(Graph &g, void *stream);
-    void reserve(const StepShape &largest);
+    template <class OnHost> void enqueue_cuda(Graph &g, const OnHost &run_on_host);
+    void capture(Graph &g);
+    void capture_chain(Graph &g, uint32_t links);
+    void run_on_host(const ggml_tensor *node);
+    void launch(void *captured);
+    void run_cuda(Graph &g);
+    const Stage &first() const { return cache_.stages().front(); }
+    void reserve(const StepSizes &sizes);
+    bool reserve(const Graph &g);
     void build_all();
     void run_trial(const StepShape &shape);
     void try_all();
@@ -169,18 +178,13 @@ private:
     EngineParams params_;
     // They are freed after all that reads them.
     std::vector<std::shared_ptr<struct ggml_backend_buffer>> kept_;
-    Backend backend_;
     Team team_; // it has the CPU's threads; on a GPU the caller alone, where no experts are in host memory
-    RamStage ram_{team_};
-    std::unique_ptr<void, void (*)(void *)> gemm_; // it is the backend's stream, while cuBLAS is open for it
+    RamRunner ram_{team_};
     Regions in_;
     uint32_t turn_ = 0, under_way_ = 0; // the next verify has this number, and so many have not ended
-    Event ended_[MAX_ENQUEUED]; // they are null on the CPU
-    // A stream for what comes to the device while it drafts, and where that ends. They are null on the CPU.
-    Backend beside_;
-    Event beside_ended_;
-    GraphAllocator galloc_;
-    uint64_t compute_size_ = 0;
+    Event ended_[MAX_ENQUEUED]; // on the last stage; they are null on the CPU
+    GraphAllocator galloc_; // its buffers are those of the stages
+    std::vector<uint64_t> compute_sizes_;
     std::map<StepShape, std::unique_ptr<Graph>> graphs_;
     Graph *last_ = nullptr; // its logits are in the compute buffer
     std::vector<luce_cost> costs_;

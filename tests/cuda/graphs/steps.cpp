@@ -56,8 +56,8 @@ void place_cache(const Cache &cache, const Model &model) {
             cells(cache.drafter_kv(drafter->index)[il], name);
         }
     }
-    put(cache.rowmm_scratch(), "rowmm_scratch");
-    put(cache.gemm_scratch(), "gemm_scratch");
+    put(cache.last().rowmm_scratch, "rowmm_scratch");
+    put(cache.last().gemm_scratch, "gemm_scratch");
     put(cache.drafts(), "drafts");
     put(cache.given(), "given");
     put(cache.lists(), "lists");
@@ -136,16 +136,14 @@ struct Lists {
     std::ofstream launches, nodes;
 };
 
-void write_step(const Model &model, const Cache &cache, Regions &regions, RamStage &ram,
+void write_step(const Model &model, const Cache &cache, Regions &regions, RamRunner &ram,
                 const StepShape &shape, Lists &to) {
     const void *const ram_memory = ram.pinned_ ? ggml_backend_buffer_get_base(ram.pinned_.get()) : nullptr;
     const auto graph = Step::Graph::build(model, cache, regions.of(shape.kind), shape);
-    const GraphAllocator galloc = new_graph_allocator(model.device());
-    size_t size = 0;
-    ggml_gallocr_reserve_n_size(galloc.get(), graph->nodes, nullptr, nullptr, &size);
+    const uint64_t size = compute_sizes(step_allocator(cache).get(), cache, *graph)[0];
 
     const size_t before = pretended::n_places();
-    place_inputs(graph->inputs);
+    place_inputs(graph->inputs[0]);
     int number = 0;
     std::map<const ggml_tensor *, std::string> names;
     for (int i = 0; i < ggml_graph_n_nodes(graph->nodes); i++) {
@@ -264,15 +262,13 @@ void run(const std::string &out, const std::string &path) {
     c.drafters = uses;
     c.n_top = uint32_t(option("top"));
     c.kv_type = ggml_type(option("kv_type"));
-    c.rowmm_scratch = uint64_t(launch_scratch_bytes());
-    c.gemm_scratch = model->largest_layer_matrix() * 2;
     c.n_pages = c.max_pages() * c.n_sequences;
     params.n_threads = 1;
-    const Cache cache(model->weights(), model->hparams(), c);
+    const Cache cache(*model, c);
     place_cache(cache, *model);
     Regions regions(cache, params);
     Team team(1);
-    RamStage ram(team);
+    RamRunner ram(team);
     if (const Moe *moe = model->in_ram()) {
         ram.allocate(device, int32_t(c.n_chunk), *moe, model->hparams().n_embd);
     }

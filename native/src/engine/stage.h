@@ -1,0 +1,44 @@
+// A stage is what an engine has on one device: consecutive layers of the trunk, their caches, and the streams that work on
+// them. An engine has a list of stages in the order of layers, one of each of the model's placements (there is one now). The
+// first has the step's tokens too; the last what is of no layer: the drafters with their KV, hidden rows, the choices.
+//
+// Nothing else of the core knows a device: what is of a layer asks the layer's stage, and what is of all loops over them.
+// Between two stages pass values that nodes of a later one read (graph/lower.h). There is no way for them yet from one GPU
+// to another: only a CPU has several stages, for tests.
+#pragma once
+
+#include "model/model.h"
+
+namespace luce {
+
+struct Stage {
+    // Describes its memory without taking any; n_tensors caches lie there beside the scratch.
+    Stage(const Model &model, const Placement &on, size_t n_tensors);
+    ~Stage();
+    Stage(const Stage &) = delete;
+    Stage &operator=(const Stage &) = delete;
+
+    void allocate(); // its memory; E_MEMORY names what lacks
+    // Starts its streams, of which a CPU's has n_threads threads; `beside` only where the engine drafts.
+    void open(int n_threads, bool drafts);
+    static void *stream(const Backend &backend); // as CUDA knows it
+
+    const Device &device;
+    const uint32_t first, end; // its layers of the trunk
+
+    // The memory: pools of KV, recurrent slots and logs of its layers (engine/cache.h), and scratch of the launches there.
+    Context tensors;
+    ggml_tensor *rowmm_scratch = nullptr; // {bytes} I8; where matmuls count in it, it is zero between steps
+    ggml_tensor *gemm_scratch = nullptr; // {bytes} I8
+    uint64_t kv_bytes = 0, state_bytes = 0;
+    Buffer memory;
+
+    // The streams. On a CPU there is only that of the steps.
+    Backend steps;
+    std::unique_ptr<void, void (*)(void *)> gemm; // it is the steps' stream, while cuBLAS is open for it
+    Backend copies; // checkpoints travel on it, beside the steps
+    Backend beside; // what comes to the device while it drafts,
+    Event beside_ended; // and where that ends
+};
+
+} // namespace luce

@@ -1,0 +1,94 @@
+"""Cuts a model into two stages, both on the CPU: each has its layers' caches, inputs and backend, and all that is
+computed, drafted and saved has the bits that it has in one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import drive
+import op_run
+import pytest
+import tiny
+import tiny_dflash
+
+from luce.native import Library, Source
+
+pytestmark = pytest.mark.parametrize("device", ["cpu"])  # Nothing crosses from one GPU to another yet.
+
+DENSE = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128, n_layer=4,
+                    recurrent=(True, False, True, False), n_nextn=1)  # fmt: skip
+MIXTURE = tiny.with_experts(DENSE)
+# Each has a file's config (or a drafter's case), its type, and how it is opened.
+MODELS: dict[str, tuple[Any, str, dict[str, int]]] = {
+    "dense": (DENSE, "F32", {}),
+    "quantised": (DENSE, "Q8_0", {}),
+    "mixture": (MIXTURE, "F32", {}),
+    "unshared": (replace(MIXTURE, n_ff_shared=0), "F32", {}),
+    "host": (MIXTURE, "F32", {"cpu_experts": 4}),
+    "dflash": (tiny_dflash.CASES["causal-windows"], "F32", {}),
+}
+
+
+@contextmanager
+def cut(native: Library, layer: int) -> Iterator[None]:
+    """Lets models that are loaded meanwhile have a second stage from this layer on; 0: they have one."""
+    _, lib = op_run.core(native.path)
+    native.check(lib.luce_cut_models(layer))
+    try:
+        yield
+    finally:
+        native.check(lib.luce_cut_models(0))
+
+
+def files(folder: Path, name: str) -> tuple[Path, Path | None]:
+    made, kind, _ = MODELS[name]
+    if isinstance(made, tiny.Config):
+        return tiny.write(folder / "model.gguf", made, tiny.layout(made, 5), kind), None
+    return tiny_dflash.files(folder, made)
+
+
+def run(native: Library, device: str, name: str, made: tuple[Path, Path | None]) -> list[bytes]:
+    """Returns all that a model computes: logits of a prompt, of a row, a tree and verified drafts, and what a sequence
+    holds; then the same again from a checkpoint, over scratch, pages and slots that are poisoned."""
+    path, drafter = made
+    model = drive.open_model(native, path, device, head=drafter is None, drafter=drafter, **MODELS[name][2])
+    params = {"blocks": 1} if drafter else {"n_draft": 3, "n_part": 128}
+    sequence = drive.open_sequence(model, n_ctx=1024, n_rows=16, n_top=2, n_checkpoints=1, **params)
+    prompt = [7 + 3 * i % 200 for i in range(256)]
+    drive.prefill(sequence, prompt)
+    found = [sequence.logits(0).tobytes()]
+    checkpoint = sequence.checkpoint()
+    for moves in (False, True):
+        if moves:
+            checkpoint.to_host()
+            sequence.reset()
+            op_run.poison(sequence.engine)
+            sequence.resume(checkpoint)
+        drive.prefill(sequence, [9, 8, 7])
+        found.append(drive.step(sequence, 11).tobytes())
+        drive.verify(sequence, [5, 9, 8, 6], [-1, 0, 0, 2])
+        found += [sequence.logits(row).tobytes() for row in range(4)]
+        sequence.commit([0, 2, 3])
+        for source in [Source.DFLASH] if drafter else [Source.NEXTN, Source.PART]:
+            found.append(repr(drive.draft(sequence, 5, 3, source)).encode())
+            drive.verify_draft(sequence, 3)
+            found += [sequence.logits(row).tobytes() for row in range(4)]
+            sequence.commit([0])
+        found.append(bytes(sequence.dump()))
+    sequence.engine.close()
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_stages_have_the_bits_of_one(native: Library, device: str, name: str, tmp_path: Path) -> None:
+    made = files(tmp_path, name)
+    whole = run(native, device, name, made)
+    assert len(set(whole)) > 10
+    for layer in range(1, 3):
+        with cut(native, layer):
+            assert run(native, device, name, made) == whole, f"cut ahead of layer {layer}"
