@@ -243,7 +243,7 @@ class AsyncPrefix:
         return self._model.chat_stream(self._prefix.messages(messages), tools=self._tools, **how)
 
     def close(self) -> None:
-        """Lets the beginning be forgotten; a second call does nothing."""
+        """Lets the beginning be evicted; a second call does nothing."""
         self._prefix.close()
 
     async def __aenter__(self) -> AsyncPrefix:

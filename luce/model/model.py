@@ -250,7 +250,7 @@ class Prefix:
     """A beginning that a model has read and keeps, for any number of continuations. `beginning` is what
     Model.prefix was given, and `kept_tokens` counts those that continuations do not read again: up to the last
     page of 256 where a step of the prompt ended. It is a context manager; closed, or as nobody holds it any
-    more, it is forgotten when room lacks. Its methods are Model's."""
+    more, it is evicted when room lacks. Its methods are Model's."""
 
     def __init__(
         self, model: Model, beginning: str | Sequence[Message], tools: Sequence[dict[str, Any]], pin: Pin
@@ -297,7 +297,7 @@ class Prefix:
         return [*self.beginning, *more]
 
     def close(self) -> None:
-        """Lets the beginning be forgotten; a second call does nothing."""
+        """Lets the beginning be evicted; a second call does nothing."""
         self._close()
 
     def __enter__(self) -> Prefix:

@@ -386,7 +386,7 @@ class Sequence(Handle):
 
     def dump(self) -> bytes:
         """Returns the committed state as bytes. They are equal for sequences with the same committed tokens,
-        however their rounds went. Verified rows that are not committed are dropped."""
+        however their rounds went. Verified rows that are not committed are rejected."""
         return bytes(self.library.bytes_of(self.library.lib.luce_sequence_dump, self.handle))
 
     def checkpoint(self) -> Checkpoint:

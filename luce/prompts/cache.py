@@ -3,7 +3,7 @@
 It keeps checkpoints, which the core can make at ends of chunks. They are made where they will be met again
 (turns.py). Each lies on the device (sharing pages with others), in host memory, or as a file (disk.py).
 
-Where room lacks, the checkpoint goes whose bytes save least. What it saves are the tokens that would have to
+Where room lacks, the checkpoint is evicted whose bytes save least. What it saves are the tokens that would have to
 be read again without it. It counts less the longer it was not met, and where its conversation has gone on.
 
 A prompt is resumed by its tokens, never by a hash, and from ends of its own chunks alone. So the answer has
@@ -98,7 +98,7 @@ class PrefixCache:
         # For each prompt that runs now, they say where chunks end, which ends are kept, and its tokens.
         self._cuts = dict[Sequence, tuple[list[int], frozenset[int], np.ndarray]]()
         self._unsaved: list[Kept] = []
-        self._held: Kept | None = None  # A sequence is resumed from it now, so it is not dropped.
+        self._held: Kept | None = None  # A sequence is resumed from it now, so it is not evicted.
         self._reader = ThreadPoolExecutor(1, "luce-cache-read")
         self._reading: tuple[Kept, Future[Checkpoint]] | None = None
         self._done = 0  # It was DiskCache.done when files were looked for last.
@@ -206,7 +206,7 @@ class PrefixCache:
         """Hands one checkpoint that waits for it to the thread that writes files."""
         if self._disk and self._disk.done != self._done:
             self._done = self._disk.done
-            self._forget_files()
+            self._evict_files()
         if self._disk is None or not self._unsaved or self._disk.busy:
             return
         kept = self._unsaved.pop(0)
@@ -220,7 +220,7 @@ class PrefixCache:
         return {name: (len(each), sum(kept.size for kept in each)) for name, each in places.items()}
 
     def close(self, seconds: float = CLOSE_S) -> None:
-        """Drops all checkpoints but the files. Those that wait for it are written before, what saves most
+        """Closes all checkpoints but the files. Those that wait for it are written before, what saves most
         first, as far as so many seconds are enough."""
         self._reader.shutdown()
         if self._disk:
@@ -255,7 +255,7 @@ class PrefixCache:
             if shorter:
                 shorter.longer.append(each)
 
-    def _forget(self, kept: Kept) -> None:
+    def _evict(self, kept: Kept) -> None:
         self._kept.remove(kept)
         self._link(kept.shorter, list(kept.longer))
         self._link(None, [kept])
@@ -306,7 +306,7 @@ class PrefixCache:
             self._fit_host(None)
 
     def _loaded(self, kept: Kept) -> Checkpoint:
-        """Returns the checkpoint of a file, which is forgotten where it is damaged."""
+        """Returns the checkpoint of a file, which is evicted where it is damaged."""
         reading = self._reader.submit(self._read, kept)
         self._take(kept, reading)
         return reading.result()
@@ -322,7 +322,7 @@ class PrefixCache:
         return checkpoint
 
     def _take(self, kept: Kept, reading: Future[Checkpoint]) -> None:
-        """Keeps what was read of a file, or forgets the file where it is damaged."""
+        """Keeps what was read of a file, or evicts the file where it is damaged."""
         try:
             checkpoint = reading.result()
         except OutOfMemory:
@@ -332,7 +332,7 @@ class PrefixCache:
                 self._disk.remove(kept.path)
             kept.path = None
             if kept.checkpoint is None and kept in self._kept:
-                self._forget(kept)
+                self._evict(kept)
         else:
             if kept.checkpoint is None and kept in self._kept:
                 kept.checkpoint = checkpoint
@@ -355,7 +355,7 @@ class PrefixCache:
                 return
         except Error:  # Host memory lacks.
             pass
-        self._drop(kept)
+        self._free(kept)
 
     def _fit_host(self, new: Kept | None) -> bool:
         """Keeps checkpoints in host memory within its bytes. Returns False where `new` is worth least of
@@ -371,23 +371,23 @@ class PrefixCache:
                 continue
             if new and self._worth(new) / new.size <= self._worth(kept) / kept.size:
                 return False
-            self._drop(kept)
+            self._free(kept)
             total -= kept.size
         return total <= self._host_bytes
 
-    def _drop(self, kept: Kept) -> None:
+    def _free(self, kept: Kept) -> None:
         """Frees its memory; what is in a file too stays there."""
         if kept.checkpoint:
             kept.checkpoint.close()
         kept.checkpoint, kept.on_device = None, False
         if kept.path is None:
-            self._forget(kept)
+            self._evict(kept)
 
-    def _forget_files(self) -> None:
-        """Forgets those whose files went for the bound on files."""
+    def _evict_files(self) -> None:
+        """Evicts those whose files were removed for the bound on files."""
         assert self._disk is not None
         for kept in list(self._kept):
             if kept.path and not self._disk.has(kept.path):
                 kept.path = None
                 if kept.checkpoint is None:
-                    self._forget(kept)
+                    self._evict(kept)

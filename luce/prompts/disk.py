@@ -131,7 +131,7 @@ class DiskCache:
             raise
 
     def _bound(self, newest: Path) -> None:
-        """Removes the files that were used longest ago, until the rest is within the bound."""
+        """Evicts the files that were used longest ago, until the rest is within the bound."""
         files = []
         for path in self._folder.glob(f"*{SUFFIX}"):
             with suppress(OSError):

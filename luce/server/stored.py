@@ -68,7 +68,7 @@ class Stored:
             self._holders |= dict.fromkeys(items, id)
             self._bytes += kept.size
             while len(self._kept) > self._most or self._bytes > self._most_bytes:
-                self._drop(next(iter(self._kept)))
+                self._remove(next(iter(self._kept)))
 
     def get(self, id: str) -> Kept:
         """Returns what is kept of a response. Raises Refused where nothing is."""
@@ -77,9 +77,9 @@ class Stored:
             return self._kept[id]
 
     def delete(self, id: str) -> None:
-        """Drops a response. Raises Refused where it is not kept."""
+        """Removes a response. Raises Refused where it is not kept."""
         with self._lock:
-            self._drop(self._known(id))
+            self._remove(self._known(id))
 
     def turns(self, id: str) -> list[Kept]:
         """Returns a response and all that it goes on from, in their order. Raises Refused where one of them
@@ -113,7 +113,7 @@ class Stored:
             raise Refused(404, f"Response with id {id!r} not found: {_KNOWN}.", param="response_id")
         return id
 
-    def _drop(self, id: str) -> None:
+    def _remove(self, id: str) -> None:
         kept = self._kept.pop(id)
         self._bytes -= kept.size
         for item in kept.items:

@@ -427,7 +427,7 @@ LUCE_API luce_status luce_engine_begin(luce_engine *engine, const luce_round_ite
  * that is behind it on the device. *left (or NULL) gets the number of rounds that can be waited for after it: 0 or 1.
  *
  * A round that this wait is to begin is dropped after any error, and where a draft's logits were not finite, pages or the
- * context run out, a sequence was closed or has penalties, a cancel is due, or a call has dropped its rows: nothing of it
+ * context run out, a sequence was closed or has penalties, a cancel is due, or a call has rejected its rows: nothing of it
  * was done. Once it has begun, its errors are those of its own wait.
  *
  * E_DEVICE, E_INTERNAL: all sequences of the round are failed, and only *left is written. E_STATE: there is no round.
@@ -440,7 +440,7 @@ LUCE_API luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int
 
 /* Drafts n tokens for each of several sequences, all with one drafter of the engine's list: n links of a chain, or the
  * first n of a block. The drafts stay on the device, for a round of LUCE_DRAFTED. Nothing committed is changed; rows that
- * are verified and not committed are dropped. */
+ * are verified and not committed are rejected. */
 typedef struct luce_draft_item {
     luce_sequence *sequence; /* with at least one committed token */
     int32_t anchor;
@@ -577,7 +577,7 @@ LUCE_API luce_status luce_sequence_get_hidden(luce_sequence *sequence, uint32_t 
 
 /* Writes the committed state as bytes, for tests and inspection: KV, recurrent state, the drafters' KV, the hidden
  * state, tokens. Sequences with the same committed tokens give the same bytes, however their rounds went. data NULL:
- * only the size; else *size bytes are there. Rows that are verified and not committed are dropped. */
+ * only the size; else *size bytes are there. Rows that are verified and not committed are rejected. */
 LUCE_API luce_status luce_sequence_dump(luce_sequence *sequence, void *data, uint64_t *size);
 
 #ifdef __cplusplus

@@ -220,7 +220,7 @@ class Bench:
         """Returns (tokens, committed bytes after each of them)."""
         if (prompt, sampling) not in self.texts:
             request = Request(PROMPTS[prompt], MOST, SAMPLINGS[sampling], ignore_eos=True)
-            ahead, self.engine.ahead = self.engine.ahead, False  # A dump drops rows of a step under way.
+            ahead, self.engine.ahead = self.engine.ahead, False  # A dump rejects rows of a step under way.
             with self.engine.sequence() as sequence:
                 one = Generation(sequence, self.engine.info, TOKENIZER, request)
                 states, loop = {}, Loop(self.engine)

@@ -140,7 +140,7 @@ def test_pages_come_back_when_they_are_needed(opened, tokenizer):
             sequence.reset()
 
 
-def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_dropped(opened, tokenizer, tmp_path):
+def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_evicted(opened, tokenizer, tmp_path):
     prompt = words(9, 1000)
 
     def after_a_start(spoil=lambda path: None):
@@ -197,7 +197,7 @@ def test_a_file_is_told_by_its_tokens_and_not_by_its_name(tmp_path, monkeypatch)
     disk.close()
 
 
-def test_a_file_with_anothers_bytes_behind_its_tokens_is_dropped(opened, tokenizer, tmp_path):
+def test_a_file_with_anothers_bytes_behind_its_tokens_is_evicted(opened, tokenizer, tmp_path):
     prompts = words(9, 1000), words(10, 1000)
     for prompt in (*prompts, *prompts):
         engine = opened()

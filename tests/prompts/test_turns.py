@@ -186,7 +186,7 @@ def prompts_of(parts, talk=0):
 )
 @example(parts=[[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 3]], checkpoints=3, host_bytes=0, n_pages=40)
 def test_each_beginning_knows_the_one_before(marked, parts, checkpoints, host_bytes, n_pages):
-    """Whatever is kept, moved and dropped, the beginnings form a tree, its pages are counted and its
+    """Whatever is kept, moved and evicted, the beginnings form a tree, its pages are counted and its
     bytes are bounded."""
     engine = PaperEngine(marked, 8192, 1, checkpoints, 512, n_pages)
     cache = PrefixCache(engine, marked, host_bytes)

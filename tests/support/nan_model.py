@@ -51,6 +51,6 @@ def started(engine: Engine, n: int = 3) -> list[Sequence]:
 
 
 def state_of(engine: Engine, *sequences: Sequence) -> list[object]:
-    """Returns what a call that does nothing leaves as it was. Reading it drops rows that are verified."""
+    """Returns what a call that does nothing leaves as it was. Reading it rejects rows that are verified."""
     infos: list[object] = [engine.info, *(each.info for each in sequences)]
     return [*infos, *(b"" if each.info.failed else each.dump() for each in sequences)]

@@ -154,7 +154,7 @@ __device__ Rows rows_of(const MatmulParams &p, uint8_t *shared) {
 
 // Items of the shared expert come first, and their weights are read while the launch waits for what is ahead.
 // Down fetches the others' first weights while up runs. The list that it sees then may be an old one, whose
-// weights are thrown away.
+// weights are not used.
 __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
     moe_matmul_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];

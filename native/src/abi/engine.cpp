@@ -47,7 +47,7 @@ luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out) {
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
         check_struct(out, "out");
-        e->rounds().let_go();
+        e->rounds().settle_closed();
         put(out, e->info());
     });
 }
@@ -224,7 +224,7 @@ luce_status luce_sequence_open(luce_sequence **out, luce_engine *engine) {
         need(out, "out");
         const auto e = g_engines.get(engine);
         const std::lock_guard<std::recursive_mutex> lock(e->mutex());
-        e->rounds().let_go();
+        e->rounds().settle_closed();
         *out = g_sequences.add(std::shared_ptr<Sequence>(new Sequence(e), DeleteLocked()));
     });
 }

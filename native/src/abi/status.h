@@ -38,7 +38,7 @@ std::string human_bytes(uint64_t n);
 void set_last_error(const char *message) noexcept;
 const char *last_error();
 
-// Sets the log callback. Messages are discarded while none is set.
+// Sets the log callback. Without one messages go nowhere.
 void set_log(luce_log_fn fn, void *user);
 bool is_logged();
 void log(int level, const char *fmt, ...) LUCE_PRINTF(2, 3);

@@ -19,11 +19,11 @@
 //                                                                                          step of several rows, and of
 //                                                                                          any once n_rows are unseen
 //
-// A step that fails pays nothing: its sequences are failed, and a reset or resume drops their debts. What a cancel, a
+// A step that fails pays nothing: its sequences are failed, and a reset or resume clears their debts. What a cancel, a
 // closed neighbour or a round that is dropped keeps from running leaves debts as they are.
 //
 // A drafter's KV row of position p comes from what the target has of the rows up to p. The step that verifies token p
-// writes it beside the trunk's rows; it is moved and dropped with them. What a draft writes lies behind the committed
+// writes it beside the trunk's rows; it is moved and rejected with them. What a draft writes lies behind the committed
 // positions; the verify after it overwrites it.
 // Drafters that lag (Drafter::lags) read hidden states, which are kept. A step of one row (feeds_lagging) is plain
 // decoding, which may want no drafts for long: it leaves the row unseen, and many such rows are fed at once, to all of
@@ -221,7 +221,7 @@ public:
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
     uint32_t n_verified() const {
         return verified_.n;
-    } // rows that were verified, and neither committed nor dropped
+    } // rows that were verified, and neither committed nor rejected
     int32_t slot() const { return slot_; }
     int32_t hidden() const { return hidden_; } // it is the row of the last committed position
     const std::vector<int32_t> &pages() const { return pages_; }
@@ -258,7 +258,7 @@ public:
     // Returns the tokens up to a row of the last verify, itself included. Without a verify it returns the
     // committed ones.
     std::vector<int32_t> before(uint32_t row) const;
-    void discard() { verified_.n = 0; } // the verified rows are not wanted any more
+    void reject() { verified_.n = 0; } // all verified rows
 
     int32_t draft_anchor() const { return draft_anchor_; }
     // Counts those of the last draft, until the timeline moves on.
@@ -279,7 +279,7 @@ private:
         uint32_t n = 0;
         int32_t tokens[MAX_ROWS], parents[MAX_ROWS];
         bool seen = true; // drafters that lag were fed with them
-    } verified_; // the rows of the last verify, until they are committed or dropped
+    } verified_; // the rows of the last verify, until they are committed or rejected
     int32_t draft_anchor_ = 0;
     uint32_t n_drafted_ = 0;
 };

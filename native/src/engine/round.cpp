@@ -113,7 +113,7 @@ void Rounds::follow() {
     for (uint32_t i = 0; i < ahead.n_items; i++) {
         const std::shared_ptr<Sequence> sequence = ahead.items[i].sequence.lock();
         if (!sequence || sequence->closed() || (landed && sequence->line().n_verified() != 1)) {
-            fail(LUCE_E_STATE, "item %u of the round ahead was closed, or its row dropped", i);
+            fail(LUCE_E_STATE, "item %u of the round ahead was closed, or its row rejected", i);
         }
         sequence->check_usable();
         const Timeline &line = sequence->line();
@@ -379,7 +379,7 @@ void Rounds::settle() {
     }
 }
 
-void Rounds::let_go() {
+void Rounds::settle_closed() {
     for (uint32_t i = 0; i < n_; i++) {
         for (uint32_t j = 0; j < at(i).n_items; j++) {
             const std::shared_ptr<Sequence> &held = at(i).items[j].held;

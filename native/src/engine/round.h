@@ -26,7 +26,7 @@
 //   first.
 // - A cancel that is due stops begin() and draft() before they do anything, and drops a round that was asked.
 // - What a round that goes on needs is checked before it commits anything: pages, room in the context, finite logits,
-//   rows that nobody dropped, sequences that are open and do not choose for themselves. Else it is dropped.
+//   rows that nobody rejected, sequences that are open and do not choose for themselves. Else it is dropped.
 // - No transition takes memory. What a step does to the debts of its sequences is in engine/cache.h.
 #pragma once
 
@@ -96,7 +96,7 @@ public:
               uint32_t *left);
 
     void settle(); // all that are enqueued land
-    void let_go(); // the same, but only where one of them holds a sequence that was closed meanwhile
+    void settle_closed(); // the same, but only where one of them holds a sequence that was closed meanwhile
 
 private:
     // What a round accepts of each item: n rows of its path (from the item's first), and the anchor that follows them.

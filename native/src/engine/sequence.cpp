@@ -203,7 +203,7 @@ int32_t Sequence::choose(uint32_t row, const uint8_t *mask, uint64_t mask_size) 
     logits(row);
     if (rows_ == Rows::drafted || (rows_ == Rows::verified && line_.n_verified() == 0)) {
         fail(LUCE_E_STATE, "there is nothing to choose: its last rows are %s",
-             rows_ == Rows::drafted ? "a drafter's" : "committed, or dropped");
+             rows_ == Rows::drafted ? "a drafter's" : "committed, or rejected");
     }
     const std::vector<int32_t> before = line_.before(row);
     penalise(logits_.data(), engine_->n_vocab(), penalties_, before);
@@ -215,7 +215,7 @@ int32_t Sequence::choose(uint32_t row, const uint8_t *mask, uint64_t mask_size) 
 
 void Sequence::settle() {
     check_usable();
-    line_.discard();
+    line_.reject();
     if (!line_.debts().any()) {
         return;
     }

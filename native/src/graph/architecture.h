@@ -24,7 +24,8 @@ struct Architecture {
 
     // Writes the plain graph of a step of the target. A prefill computes its rows and has no logits; prefill_last has
     // logits of the last row, and chooses; a verify has logits of all rows, `hidden`, which is the rows before the output
-    // norm, and chooses. It calls feed_drafters with what each block put out. Ahead of each layer stands enter(), and layers that it denies are left out.
+    // norm, and chooses. It calls feed_drafters with each block's output. Ahead of each layer stands
+    // Plain::enter, and layers that it denies are left out.
     void (*build_step)(Plain &graph);
 };
 

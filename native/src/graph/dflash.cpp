@@ -27,8 +27,8 @@ struct DFlashLayer {
     Ffn ffn;
 };
 
-// DFlash is a block-diffusion drafter. The keys and values of committed positions come from what the trunk's
-// layers in `taps` put out. One forward over [anchor, mask, mask ..] drafts a whole block.
+// DFlash is a block-diffusion drafter. The keys and values of committed positions come from outputs of the trunk's
+// layers in `taps`. One forward over [anchor, mask, mask ..] drafts a whole block.
 struct DFlash : Drafter {
     std::vector<uint32_t> taps; // they rise; t is the residual stream after trunk block t - 1
     float rms_eps;

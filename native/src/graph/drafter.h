@@ -15,7 +15,7 @@ enum class Form { chain, independent };
 // What a drafter reads of the target's rows, in bits.
 enum Reads : uint8_t {
     READS_HIDDEN = 1, // hidden rows after the output norm, which the cache keeps
-    READS_TAPS = 2, // what blocks of the trunk put out, in the target's step alone
+    READS_TAPS = 2, // outputs of blocks of the trunk, in the target's step alone
 };
 
 // What the step of a target's rows, or a feed of rows that were committed, shows drafters.

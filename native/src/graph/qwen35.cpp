@@ -444,7 +444,7 @@ static void build(Plain &g) {
     const Weights &w = g.model.weights();
     const float eps = g.model.hparams().rms_eps;
     Val x = embed(g, w.token_embd); // {E, T}
-    std::vector<Val> outputs; // these are what the blocks put out
+    std::vector<Val> outputs; // of the blocks
     for (uint32_t il = 0; il < g.model.hparams().n_layer; il++) {
         if (g.enter(il)) {
             const Block &block = w.blocks[il];

@@ -153,8 +153,8 @@ def test_a_mask_without_a_token_and_a_late_choice_are_refused(sequence):
     with pytest.raises(StateError, match="committed"):  # The token after it is not this row's alone.
         sequence.choose(0)
     drive.verify(sequence, [6])
-    sequence.dump()  # This drops them.
-    with pytest.raises(StateError, match="dropped"):
+    sequence.dump()  # This rejects them.
+    with pytest.raises(StateError, match="rejected"):
         sequence.choose(0)
     sequence.reset()
     with pytest.raises(StateError):

@@ -385,7 +385,7 @@ class Company:
                 assert parents is not None
                 if rng.random() < 0.8 and one.sequence.info.n_past < 560:
                     one.sequence.commit(drive.root_path([*parents], int(rng.integers(len(parents)))))
-            elif rng.random() < 0.9:  # Else the rows are dropped, and the round is tried again.
+            elif rng.random() < 0.9:  # Else the rows are rejected, and the round is tried again.
                 assert isinstance(one, Runner) and isinstance(result, list)
                 tokens = rows.tokens
                 if tokens is None:

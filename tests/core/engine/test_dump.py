@@ -118,7 +118,7 @@ def test_prefill_after_any_round_pays_what_it_left(model_of: Callable[..., Model
 
 
 def test_a_draft_between_a_verify_and_its_commit_leaves_no_trace(model_of: Callable[..., Model]) -> None:
-    """Its rows take the place of those that were verified: they are dropped, and cannot be committed."""
+    """Its rows take the place of those that were verified: they are rejected, and cannot be committed."""
     engine = drive.open_engine(model_of(), n_ctx=256, n_sequences=2, n_rows=9, n_draft=8)
     sequence, plain = engine.sequence(), engine.sequence()
     for each in (sequence, plain):

@@ -280,7 +280,7 @@ class Rounds:
         self.commit(line, path)
 
     def dumped(self) -> None:
-        """The bytes of what is committed are those of plain decoding. Rows that were verified are dropped."""
+        """The bytes of what is committed are those of plain decoding. Rows that were verified are rejected."""
         line = self.any(self.open)
         self.land()
         if line.failed:

@@ -197,7 +197,7 @@ def test_drafts_of_separate_calls_are_each_sequences_own(engine: Engine) -> None
     assert engine.verify(said) == found
 
 
-def test_a_draft_drops_rows_that_were_verified(engine: Engine) -> None:
+def test_a_draft_rejects_rows_that_were_verified(engine: Engine) -> None:
     """Their places are the draft's, so that they are not committed any more."""
     for sequence in started(engine):
         drive.verify(sequence, [3, 4, 5])
