@@ -19,7 +19,7 @@ void check_block(const KvShape &s, const Ints &contexts, int rows) {
     Ints table;
     kv.ctl.set({kv.control(works, table)});
     const Device<int32_t> pages(table);
-    kv.store(pages, in.k, in.v, T, 0, 0);
+    kv.store(pages, in.k, in.v, T, 0);
     const size_t q = size_t(s.H) * s.D;
     const Device<float> queries(in.q), no_gate(0), scratch(size_t(block_attention_scratch(T, s.H, s.D)));
     Device<float> out(T * q);

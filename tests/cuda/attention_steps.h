@@ -57,7 +57,7 @@ struct Kv {
             seq.n_rows = int(w.parents.size());
             seq.n_past = w.context->n;
             seq.n_replay = int(w.pending.size());
-            seq.moves = 1u << KV_TRUNK;
+            seq.moves = 1;
             seq.pages = int(table.size());
             std::copy(w.pending.begin(), w.pending.end(), seq.pending);
             table.insert(table.end(), w.context->pages.begin(), w.context->pages.end());
@@ -74,10 +74,11 @@ struct Kv {
         return host;
     }
 
-    void store(const Device<int32_t> &table, const Floats &dk, const Floats &dv, int T, int append,
-               int head) {
+    // Moves pending rows, then stores new ones.
+    void store(const Device<int32_t> &table, const Floats &dk, const Floats &dv, int T, int append) {
         Device<float> rows_k(dk), rows_v(dv);
-        must(cuda::kv_store({pool(), T, append, head, rows_k.p, rows_v.p, ctl.p, table.p}, stream));
+        must(cuda::kv_move({{pool()}, 1, ctl.p, table.p}, stream));
+        must(cuda::kv_store({pool(), T, append, rows_k.p, rows_v.p, ctl.p, table.p}, stream));
         must(cudaStreamSynchronize(stream));
     }
     AttentionArgs args(int T, const Device<float> &q, const Device<float> &gate, const Device<int32_t> &table,
@@ -109,7 +110,7 @@ struct Kv {
         Floats k = in.k, v = in.v;
         k.resize(size_t(T) * s.width(), NAN);
         v.resize(k.size(), NAN);
-        store(Device<int32_t>(table), k, v, T, 0, 0);
+        store(Device<int32_t>(table), k, v, T, 0);
     }
     // Runs a step of width T, and returns {T, H, D}. With `layers` others follow it on the same scratch.
     Floats step(const std::vector<Work> &works, Inputs in, int T, bool layers = false) {
@@ -193,7 +194,7 @@ struct Kv {
         host.seqs[0].n_rows = n;
         ctl.set({host});
         Device<int32_t> pages(table);
-        store(pages, rows_k, rows_v, n, 1, 0);
+        store(pages, rows_k, rows_v, n, 1);
         commit(c, rows_k, rows_v, chain(n + 1));
     }
     // Commits on the host: rows path[1] .. (path[0] is -1).

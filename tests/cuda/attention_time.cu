@@ -78,7 +78,7 @@ double time_heads(const Cells &cells, const Device<StepCtl> &ctl, int T) {
     parts.parts = memory.p;
     return median_us(
         [&](int i) {
-            must(cuda::attention_heads({&parts, cells.layer(i), T, H, KV_TRUNK, D / 4, 1e7f, 1e-6f,
+            must(cuda::attention_heads({&parts, cells.layer(i), T, H, D / 4, 1e7f, 1e-6f,
                                         positions.p, norm.p, norm.p, ctl.p, cells.table.p, out.p,
                                         out.p + size_t(T) * H * D},
                                        stream));
@@ -128,7 +128,7 @@ void time_case(const Cells &cells, int context, const Ints &parents, int max_pag
     a.scratch = scratch.p;
     const Device<uint8_t> plan{size_t(attention_plan_bytes())};
     const auto store = [&](int i) {
-        must(cuda::kv_store({cells.layer(i), T, 0, 0, k.p, k.p, ctl.p, cells.table.p}, stream));
+        must(cuda::kv_store({cells.layer(i), T, 0, k.p, k.p, ctl.p, cells.table.p}, stream));
     };
     for (int i = 0; i < LAYERS; i++) {
         store(i);

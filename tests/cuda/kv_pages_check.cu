@@ -44,10 +44,10 @@ void check_moves(const KvShape &s, int rounds) {
     table.clear();
     StepCtl host = kv.control({works[1]}, table);
     host.seqs[0].n_rows = 3;
-    host.seqs[0].moves = 1u << kv_owner(0);
+    host.seqs[0].moves = 1;
     kv.ctl.set({host});
     Device<int32_t> pages(table);
-    kv.store(pages, after, after, 3, 1, 1);
+    kv.store(pages, after, after, 3, 1);
     kv.commit(contexts[1], after, after, chain(4));
     const std::vector<uint8_t> k = kv.k.get(), v = kv.v.get();
     const size_t bytes = s.cell_bytes() / size_t(s.Hkv); // a head of a cell has so many

@@ -30,8 +30,7 @@ class Seq:
     bank: int = 0
     fresh: bool = False
     replay: bool = True  # The recurrent state does not hold the pending rows yet.
-    move: bool = False  # The trunk's KV of the pending rows lies where the verify wrote it.
-    move_head: bool = False  # The first drafter's KV lies there too.
+    move: bool = False  # KV of the pending rows lies where the verify wrote it.
     pages: int = 0
     n_rows: int | None = None  # A prefill has so many, and no parents.
     keep: Sequence[int] = ()  # Each row is kept there; -1 is nowhere.
@@ -70,8 +69,7 @@ def step_ctl(*seqs: Seq) -> np.ndarray:
     for i, seq in enumerate(seqs):
         n_rows = len(seq.parents) if seq.n_rows is None else seq.n_rows
         n = len(seq.pending)
-        moves = seq.move | seq.move_head << 1
-        debts = n if seq.replay or moves else 0, moves
+        debts = n if seq.replay or seq.move else 0, seq.move
         parts[i, :9] = seq.slot, seq.fresh, row0, n_rows, seq.n_past, seq.bank, *debts, seq.pages
         parts[i, 12 : 12 + n] = seq.pending
         parts[i, -CHOICE:] = choice_ctl(seq.sampling)

@@ -1,7 +1,5 @@
 // Takes the heads of a step's rows from the parts of a product to attention: queries normed and rotated, gates as they
-// are, and K and V in their cells, after the moves of pending rows. A block has one head of q, gate, k or v, and a warp
-// has rows of it. Where a sequence has rows to move, the first of the blocks that have a head of k or v moves them and
-// writes all the sequence's rows; other rows are spread over blocks.
+// are, and K and V in their cells. A block has one head of q, gate, k or v, and a warp has a row of it.
 #include "attention/kv_types.cuh"
 #include "attention/launch_plan.h"
 #include "attention/norm_rope.cuh"
@@ -16,7 +14,6 @@ namespace {
 
 constexpr int LANES = 32;
 constexpr int WARPS = HEADS_WARPS;
-constexpr int BATCH = 8; // so many moves are done at once
 
 // Params are the arguments that a kernel takes, with the parts apart.
 struct Params : AttentionHeadsArgs {
@@ -27,42 +24,6 @@ struct Params : AttentionHeadsArgs {
 };
 
 enum class Heads { q, gate, k, v };
-
-// Moves one head of the pending rows of a sequence. Each lane owns the same words of all cells. A source is never a cell
-// that an earlier move has filled (pending[i] >= i), so a batch may be read before any of it is written.
-template <int BYTES>
-__device__ void move_head(const Params &a, uint8_t *base, const SeqCtl &seq, int32_t n, int lane) {
-    constexpr int WORDS = BYTES / 8, EACH = (WORDS + LANES - 1) / LANES;
-    static_assert(BYTES % 8 == 0, "a head is whole words");
-    const int32_t first = seq.n_past - n;
-    for (int i0 = 0; i0 < n; i0 += BATCH) {
-        uint2 words[BATCH][EACH];
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            if (i0 + i < n) {
-                const uint8_t *from = base + a.row(seq, first + seq.pending[i0 + i]) * BYTES;
-#pragma unroll
-                for (int w = 0; w < EACH; w++) {
-                    if (w * LANES + lane < WORDS) {
-                        words[i][w] = reinterpret_cast<const uint2 *>(from)[w * LANES + lane];
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            if (i0 + i < n) {
-                uint8_t *to = base + a.row(seq, first + i0 + i) * BYTES;
-#pragma unroll
-                for (int w = 0; w < EACH; w++) {
-                    if (w * LANES + lane < WORDS) {
-                        reinterpret_cast<uint2 *>(to)[w * LANES + lane] = words[i][w];
-                    }
-                }
-            }
-        }
-    }
-}
 
 // Writes a head's values to a cell. `room` is D values of shared memory.
 template <int TYPE, int D>
@@ -194,36 +155,10 @@ __global__ void __launch_bounds__(WARPS *LANES, 1)
     heads_kernel(const __grid_constant__ Params a, const __grid_constant__ RowmmParts parts) {
     __shared__ RopeRoom<D> room[WARPS];
     let_next_start();
-    const int warp = warp_index(), lane = threadIdx.x % LANES, n_warps = int(blockDim.x) / LANES;
-    const int own = int(blockIdx.y) * n_warps + warp;
+    const int warp = warp_index(), n_warps = int(blockDim.x) / LANES;
     Head<TYPE, D> head(a, int(blockIdx.x));
-    uint64_t moving = 0; // it has a bit for each row whose sequence has rows to move
-    bool all = false; // it says that this block writes all of those
-    if (head.in_cells()) {
-        bool any = false; // it counts sequences that have no row here too
-        for (int half = 0; half < MAX_ROWS; half += LANES) {
-            const int i = half + lane, s = i < a.T ? a.ctl->rows[i].seq : -1;
-            moving |= uint64_t(__ballot_sync(~0u, s >= 0 && a.ctl->seqs[max(s, 0)].n_move(a.owner) > 0))
-                      << half;
-            any = __any_sync(~0u, i < a.ctl->n_seqs && a.ctl->seqs[i].n_move(a.owner) > 0) || any;
-        }
-        all = any && blockIdx.y == 0;
-        if (all) { // this is so in all warps of the block
-            wait_for_previous();
-            for (int s = warp; s < a.ctl->n_seqs; s += n_warps) {
-                const SeqCtl &seq = a.ctl->seqs[s];
-                if (const int32_t n = seq.n_move(a.owner); n > 0) {
-                    move_head<Head<TYPE, D>::BYTES>(a, head.base, seq, n, lane);
-                }
-            }
-            __syncthreads(); // the cells of new rows may have been a source
-        }
-    }
-    for (int row = own; row < a.T; row += all ? n_warps : MAX_ROWS) {
-        const bool moves = (moving >> row & 1) != 0;
-        if (blockIdx.y == 0 ? row == own || moves : !moves) {
-            head.run(parts, row, room[warp]);
-        }
+    if (const int row = int(blockIdx.y) * n_warps + warp; row < a.T) {
+        head.run(parts, row, room[warp]);
     }
     wait_for_previous();
 }

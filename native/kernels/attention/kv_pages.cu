@@ -1,14 +1,14 @@
 // Works on cells of the paged KV: it moves accepted rows down, writes new ones, and hands a prefill's to
-// ggml's attention. In a step one thread owns the same values (one block, or 16 bytes) of a sequence's cells
-// at all positions. It moves first, then writes, so no thread waits for another. A source is never a cell
-// that an earlier move has filled (pending[i] >= i), so a batch may be read before any of it is written.
-// Batches run in order, since a later move may fill an earlier one's source.
+// ggml's attention. A thread moves the same values (one block, or 16 bytes) of a sequence's cells at all positions, so none
+// waits for another. A source is never a cell that an earlier move has filled (pending[i] >= i), so a batch may be read
+// before any of it is written. Batches run in order, since a later move may fill an earlier one's source.
 #include "attention/chunks.h"
 #include "attention/kv_types.cuh"
 #include "common/kernels.h"
 #include "common/overlap.cuh"
 #include "common/pointers.h"
 
+#include <algorithm>
 #include <cuda_runtime.h>
 
 namespace luce {
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int THREADS = 128;
 constexpr int BATCH = 8; // so many moves are done at once
-constexpr int SPREAD = 16; // as many blocks share a sequence's rows where none has to move
+constexpr int SPREAD = 16; // as many blocks share a sequence's rows
 constexpr int PREFILL_ROWS = 4; // a block has so many rows in a prefill
 
 template <int TYPE> __device__ void write_values(const float *x, uint8_t *to) {
@@ -102,7 +102,32 @@ template <int TYPE> __device__ void move_rows(const Column<TYPE> &column, const 
     }
 }
 
-// Moves, then writes rows row0 .. of `n_rows`. The grid is a cell's blocks of k and v, sequences, SPREAD.
+// Moves pending rows. The grid is a cell's blocks of k and v of the widest pool, sequences, pools.
+template <int TYPE>
+__global__ void __launch_bounds__(THREADS) kv_move_kernel(const __grid_constant__ KvMoveArgs a) {
+    const KvPool &pool = a.pools[blockIdx.z];
+    const int columns = pool.Hkv * pool.D / KvType<TYPE>::VALUES;
+    const int column = blockIdx.x * THREADS + threadIdx.x, s = blockIdx.y;
+    if (column >= 2 * columns || s >= a.ctl->n_seqs || a.ctl->seqs[s].moves == 0) {
+        return;
+    }
+    const SeqCtl &seq = a.ctl->seqs[s];
+    const bool value = column >= columns;
+    const int at = value ? column - columns : column;
+    move_rows(Column<TYPE>(pool, value ? pool.v : pool.k, at, a.pages + seq.pages), seq, seq.n_replay);
+}
+
+template <int TYPE> int move(const KvMoveArgs &a, cudaStream_t stream) {
+    int32_t columns = 0;
+    for (int i = 0; i < a.n_pools; i++) {
+        columns = std::max(columns, a.pools[i].Hkv * a.pools[i].D / KvType<TYPE>::VALUES);
+    }
+    const dim3 grid(unsigned((2 * columns + THREADS - 1) / THREADS), MAX_ROWS, unsigned(a.n_pools));
+    kv_move_kernel<TYPE><<<grid, THREADS, 0, stream>>>(a);
+    return int(cudaGetLastError());
+}
+
+// Writes rows row0 .. of `n_rows`. The grid is a cell's blocks of k and v, sequences, SPREAD.
 template <int TYPE>
 __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_t columns) {
     using Kv = KvType<TYPE>;
@@ -116,24 +141,14 @@ __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_
     const bool value = column >= columns;
     const int at = value ? column - columns : column;
     const Column<TYPE> cells(a.pool, value ? a.pool.v : a.pool.k, at, a.pages + seq.pages);
-    const int32_t n = seq.n_move(a.owner);
-    if (n > 0) {
-        if (blockIdx.z > 0) {
-            return;
-        }
-        move_rows(cells, seq, n);
-    }
-    if (a.append != 0) {
-        return;
-    }
     const float *x = (value ? a.v : a.k) + int64_t(at) * Kv::VALUES;
     const int64_t row_size = int64_t(a.pool.Hkv) * a.pool.D;
-    for (int r = n > 0 ? 0 : int(blockIdx.z); r < seq.n_rows; r += n > 0 ? 1 : int(gridDim.z)) {
+    for (int r = int(blockIdx.z); r < seq.n_rows; r += int(gridDim.z)) {
         write_values<TYPE>(x + (seq.row0 + r) * row_size, cells.at(seq.n_past + r));
     }
 }
 
-// Writes a prefill's rows, after its moves. The grid is a cell's blocks of k and v, rows.
+// Writes a prefill's rows. The grid is a cell's blocks of k and v, rows.
 template <int TYPE>
 __global__ void __launch_bounds__(THREADS) kv_append_kernel(KvStoreArgs a, int32_t columns) {
     using Kv = KvType<TYPE>;
@@ -156,15 +171,16 @@ __global__ void __launch_bounds__(THREADS) kv_append_kernel(KvStoreArgs a, int32
 template <int TYPE> int store(const KvStoreArgs &a, cudaStream_t stream) {
     const int32_t columns = a.pool.Hkv * a.pool.D / KvType<TYPE>::VALUES;
     const unsigned x = unsigned((2 * columns + THREADS - 1) / THREADS);
-    const unsigned seqs = a.append != 0 ? 1 : MAX_ROWS;
-    const unsigned spread = a.append != 0 ? 1 : unsigned(a.T < SPREAD ? (a.T > 0 ? a.T : 1) : SPREAD);
-    cudaError_t error =
-        launch_kernel(kv_store_kernel<TYPE>, dim3(x, seqs, spread), THREADS, 0, stream, true, a, columns);
-    if (error == cudaSuccess && a.append != 0 && a.T > 0) {
-        const unsigned rows = unsigned((a.T + PREFILL_ROWS - 1) / PREFILL_ROWS);
-        error = launch_kernel(kv_append_kernel<TYPE>, dim3(x, rows), THREADS, 0, stream, false, a, columns);
+    if (a.T == 0) {
+        return 0;
     }
-    return int(error);
+    if (a.append != 0) {
+        const unsigned rows = unsigned((a.T + PREFILL_ROWS - 1) / PREFILL_ROWS);
+        return int(
+            launch_kernel(kv_append_kernel<TYPE>, dim3(x, rows), THREADS, 0, stream, false, a, columns));
+    }
+    const dim3 grid(x, MAX_ROWS, unsigned(std::min(a.T, SPREAD)));
+    return int(launch_kernel(kv_store_kernel<TYPE>, grid, THREADS, 0, stream, true, a, columns));
 }
 
 // ---- for ggml's attention ----
@@ -225,6 +241,21 @@ bool good(const KvPool &pool) {
 }
 
 } // namespace
+
+int cuda::kv_move(const KvMoveArgs &args, void *stream) {
+    if (args.n_pools < 1 || args.n_pools > MAX_POOLS ||
+        !std::all_of(args.pools, args.pools + args.n_pools, good)) {
+        return int(cudaErrorInvalidValue);
+    }
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    switch (args.pools[0].type) {
+        case KV_F32: return move<KV_F32>(args, st);
+        case KV_F16: return move<KV_F16>(args, st);
+        case KV_Q4_0: return move<KV_Q4_0>(args, st);
+        case KV_Q8_0: return move<KV_Q8_0>(args, st);
+        default: return int(cudaErrorInvalidValue);
+    }
+}
 
 int cuda::kv_store(const KvStoreArgs &args, void *stream) {
     if (args.T < 0 || !good(args.pool) || !aligned(args.k) || !aligned(args.v)) {

@@ -151,7 +151,7 @@ __device__ void Plan::read(const AttentionParams &a) {
     parent[i] = int8_t(used ? row.parent : -1);
     position[i] = used ? row.position : -1;
     n_past[i] = past;
-    written[i] = uint16_t(max(s.moves != 0 ? s.n_replay : 0, s.n_new));
+    written[i] = uint16_t(s.n_new);
     pages[i] = table;
     row0[i] = uint8_t(i < n_seqs ? first : 0);
     n_rows[i] = uint8_t(i < n_seqs ? rows : 0);

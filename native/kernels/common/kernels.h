@@ -38,20 +38,17 @@ struct SeqCtl {
     // The slot's log has the pending rows' keys and decays in this bank; new rows use the other one.
     int32_t bank;
     int32_t n_replay; // the recurrent state does not hold so many pending rows yet
-    // A bit for each owner of KV: its pending rows still lie where the verify wrote them, and have to be moved.
-    uint32_t moves;
+    // 1 says that KV of the pending rows still lies where the verify wrote it, and is moved ahead of the step (KvMoveArgs).
+    int32_t moves;
     int32_t pages; // this sequence's pages begin here in the page table
-    // So many of the positions before n_past have KV of the drafter that links of the same graph write or move: no
-    // launch may read them before it has waited for what is ahead of it.
+    // So many of the positions before n_past have KV of the drafter that links of the same graph write: no launch may read
+    // them before it has waited for what is ahead of it.
     int32_t n_new;
     int32_t reserved[2]; // pending is aligned to 16 bytes
     // pending has the rows of the last verify that were accepted, counted from that verify's first row of
     // this sequence, in commit order: pending[i] >= i. They are committed positions n_past - n_replay .. n_past - 1.
     int32_t pending[MAX_ROWS];
     ChoiceCtl choice;
-
-    // Returns how many pending rows an owner of KV has to move.
-    LUCE_BOTH int32_t n_move(int32_t owner) const { return (moves >> owner & 1) != 0 ? n_replay : 0; }
 };
 
 struct StepCtl {
@@ -149,7 +146,7 @@ int64_t deltanet_chunks_scratch(const DeltaShape &shape);
 // The KV of one attention layer is a pool of pages, each of PAGE positions, shared by all sequences. Position p of a
 // sequence is in page pages[seq.pages + p / PAGE], whose cell p % PAGE it has. A verify writes its row r of a sequence
 // at position n_past + (r - row0), also in a tree, where the row's own position may be smaller. A commit
-// leaves the accepted rows there as pending, and the next step moves them down before it does anything else.
+// leaves the accepted rows there as pending, and ahead of the next step they are moved down.
 // A cell holds the layer's KV heads, each a row of D values of `type`: ggml's F32 (0), F16 (1), Q4_0 (2) or Q8_0 (8).
 // Within a page rows of one head follow each other, so that attention, which reads head by head, reads memory in a row.
 struct KvPool {
@@ -163,11 +160,15 @@ struct KvPool {
     }
 };
 
-// Each layer's KV has an owner, which is a bit of SeqCtl::moves: the trunk, or one of the model's drafters.
-constexpr int32_t KV_TRUNK = 0, MAX_DRAFTERS = 16;
-constexpr int32_t kv_owner(uint32_t drafter) {
-    return 1 + int32_t(drafter);
-}
+// kv_move moves pending rows down, in the pools of many layers at once. It is launched ahead of a step, where a sequence of
+// the step has moves.
+constexpr int32_t MAX_POOLS = 30; // of one launch
+struct KvMoveArgs {
+    KvPool pools[MAX_POOLS]; // [n_pools], of one type
+    int32_t n_pools;
+    const StepCtl *ctl;
+    const int32_t *pages;
+};
 
 // norm_rope computes RMS(head) * norm and NEOX RoPE of the query and key heads of rows. The first rope_dim
 // values of a head rotate, value i with i + rope_dim / 2 by the angle position * base^(-2 i / rope_dim).
@@ -185,13 +186,12 @@ struct NormRopeArgs {
     RopeHeads k, q;
 };
 
-// kv_store moves pending rows down, then writes K and V of the step's rows. Rows with seq -1 are not written.
+// kv_store writes K and V of the step's rows. Rows with seq -1 are not written.
 struct KvStoreArgs {
     KvPool pool;
     int32_t T;
     // It is 1 for a prefill of seqs[0] alone: row t is at n_past + t, and T = n_rows is any number.
     int32_t append;
-    int32_t owner; // of the KV
     const float *k; // [T][Hkv][D], normalised and rotated
     const float *v; // [T][Hkv][D]
     const StepCtl *ctl;
@@ -234,7 +234,6 @@ struct AttentionHeadsArgs {
     const RowmmArgs *parts;
     KvPool pool;
     int32_t T, H; // H is 0 where there is no q
-    int32_t owner; // of the KV
     int32_t rope_dim;
     float base, eps;
     const int32_t *positions; // [T]
@@ -412,6 +411,7 @@ bool deltanet_with_conv(const DeltaShape &shape); // it says whether deltanet_la
 // It takes DELTA_APPEND, for long prefills.
 int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream);
 int norm_rope(const NormRopeArgs &args, void *stream);
+int kv_move(const KvMoveArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
 int nextn_pack(const NextnPackArgs &args, void *stream);
 int keep_hidden(const KeepHiddenArgs &args, void *stream);

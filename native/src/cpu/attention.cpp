@@ -61,19 +61,25 @@ void from_float(ggml_type type, const float *from, void *to, int64_t n) {
     }
 }
 
-// Stores one KV head of k or v. The moves come first, since a new row may overwrite what a move reads.
+// Moves one KV head of k or v.
+void move_head(const KvMoveArgs &a, const KvPool &pool, int which, int head) {
+    for (const SeqCtl *seq = a.ctl->seqs; seq < a.ctl->seqs + a.ctl->n_seqs; seq++) {
+        const HeadRows rows(pool, which, a.pages, *seq, head);
+        const int32_t n = seq->moves != 0 ? seq->n_replay : 0, first = seq->n_past - n;
+        for (int32_t i = 0; i < n; i++) {
+            memmove(rows.at(first + i), rows.at(first + seq->pending[i]), size_t(rows.bytes));
+        }
+    }
+}
+
+// Stores one KV head of k or v.
 void store_head(const KvStoreArgs &a, int which, int head) {
     const KvPool &pool = a.pool;
     const float *x = which == 0 ? a.k : a.v;
     const int n_seqs = a.append != 0 ? 1 : a.ctl->n_seqs;
     for (int s = 0; s < n_seqs; s++) {
         const SeqCtl &seq = a.ctl->seqs[s];
-        const int n_move = seq.n_move(a.owner);
         const HeadRows rows(pool, which, a.pages, seq, head);
-        for (int i = 0; i < n_move; i++) {
-            const int32_t first = seq.n_past - n_move;
-            memmove(rows.at(first + i), rows.at(first + seq.pending[i]), size_t(rows.bytes));
-        }
         const int row0 = a.append != 0 ? 0 : seq.row0, n_rows = a.append != 0 ? a.T : seq.n_rows;
         for (int r = 0; r < n_rows; r++) {
             const float *row = x + (int64_t(row0 + r) * pool.Hkv + head) * pool.D;
@@ -344,6 +350,16 @@ struct Unit {
 };
 
 } // namespace
+
+void cpu_kv_move(const KvMoveArgs &a, int ith, int nth) {
+    for (int p = 0, part = 0; p < a.n_pools; p++) {
+        for (int i = 0; i < 2 * a.pools[p].Hkv; i++, part++) {
+            if (part % nth == ith) {
+                move_head(a, a.pools[p], i % 2, i / 2);
+            }
+        }
+    }
+}
 
 void cpu_kv_store(const KvStoreArgs &a, int ith, int nth) {
     for (int i = ith; i < 2 * a.pool.Hkv; i += nth) {

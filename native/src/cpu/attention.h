@@ -7,6 +7,7 @@
 namespace luce {
 
 void cpu_norm_rope(const NormRopeArgs &args, int ith, int nth);
+void cpu_kv_move(const KvMoveArgs &args, int ith, int nth);
 void cpu_kv_store(const KvStoreArgs &args, int ith, int nth);
 void cpu_attention(const AttentionArgs &args, int ith, int nth); // it does not touch args.scratch
 void cpu_kv_gather(const KvGatherArgs &args, int ith, int nth);

@@ -118,9 +118,8 @@ Cache::Cache(const Model &model, const CacheParams &params)
     for (const Drafter *drafter : drafters_) {
         for (const AttentionShape &shape : drafter->kv) {
             drafter_kv_[drafter->index].push_back(cells(stages_.back(), shape));
-            owners_ |= 1u << kv_owner(drafter->index);
         }
-        lagging_ |= uint32_t(drafter->lags()) << kv_owner(drafter->index);
+        lagging_ |= uint32_t(drafter->lags()) << drafter->index;
         if ((drafter->reads & READS_HIDDEN) != 0 && hidden_ == nullptr) {
             hidden_ = ggml_new_tensor_2d(last, GGML_TYPE_F32, model.hparams().n_embd,
                                          n_slots * (2 * int64_t(params.n_rows) + 1) + 2);
@@ -147,6 +146,23 @@ void Cache::allocate() {
     set_data(nullptr);
     for (Stage &stage : stages_) {
         stage.allocate();
+    }
+    const auto add_pool = [](Stage &stage, const KvCells &kv) {
+        if (kv.k != nullptr) {
+            const auto at = [](const ggml_tensor *t) { return static_cast<uint8_t *>(t->data); };
+            stage.pools.push_back(
+                {at(kv.k), at(kv.v), kv.k->type, int32_t(kv.k->ne[2]), int32_t(kv.k->ne[0])});
+        }
+    };
+    for (Stage &stage : stages_) {
+        for (uint32_t il = stage.first; il < stage.end; il++) {
+            add_pool(stage, kv_[il]);
+        }
+    }
+    for (const std::vector<KvCells> &layers : drafter_kv_) {
+        for (const KvCells &kv : layers) {
+            add_pool(stages_.back(), kv);
+        }
     }
     host_buffer_ = pinned(last().device, host_bytes_, "what steps have chosen");
     ggml_backend_buffer_clear(host_buffer_.get(), 0);
@@ -391,8 +407,8 @@ void Timeline::verified(const int32_t *tokens, const int32_t *parents, uint32_t 
     std::copy_n(parents, n, verified_.parents);
 }
 
-void Timeline::drafted(int32_t anchor, uint32_t n, uint32_t drafter) {
-    debts_.moves &= ~(1u << kv_owner(drafter));
+void Timeline::drafted(int32_t anchor, uint32_t n) {
+    debts_.moves = false;
     verified_.n = 0; // the drafter's KV of the verified rows is overwritten
     draft_anchor_ = anchor;
     n_drafted_ = n;
@@ -428,7 +444,7 @@ void Timeline::commit(const int32_t *path, uint32_t n) {
     std::copy_n(path, n, debts_.replay.rows);
     debts_.replay.n = n;
     const bool skips = path[n - 1] != int32_t(n) - 1; // a prefix lies where it belongs
-    debts_.moves = skips ? cache_.owners() : 0;
+    debts_.moves = skips;
     const int32_t next = next_hidden(path[n - 1]);
     if (debts_.unseen.n == 0) {
         debts_.unseen.first_hidden = hidden_;

@@ -10,9 +10,9 @@
 //                count as zeros
 //   replay       accepted rows that are in the DeltaNet log of the      commit             the next verify or prefill
 //                sequence's slot, and not yet in its state and window
-//   moves        of each owner of KV: the rows of `replay` lie where    commit of a path   the next verify or prefill;
-//                the verify wrote them (position n_past + row), and     that skips rows    a drafter's also its next
-//                not where they belong (n_past + depth)                                    draft, where it comes first
+//   moves        KV of the rows of `replay` lies where the verify       commit of a path   the next verify, prefill or
+//                wrote it (position n_past + row), and not where it     that skips rows    draft, in all pools at once
+//                belongs (n_past + depth)
 //   unseen       the last committed rows, whose KV of the drafters      commit of a step   a step of its own, the feed,
 //                that lag is not written yet; a bank keeps their        that fed none      ahead of a draft of one of
 //                hidden states                                                             them, a prefill, a dump, a
@@ -28,8 +28,7 @@
 // Drafters that lag (Drafter::lags) read hidden states, which are kept. A step of one row (feeds_lagging) is plain
 // decoding, which may want no drafts for long: it leaves the row unseen, and many such rows are fed at once, to all of
 // them. While a sequence has unseen rows, it takes part only in steps of one row and in drafts of others. At most n_rows
-// rows are unseen: then they are fed before the next step of one row, too. A step of one row also moves nothing of
-// theirs: where that is due, the round gets a wider one (Step::verify_shape).
+// rows are unseen: then they are fed before the next step of one row, too.
 #pragma once
 
 #include "common/kernels.h"
@@ -115,8 +114,7 @@ public:
     // The model's drafters that the engine uses, each once, in the model's order; and the KV of one, by its layers.
     const std::vector<const Drafter *> &drafters() const { return drafters_; }
     const std::vector<KvCells> &drafter_kv(uint32_t drafter) const { return drafter_kv_[drafter]; }
-    uint32_t owners() const { return owners_; } // a bit for each owner of KV
-    uint32_t lagging() const { return lagging_; } // a bit for each of these that is a drafter which lags
+    uint32_t lagging() const { return lagging_; } // a bit for each of the model's drafters that lags
     bool keeps_hidden() const { return hidden_ != nullptr; }
     // {2, entries} I32 of what rows have chosen; an entry is a token, and a flag which is 1 where a logit was not finite.
     ggml_tensor *drafts() const { return drafts_; }
@@ -170,7 +168,7 @@ private:
     std::vector<DeltaState> delta_; // they are in the order of trunk blocks; entries are empty for attention
     std::vector<const Drafter *> drafters_;
     std::vector<std::vector<KvCells>> drafter_kv_; // by the model's drafters and their layers
-    uint32_t owners_ = 1u << KV_TRUNK, lagging_ = 0;
+    uint32_t lagging_ = 0;
     ggml_tensor *hidden_ = nullptr, *drafts_ = nullptr, *given_ = nullptr, *lists_ = nullptr;
     uint64_t host_bytes_ = 0;
     Context host_context_;
@@ -187,7 +185,7 @@ struct Debts {
         int32_t bank =
             0; // of the log: it has their keys and decays, and the next verify writes the other one
     } replay;
-    uint32_t moves = 0; // a bit for each owner of KV: the rows of `replay` have to be moved in its pages
+    bool moves = false; // the rows of `replay` have to be moved in its pages
     struct {
         uint32_t n = 0;
         int32_t first_hidden =
@@ -195,11 +193,11 @@ struct Debts {
     } unseen;
 
     bool any() const { return replay.n > 0 || unseen.n > 0; } // moves are of replayed rows
-    // A verify or prefill of all owners of KV pays these.
+    // A verify or prefill pays these.
     void pay() {
         fresh = false;
         replay.n = 0;
-        moves = 0;
+        moves = false;
     }
 };
 
@@ -249,8 +247,7 @@ public:
     // memory, so that none is done by half.
     void verified(const int32_t *tokens, const int32_t *parents, uint32_t n, bool seen);
     void fed() { debts_.unseen.n = 0; } // its unseen rows were fed
-    void drafted(int32_t anchor, uint32_t n,
-                 uint32_t drafter); // one of the model's, which has paid its moves
+    void drafted(int32_t anchor, uint32_t n);
     void settled() { debts_.pay(); } // it had no rows of its own
     // Fails with E_ARG unless it is a path from the root.
     void check_path(const int32_t *path, uint32_t n) const;

@@ -40,8 +40,8 @@ std::vector<DrafterUse> resolve_drafters(const Model &model, const luce_engine_p
     if (params.n_drafters > 0 && params.drafters == nullptr) {
         fail(LUCE_E_ARG, "drafters is null, and n_drafters %u", params.n_drafters);
     }
-    if (params.n_drafters > uint32_t(MAX_DRAFTERS)) {
-        fail(LUCE_E_ARG, "n_drafters is %u, expected 0 to %d", params.n_drafters, MAX_DRAFTERS);
+    if (params.n_drafters > MAX_DRAFTERS) {
+        fail(LUCE_E_ARG, "n_drafters is %u, expected 0 to %u", params.n_drafters, MAX_DRAFTERS);
     }
     std::vector<DrafterUse> uses;
     for (uint32_t i = 0; i < params.n_drafters; i++) {

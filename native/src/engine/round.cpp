@@ -275,13 +275,11 @@ void Rounds::enqueue_drafts(const RoundItem *items, uint32_t n) {
 void Rounds::enqueue_verify(Round &round) {
     Step &step = engine_.step();
     Cache &cache = engine_.cache();
-    uint32_t moves = 0;
     for (uint32_t i = 0; i < round.n_items; i++) {
         round.items[i].held->begin_step(); // all of them fail with it, also those that it has not come to
-        moves |= round.items[i].held->line().debts().moves;
     }
-    const StepShape shape = step.verify_shape(round.n_rows, moves);
-    round.seen = cache.lagging() == 0 || feeds_lagging(shape.rows);
+    const uint32_t width = step.verify_width(round.n_rows);
+    round.seen = cache.lagging() == 0 || feeds_lagging(width);
     Batch batch(step.verify_host(), cache);
     for (uint32_t i = 0; i < round.n_items; i++) {
         const Round::Item &item = round.items[i];
@@ -296,8 +294,8 @@ void Rounds::enqueue_verify(Round &round) {
             step.fetch_logits(batch.n_rows() - item.n, item.n);
         }
     }
-    batch.fill_up(shape.rows);
-    round.number = step.start_verify(shape.rows, round.n_rows, batch.n_pages());
+    batch.fill_up(width);
+    round.number = step.start_verify(width, round.n_rows, batch.n_pages());
     round.booked = false;
     round.state = Round::State::enqueued;
     for (uint32_t i = 0; i < round.n_items; i++) {
@@ -530,7 +528,7 @@ void Rounds::begin_draft(uint32_t drafter, const DraftItem *items, uint32_t n_it
 void Rounds::prepare(uint32_t drafter, const DraftItem &item) {
     const DrafterUse &by = use(drafter);
     item.sequence->line().take_pages(by.reach(item.n));
-    if ((engine_.cache().lagging() >> kv_owner(by.drafter) & 1) != 0) {
+    if ((engine_.cache().lagging() >> by.drafter & 1) != 0) {
         engine_.feed_lagging(item.sequence->line());
     }
 }
@@ -553,22 +551,20 @@ void Rounds::draft_chains(uint32_t drafter, const DraftItem *items, uint32_t n_i
 // A step of all links of one sequence's chain.
 void Rounds::draft_chain(uint32_t drafter, const DraftItem &item) {
     Sequence &sequence = *item.sequence;
-    const uint32_t of = use(drafter).drafter;
     sequence.begin_step();
     for (uint32_t link = 0; link < item.n; link++) {
         Batch batch(engine_.step().draft_host(link), engine_.cache());
         if (link == 0) {
             prepare(drafter, item);
         }
-        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link, of);
+        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link);
     }
     engine_.step().draft_chain(drafter, item.n);
-    sequence.line().drafted(item.anchor, item.n, of);
+    sequence.line().drafted(item.anchor, item.n);
     sequence.fail_with("");
 }
 
 void Rounds::draft_link(uint32_t drafter, const DraftItem *items, uint32_t n_items, uint32_t link) {
-    const uint32_t of = use(drafter).drafter;
     for (uint32_t i = 0; link == 0 && i < n_items; i++) {
         items[i].sequence->begin_step(); // all of them fail with it, also those that it has not come to
     }
@@ -579,7 +575,7 @@ void Rounds::draft_link(uint32_t drafter, const DraftItem *items, uint32_t n_ite
             if (link == 0) {
                 prepare(drafter, items[i]);
             }
-            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link, of);
+            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link);
         }
     }
     const uint32_t width = engine_.step().draft_width(batch.n_rows());
@@ -587,7 +583,7 @@ void Rounds::draft_link(uint32_t drafter, const DraftItem *items, uint32_t n_ite
     engine_.step().draft(drafter, width, link, batch.n_pages());
     for (uint32_t i = 0; i < n_items; i++) {
         if (items[i].n == link + 1) {
-            items[i].sequence->line().drafted(items[i].anchor, items[i].n, of);
+            items[i].sequence->line().drafted(items[i].anchor, items[i].n);
             items[i].sequence->fail_with("");
         }
     }
@@ -617,7 +613,7 @@ void Rounds::draft_some_blocks(uint32_t drafter, const DraftItem *items, uint32_
     }
     engine_.step().draft(drafter, n_items * by.n_block, index, batch.n_pages());
     for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->line().drafted(items[i].anchor, items[i].n, by.drafter);
+        items[i].sequence->line().drafted(items[i].anchor, items[i].n);
         items[i].sequence->end_step(Sequence::Rows::drafted, items[i].n + 1, i * by.n_block);
     }
 }

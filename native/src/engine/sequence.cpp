@@ -225,9 +225,9 @@ void Sequence::settle() {
         engine_->feed_lagging(line_);
         Batch batch(step.verify_host(), engine_->cache());
         batch.add_verify(line_, choice_, 0, nullptr, nullptr);
-        const StepShape shape = step.verify_shape(0, line_.debts().moves);
-        batch.fill_up(shape.rows);
-        step.verify(shape.rows, 0, batch.n_pages());
+        const uint32_t width = step.verify_width(0);
+        batch.fill_up(width);
+        step.verify(width, 0, batch.n_pages());
         line_.settled();
         fail_with("");
     });

@@ -7,6 +7,7 @@
 // to another: only a CPU has several stages, for tests.
 #pragma once
 
+#include "common/kernels.h"
 #include "model/model.h"
 
 namespace luce {
@@ -32,6 +33,7 @@ struct Stage {
     ggml_tensor *gemm_scratch = nullptr; // {bytes} I8
     uint64_t kv_bytes = 0, state_bytes = 0;
     Buffer memory;
+    std::vector<KvPool> pools; // all pools of KV here, once they are allocated
 
     // The streams. On a CPU there is only that of the steps.
     Backend steps;

@@ -52,7 +52,7 @@ struct Drafter {
     // It has KV which a verify of one row leaves to a feed: hidden rows are kept for that, taps are not.
     bool lags() const { return (reads & READS_HIDDEN) != 0 && !kv.empty(); }
     KvLayer kv_of(const Plain &g, size_t layer) const {
-        return {g.cache.drafter_kv(index)[layer], kv_owner(index), int32_t(first)};
+        return {g.cache.drafter_kv(index)[layer], int32_t(first)};
     }
 };
 

@@ -198,7 +198,6 @@ static ggml_tensor *rotated(ggml_context *ctx, ggml_tensor *x, ggml_tensor *posi
 void Lowering::store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv) {
     KvStoreArgs a{};
     a.append = plain.prefill();
-    a.owner = kv.owner;
     expand(ops::kv_store(ctx, {k, v, kv.cells.k, kv.cells.v, in->ctl, in->pages}, a));
 }
 

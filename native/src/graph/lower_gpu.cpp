@@ -21,7 +21,7 @@
 //   and behind that      qkv ..              rowmm_parts_norm      each block norms and packs the row itself; so does
 //                                                                  rowmm_norm of the logits
 //   attention (10)       q gate k v          rowmm_parts
-//                        norms, RoPE, cells  attention_heads       adds the parts up; moves accepted rows first
+//                        norms, RoPE, cells  attention_heads       adds the parts up
 //                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed
 //                        out, residual ..    as above, and the FFN
 //   once a step          plan                attention_plan        which block of attention does what, for all layers
@@ -311,7 +311,6 @@ protected:
         a.rope_dim = int32_t(shape.rope_dim);
         a.base = shape.rope_base;
         a.eps = std::get<float>(k_norm.params);
-        a.owner = kv.owner;
         const OpNode t =
             ops::attention_heads(ctx,
                                  {partials(n.in[0]), k_norm.w[0], in->positions, kv.cells.k, kv.cells.v,
@@ -357,7 +356,7 @@ protected:
     };
     std::pair<ggml_tensor *, int32_t> plan_of(const Node &n) {
         const Attends &a = std::get<Attends>(n.params);
-        if (a.kv.owner != KV_TRUNK) {
+        if (plain.kind == StepKind::draft) {
             return {nullptr, 0};
         }
         AttentionArgs shape{};

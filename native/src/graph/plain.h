@@ -30,8 +30,7 @@ inline bool feeds_lagging(int64_t rows) {
 // A KvLayer says which layer's KV is meant: a trunk block's, or a drafter's, which may have no positions below `first`.
 struct KvLayer {
     KvCells cells;
-    int32_t owner;
-    int32_t first;
+    int32_t first = 0;
 };
 
 enum class Op : uint8_t {

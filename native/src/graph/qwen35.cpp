@@ -449,9 +449,8 @@ static void build(Plain &g) {
         if (g.enter(il)) {
             const Block &block = w.blocks[il];
             const Val y = norm(x, block.attn_norm, eps);
-            x = add(x, block.attention() != nullptr
-                           ? attention(y, *block.attention(), {g.cache.kv(il), KV_TRUNK, 0}, eps)
-                           : deltanet(y, *block.deltanet(), g.cache.delta(il), eps));
+            x = add(x, block.attention() != nullptr ? attention(y, *block.attention(), {g.cache.kv(il)}, eps)
+                                                    : deltanet(y, *block.deltanet(), g.cache.delta(il), eps));
             x = add(x, feed_forward(norm(x, block.post_norm, eps), block));
             named(x, "l_out-" + std::to_string(il));
         }

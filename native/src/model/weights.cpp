@@ -291,7 +291,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         model->n_params_ += uint64_t(t.ne[0]) * uint64_t(t.ne[1]) * uint64_t(t.ne[2]) * uint64_t(t.ne[3]);
     }
     if (drafters.size() > MAX_DRAFTERS) {
-        fail(LUCE_E_ARG, "a model has at most %d drafters, got %zu", MAX_DRAFTERS, drafters.size());
+        fail(LUCE_E_ARG, "a model has at most %u drafters, got %zu", MAX_DRAFTERS, drafters.size());
     }
     size_t n_tensors = trunk.tensors().size() + 1; // of each file one may be tied
     for (const DrafterFile &drafter : drafters) {

@@ -33,13 +33,24 @@ inline const auto &norm_rope = row<NormRopeArgs>("norm_rope", [](auto &op, auto 
     op.runs(cpu_norm_rope, LUCE_CUDA(norm_rope));
 });
 
-// Moves accepted rows to where they belong, then writes K and V of a step's rows into their cells.
+// Moves accepted rows of one pool to where they belong. (Ahead of a step those of all pools are moved at once: Step::move_kv.)
+inline const auto &kv_move = row<KvMoveArgs>("kv_move", [](auto &op, auto &a) {
+    op.matrix(FIELD(pools[0].k), {D, PAGE, Hkv, pages}).type(a.pools[0].type);
+    op.matrix(FIELD(pools[0].v), {D, PAGE, Hkv, pages});
+    op.in(FIELD(ctl));
+    op.in(FIELD(pages), {ANY});
+    op.dims(a.pools[0].Hkv, Hkv, a.pools[0].D, D);
+    op.derive([](auto &args) { args.n_pools = 1; });
+    op.runs(cpu_kv_move, LUCE_CUDA(kv_move));
+});
+
+// Writes K and V of a step's rows into their cells.
 inline const auto &kv_store = row<KvStoreArgs>("kv_store", [](auto &op, auto &a) {
     op.in(FIELD(k), {D * Hkv, T});
     op.in(FIELD(v), {D * Hkv, T});
     takes_pool(op, a);
     op.dims(a.T, T);
-    op.params(FIELD(append), FIELD(owner));
+    op.params(FIELD(append));
     op.runs(cpu_kv_store, LUCE_CUDA(kv_store));
 });
 
@@ -118,7 +129,7 @@ inline const auto &attention_heads = row<AttentionHeadsArgs>("attention_heads", 
     op.derive([](auto &args) {
         args.H = args.q_norm == nullptr ? 0 : int32_t(args.parts->weights[0].N / (2 * args.pool.D));
     });
-    op.params(FIELD(rope_dim), FIELD(base), FIELD(eps), FIELD(owner));
+    op.params(FIELD(rope_dim), FIELD(base), FIELD(eps));
     op.known(H, a.H);
     op.out(FIELD(q), {D * H, T});
     op.out(FIELD(gate), {D * H, T});

@@ -282,7 +282,7 @@ public:
             dims(rest...);
         }
     }
-    // Fields that the builder sets: params(FIELD(eps), FIELD(owner)).
+    // Fields that the builder sets: params(FIELD(base), FIELD(eps)).
     template <class V, class... Rest> void params(const char *named, V &field, Rest &&...rest) {
         params_.push_back({named, {base_, &field}});
         if constexpr (sizeof...(rest) > 0) {

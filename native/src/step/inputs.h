@@ -34,11 +34,19 @@ public:
     // The same as send() beside the steps, by an engine that leaves the multiprocessors alone. Later steps wait for it.
     void send_beside(uint32_t mirror, uint32_t n_pages);
 
+    // What a stage's device has of a mirror that was sent: the control block and the page table.
+    const StepCtl *ctl(uint32_t stage) const { return at<StepCtl>(stage, ctl_); }
+    const int32_t *pages(uint32_t stage) const { return at<int32_t>(stage, pages_); }
+
     // Returns the inputs of a step of `rows` rows on a stage. Before allocate() they are tensors without memory, for
     // measuring.
     StepInputs tensors(ggml_context *ctx, uint32_t rows, uint32_t stage) const;
 
 private:
+    template <class T> const T *at(uint32_t stage, size_t offset) const {
+        void *base = ggml_backend_buffer_get_base(places_[stage].memory.get());
+        return reinterpret_cast<const T *>(static_cast<uint8_t *>(base) + offset);
+    }
     void send_bytes(const uint8_t *host, size_t bytes, bool beside = false);
 
     uint32_t rows_, n_pages_, mirrors_;
@@ -87,9 +95,8 @@ public:
     // debts alone.
     void add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n, const int32_t *parents,
                     const int32_t *tokens);
-    // Adds row i of a chain by one of the model's drafters, at n_past + i. Its token is the anchor or the draft before.
-    void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i,
-                   uint32_t drafter);
+    // Adds row i of a chain, at n_past + i. Its token is the anchor or the draft before.
+    void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i);
     // Adds a block of n rows after what is committed: [anchor, mask, mask ..]. Each row's choice but the anchor's is kept.
     void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t n, int32_t mask);
     // Adds the committed rows that drafters which lag have not seen.

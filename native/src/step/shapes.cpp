@@ -122,12 +122,6 @@ uint32_t Step::verify_width(uint32_t rows) const {
     return row_bucket(std::max(rows, 1u), most_rows(params_.cache));
 }
 
-StepShape Step::verify_shape(uint32_t rows, uint32_t moves) const {
-    const uint32_t width = verify_width(rows);
-    const bool widens = (moves & cache_.lagging()) != 0 && !feeds_lagging(width);
-    return {StepKind::verify, widens ? verify_width(width + 1) : width, 0};
-}
-
 uint32_t Step::draft_width(uint32_t sequences) const {
     return row_bucket(sequences, params_.cache.n_sequences);
 }

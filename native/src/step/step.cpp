@@ -1,5 +1,6 @@
 #include "step/step.h"
 
+#include "cpu/attention.h"
 #include "ops/row.h"
 #include "step/faults.h"
 #include "step/shapes.h"
@@ -325,9 +326,37 @@ void Step::compute(Graph &g, uint32_t links) {
 
 // ---- steps ----
 
+// Moves accepted rows, in all pools, of the sequences of a step that was just sent, ahead of it. Only paths of trees skip
+// rows, so that most steps have none to move.
+void Step::move_kv(const Region &sent, uint32_t mirror) {
+    const StepCtl &ctl = *sent.host(mirror).ctl;
+    if (std::none_of(ctl.seqs, ctl.seqs + ctl.n_seqs, [](const SeqCtl &seq) { return seq.moves != 0; })) {
+        return;
+    }
+    for (uint32_t i = 0; i < cache_.stages().size(); i++) {
+        const Stage &stage = cache_.stages()[i];
+        make_current(stage.device);
+        KvMoveArgs a{};
+        a.ctl = sent.ctl(i);
+        a.pages = sent.pages(i);
+        for (size_t first = 0; first < stage.pools.size(); first += MAX_POOLS) {
+            a.n_pools = int32_t(std::min(stage.pools.size() - first, size_t(MAX_POOLS)));
+            std::copy_n(stage.pools.begin() + ptrdiff_t(first), a.n_pools, a.pools);
+#ifdef LUCE_USE_CUDA
+            if (stage.device.gpu) {
+                check(cuda::kv_move(a, Stage::stream(stage.steps)), "a step failed");
+                continue;
+            }
+#endif
+            team_.run(team_.n_threads(), [&](int part) { cpu_kv_move(a, part, team_.n_threads()); });
+        }
+    }
+}
+
 void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
     Graph &g = graph({last ? StepKind::prefill_last : StepKind::prefill, n, kv_bucket(n_past + n)});
     in_.prefill.send(0, n_pages);
+    move_kv(in_.prefill, 0);
     compute(g);
     if (last) {
         enqueue_logits(g);
@@ -347,6 +376,7 @@ uint32_t Step::start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
     } else {
         in_.verify.send(number, n_pages);
     }
+    move_kv(in_.verify, number);
     compute(g);
     enqueue_logits(g);
     turn_ = (number + 1) % MAX_ENQUEUED;
@@ -383,6 +413,7 @@ void Step::draft(uint32_t drafter, uint32_t rows, uint32_t index, uint32_t n_pag
     Graph &g = graph({StepKind::draft, rows, 0, false, drafter});
     drafting_ = true;
     in_.draft.send(index, n_pages);
+    move_kv(in_.draft, index);
     compute(g);
 }
 
@@ -390,6 +421,7 @@ void Step::draft_chain(uint32_t drafter, uint32_t links) {
     Graph &g = graph({StepKind::draft, 1, 0, false, drafter});
     drafting_ = true;
     in_.draft.send_chain(links);
+    move_kv(in_.draft, 0);
     compute(g, links);
 }
 

@@ -72,9 +72,6 @@ public:
 
     // Returns the width that a step of `rows` rows, or a draft of so many sequences, really has.
     uint32_t verify_width(uint32_t rows) const;
-    // The narrowest verify of so many rows. Where a drafter that lags is among the owners that have KV to move, it is one
-    // that feeds these and so moves their KV.
-    StepShape verify_shape(uint32_t rows, uint32_t moves) const;
     uint32_t draft_width(uint32_t sequences) const;
     uint32_t feed_width(uint32_t rows) const;
 
@@ -142,6 +139,7 @@ public:
 
 private:
     Graph &graph(StepShape shape);
+    void move_kv(const Region &sent, uint32_t mirror);
     void wait_for_drafts();
     void fail_wait() const; // where a test asks for it
     void enqueue_logits(const Graph &g);
