@@ -11,7 +11,7 @@
 //             and, where it is not causal, all of the block; row i predicts the token at its own position
 #include "graph/dflash.h"
 
-#include "graph/qwen35.h"
+#include "graph/blocks.h"
 
 #include <cmath>
 
@@ -20,7 +20,7 @@ namespace {
 
 // A layer of a DFlash drafter has attention without a gate, over context rows and the block.
 struct DFlashLayer {
-    Attention attention; // q is {E, D*H}
+    Attention attention;
     bool causal; // it says whether a block's rows see only those before them, or all of the block
     ggml_tensor *attn_norm; // {E}
     ggml_tensor *ffn_norm; // {E}
@@ -45,9 +45,6 @@ struct DFlash : Drafter {
 
     void feed(Plain &g, const Seen &seen) const override;
     void draft(Plain &g) const override;
-
-private:
-    Val attention(Val x, size_t il) const;
 };
 
 struct Found {
@@ -135,18 +132,7 @@ AttentionShape read_attention(const Found &f) {
     a.rope_dim = uint32_t(f.file.integer_or(f.key("rope.dimension_count"), a.head_dim, 2, a.head_dim));
     a.rope_base = float(f.file.number(f.key("rope.freq_base")));
     a.yarn = read_yarn(f);
-    const int64_t values = f.file.integer_or(f.key("attention.value_length"), a.head_dim, 1, 1024);
-    if (values != a.head_dim) {
-        f.refuse(format("attention.value_length is not attention.key_length: %u and %lld", a.head_dim,
-                        (long long) values));
-    }
-    if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
-        f.refuse(format("attention.key_length is %u: luce runs 64, 128 and 256", a.head_dim));
-    }
-    if (a.n_head % a.n_head_kv != 0 || a.rope_dim % 2 != 0 || !(a.rope_base > 0)) {
-        f.bad(format("%u heads over %u KV heads, rope.dimension_count %u, rope.freq_base %g", a.n_head,
-                     a.n_head_kv, a.rope_dim, double(a.rope_base)));
-    }
+    check_heads(f.file, a, f.file.integer_or(f.key("attention.value_length"), a.head_dim, 1, 1024));
     return a;
 }
 
@@ -238,21 +224,11 @@ void check_target(const Found &f, const HParams &trunk) {
 
 DFlashLayer read_layer(WeightReader &r, const AttentionShape &shape, int64_t E, int64_t FF, uint32_t il) {
     const std::string p = "blk." + std::to_string(il) + ".";
-    const int64_t D = shape.head_dim, H = shape.n_head, Hkv = shape.n_head_kv;
     DFlashLayer layer{};
     layer.attn_norm = r.f32(p + "attn_norm.weight", {E});
     layer.ffn_norm = r.f32(p + "ffn_norm.weight", {E});
-    Attention &a = layer.attention;
-    a.shape = shape;
-    a.q = r.matrix(p + "attn_q.weight", E, D * H);
-    a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
-    a.v = r.matrix(p + "attn_v.weight", E, D * Hkv);
-    a.out = r.matrix(p + "attn_output.weight", D * H, E);
-    a.q_norm = r.f32(p + "attn_q_norm.weight", {D});
-    a.k_norm = r.f32(p + "attn_k_norm.weight", {D});
-    layer.ffn.gate = r.matrix(p + "ffn_gate.weight", E, FF);
-    layer.ffn.up = r.matrix(p + "ffn_up.weight", E, FF);
-    layer.ffn.down = r.matrix(p + "ffn_down.weight", FF, E);
+    layer.attention = read_attention(r, p, shape, E, /*gated=*/false);
+    layer.ffn = read_ffn(r, p, E, FF);
     return layer;
 }
 
@@ -352,19 +328,13 @@ void DFlash::feed(Plain &g, const Seen &seen) const {
     }
 }
 
-// Attention of a block's rows x, whose K and V lie behind the context's.
-Val DFlash::attention(Val x, size_t il) const {
-    const Attention &w = layers[il].attention;
-    const Val cells = write_kv(x, w, kv_of(*x.graph, il), rms_eps);
-    const Val q = rope(head_norm(matmul(x, w.q), w.q_norm, rms_eps), w.shape); // {D*H, T}
-    return matmul(attend(q, cells, w.shape, !layers[il].causal), w.out);
-}
-
 void DFlash::draft(Plain &g) const {
     Val x = scale(embed(g, token_embd), embedding_scale); // {E, T}
     for (size_t il = 0; il < layers.size(); il++) {
-        x = add(x, attention(luce::norm(x, layers[il].attn_norm, rms_eps), il));
-        x = add(x, ffn(luce::norm(x, layers[il].ffn_norm, rms_eps), layers[il].ffn));
+        const DFlashLayer &layer = layers[il]; // K and V of a block's rows lie behind the context's
+        const Val y = luce::norm(x, layer.attn_norm, rms_eps);
+        x = add(x, attention(y, layer.attention, kv_of(g, il), rms_eps, /*block=*/!layer.causal));
+        x = add(x, ffn(luce::norm(x, layer.ffn_norm, rms_eps), layer.ffn));
     }
     const Val own =
         luce::softcap(matmul(luce::norm(x, norm, rms_eps), output), softcap); // {rows of d2t or V, T}

@@ -61,9 +61,4 @@ void feed_lagging(Plain &g) {
     }
 }
 
-Val write_kv(Val x, const Attention &w, const KvLayer &kv, float eps) {
-    const auto [k, v] = matmul(x, {w.k, w.v});
-    return kv_write(kv, rope(head_norm(k, w.k_norm, eps), w.shape), v);
-}
-
 } // namespace luce

@@ -78,7 +78,4 @@ void feed_drafters(const std::vector<Val> &outputs, Val h);
 // A feed of all drafters that lag.
 void feed_lagging(Plain &g);
 
-// Writes K and V of rows x {E, T} into their cells, without attention over them.
-Val write_kv(Val x, const Attention &w, const KvLayer &kv, float eps);
-
 } // namespace luce

@@ -2,7 +2,8 @@
 // block of the target's kind between norms of its own and a language-model head.
 #include "graph/nextn.h"
 
-#include "graph/qwen35.h"
+#include "graph/architecture.h"
+#include "graph/blocks.h"
 
 namespace luce {
 

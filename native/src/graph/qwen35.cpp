@@ -3,6 +3,7 @@
 #include "graph/qwen35.h"
 
 #include "cpu/experts.h"
+#include "graph/blocks.h"
 #include "graph/nextn.h"
 
 #include <algorithm>
@@ -87,22 +88,15 @@ void check(const GgufFile &file, const Qwen35 &q, const AttentionShape &a) {
     const auto bad = [&](const std::string &what) {
         fail(LUCE_E_UNSUPPORTED, "%s: %s", file.path().c_str(), what.c_str());
     };
-    const int64_t value_dim = file.integer_or(p + "attention.value_length", a.head_dim, 1, 1024);
     const uint32_t inner = uint32_t(file.integer(p + "ssm.inner_size", 1, 1 << 20));
     const uint32_t taps = uint32_t(file.integer(p + "ssm.conv_kernel", 1, 64));
-    if (value_dim != a.head_dim) {
-        bad(format("attention.key_length is %u and value_length %lld: they must be equal", a.head_dim,
-                   (long long) value_dim));
+    check_heads(file, a, file.integer_or(p + "attention.value_length", a.head_dim, 1, 1024));
+    if (!(q.hp.rms_eps > 0)) {
+        bad("the RMS epsilon must be positive");
     }
-    if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
-        bad(format("attention.key_length is %u: luce runs 64, 128 and 256", a.head_dim));
-    }
-    if (a.n_head % a.n_head_kv != 0 || d.n_v_heads % d.n_k_heads != 0) {
-        bad(format("heads must divide: attention %u/%u, DeltaNet %u/%u", a.n_head, a.n_head_kv, d.n_v_heads,
+    if (d.n_v_heads % d.n_k_heads != 0) {
+        bad(format("ssm.time_step_rank is %u, no multiple of ssm.group_count, which is %u", d.n_v_heads,
                    d.n_k_heads));
-    }
-    if (a.rope_dim % 2 != 0 || !(a.rope_base > 0) || !(q.hp.rms_eps > 0)) {
-        bad("rope.dimension_count must be even, rope.freq_base and the RMS epsilon positive");
     }
     if (d.state_size != 16 && d.state_size != 32 && d.state_size != 64 && d.state_size != 128) {
         bad(format("ssm.state_size is %u: luce runs 16, 32, 64 and 128", d.state_size));
@@ -238,27 +232,21 @@ Moe read_moe(WeightReader &r, const Qwen35 &q, const std::string &p, bool in_ram
     m.down = r.experts(p + "ffn_down_exps.weight", FF, E, n, in_ram);
     if (r.has(p + "ffn_gate_inp_shexp.weight")) {
         m.shared_gate = r.router(p + "ffn_gate_inp_shexp.weight", E, 1);
-        m.shared.gate = r.matrix(p + "ffn_gate_shexp.weight", E, shared);
-        m.shared.up = r.matrix(p + "ffn_up_shexp.weight", E, shared);
-        m.shared.down = r.matrix(p + "ffn_down_shexp.weight", shared, E);
+        m.shared = read_ffn(r, p, E, shared, "_shexp");
     }
     return m;
 }
 
 Block read_block(WeightReader &r, const Qwen35 &q, uint32_t il, bool recurrent) {
     const std::string p = "blk." + std::to_string(il) + ".";
-    const int64_t E = q.hp.n_embd, FF = q.n_ff;
+    const int64_t E = q.hp.n_embd;
     Block b{};
     b.attn_norm = r.f32(p + "attn_norm.weight", {E});
     b.post_norm = r.f32(p + "post_attention_norm.weight", {E});
     if (q.moe.n_expert > 0) {
         b.ffn = read_moe(r, q, p, il < q.hp.n_layer && r.in_ram(il));
     } else {
-        Ffn f{};
-        f.gate = r.matrix(p + "ffn_gate.weight", E, FF);
-        f.up = r.matrix(p + "ffn_up.weight", E, FF);
-        f.down = r.matrix(p + "ffn_down.weight", FF, E);
-        b.ffn = f;
+        b.ffn = read_ffn(r, p, E, q.n_ff);
     }
     if (recurrent) {
         const int64_t Hv = q.deltanet.n_v_heads, S = q.deltanet.state_size, C = q.deltanet.conv_dim();
@@ -275,16 +263,7 @@ Block read_block(WeightReader &r, const Qwen35 &q, uint32_t il, bool recurrent) 
         d.out = r.matrix(p + "ssm_out.weight", Hv * S, E);
         b.mixer = d;
     } else {
-        Attention a{};
-        a.shape = q.attention[il];
-        const int64_t D = a.shape.head_dim, H = a.shape.n_head, Hkv = a.shape.n_head_kv;
-        a.q = r.matrix(p + "attn_q.weight", E, 2 * D * H);
-        a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
-        a.v = r.matrix(p + "attn_v.weight", E, D * Hkv);
-        a.out = r.matrix(p + "attn_output.weight", D * H, E);
-        a.q_norm = r.f32(p + "attn_q_norm.weight", {D});
-        a.k_norm = r.f32(p + "attn_k_norm.weight", {D});
-        b.mixer = a;
+        b.mixer = read_attention(r, p, q.attention[il], E, /*gated=*/true);
     }
     return b;
 }
@@ -342,7 +321,6 @@ Weights read_trunk(WeightReader &reader, const HParams &hp) {
         unloaded.finish(prefix);
         reader.forget(prefix);
     }
-    reader.finish();
     return w;
 }
 
@@ -389,8 +367,8 @@ std::shared_ptr<NextN> read_head(Model &model, const GgufFile &file, const HPara
             for (const char *unused : {"token_embd.weight", "output_norm.weight", "output.weight"}) {
                 checking.forget(unused);
             }
-            checking.finish();
         }
+        checking.finish();
     }
     WeightReader reader(model, file);
     return std::make_shared<NextN>(read_nextn(reader, q, q.hp.n_layer, weights));
@@ -400,46 +378,12 @@ std::shared_ptr<NextN> read_head(Model &model, const GgufFile &file, const HPara
 
 // ---- the graph: T rows x of E values pass through blocks of DeltaNet or full attention, each with a feed-forward part ----
 
-Val attention(Val x, const Attention &w, const KvLayer &kv, float eps) {
-    const auto [q_gate, k, v] = matmul(x, {w.q, w.k, w.v});
-    const auto [q, gate] = split_heads(q_gate, w.shape); // {D*H, T} each
-    const Val cells = kv_write(kv, rope(head_norm(k, w.k_norm, eps), w.shape), v);
-    const Val o = attend(rope(head_norm(q, w.q_norm, eps), w.shape), cells, w.shape);
-    return matmul(gated(o, gate), w.out); // {E, T}
-}
-
 static Val deltanet(Val x, const DeltaNet &w, const DeltaState &state, float eps) {
     const auto [qkv, z, beta, alpha] = matmul(x, {w.qkv, w.gate, w.beta, w.alpha});
     const Val o = delta_rule(conv(qkv, w, state), alpha, beta, w, state); // {Hv*S, T}
     return matmul(mul(head_norm(o, w.norm, eps), silu(z)), w.out); // {E, T}
 }
 
-Val ffn(Val x, const Ffn &w) {
-    const auto [gate, up] = matmul(x, {w.gate, w.up}); // {FF, T} each
-    return matmul(glu(gate, up), w.down); // {E, T}
-}
-
-// Each row has the experts that the router chose for it, and the shared expert, scaled by a gate of its own.
-static Val moe(Val x, const Moe &w) {
-    const auto mixed = [&](Val logits) {
-        const Val chosen = route(logits, w);
-        const auto [gate, up] = experts_up(x, chosen, w);
-        return mix(experts_down(glu(gate, up), chosen, w), chosen, w); // {E, T}
-    };
-    if (w.shared_gate == nullptr) {
-        return mixed(matmul(x, w.router));
-    }
-    const auto [logits, open] = matmul(x, {w.router, w.shared_gate}); // {n, T}, {1, T}
-    const Val y = mixed(logits);
-    return add(y, gated(ffn(x, w.shared), open));
-}
-
-Val feed_forward(Val x, const Block &block) {
-    return block.moe() != nullptr ? moe(x, *block.moe()) : ffn(x, *block.dense());
-}
-
-// A prefill has logits of its last row or none, and a verify of all rows. Where the engine drafts, what its drafters read
-// of the rows is kept.
 static void build(Plain &g) {
     const Weights &w = g.model.weights();
     const float eps = g.model.hparams().rms_eps;
@@ -456,18 +400,7 @@ static void build(Plain &g) {
         }
         outputs.push_back(x);
     }
-    const Val h = norm(x, w.output_norm, eps);
-    feed_drafters(outputs, h);
-    if (g.kind == StepKind::prefill) {
-        compute(x);
-        return;
-    }
-    const bool one = g.kind == StepKind::prefill_last && g.T > 1;
-    g.logits = matmul(one ? norm(last(x), w.output_norm, eps) : h, w.output); // {V, T or 1}
-    if (g.kind == StepKind::verify) {
-        g.hidden = compute(x);
-    }
-    g.choice = choose(g.logits, /*ahead=*/true);
+    end_step(x, outputs);
 }
 
 const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build};

@@ -48,10 +48,10 @@ struct DeltaNetShape {
     uint32_t conv_dim() const { return (2 * n_k_heads + n_v_heads) * state_size; } // C
 };
 
-// This is full attention. q_norm and k_norm are null where heads have no norms.
 struct Attention {
     AttentionShape shape;
-    ggml_tensor *q; // {E, 2*D*H}, per head q(D) then gate(D)
+    bool gated; // sigmoid(gate) multiplies what a head gives
+    ggml_tensor *q; // {E, D*H}, or with a gate {E, 2*D*H}: per head q(D) then gate(D)
     ggml_tensor *k; // {E, D*Hkv}
     ggml_tensor *v; // {E, D*Hkv}
     ggml_tensor *out; // {D*H, E}

@@ -302,6 +302,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     }
     WeightReader reader(*model, trunk);
     model->weights_ = model->architecture_->read_trunk(reader, hp);
+    reader.finish();
     for (const DrafterFile &from : drafters) {
         const DrafterKind &kind = drafter_kind(from.kind, *from.file);
         const std::shared_ptr<Drafter> drafter = kind.read(*model, *from.file, hp, model->weights_);

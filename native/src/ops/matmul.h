@@ -15,7 +15,7 @@ namespace luce {
 // ROWMM_MAX_ROWS at a time, each block of rows as a step of its own.
 int64_t rowmm_op_bytes(int64_t T, int64_t K);
 
-// This is what an engine's launches share, in the order in which it lies in Cache::rowmm_scratch().
+// This is what an engine's launches share, in the order in which it lies in Stage::rowmm_scratch.
 struct LaunchScratch {
     void *partial; // RowmmArgs.scratch
     void *turns; // DeltaLayerArgs.turns

@@ -1,0 +1,113 @@
+#include "graph/blocks.h"
+
+namespace luce {
+
+void check_heads(const GgufFile &file, const AttentionShape &a, int64_t value_dim) {
+    const auto refuse = [&](const std::string &what) {
+        fail(LUCE_E_UNSUPPORTED, "%s: %s", file.path().c_str(), what.c_str());
+    };
+    if (value_dim != a.head_dim) {
+        refuse(format("attention.key_length is %u and attention.value_length %lld: they must be equal",
+                      a.head_dim, (long long) value_dim));
+    }
+    if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
+        refuse(format("attention.key_length is %u: luce runs 64, 128 and 256", a.head_dim));
+    }
+    if (a.n_head % a.n_head_kv != 0) {
+        refuse(format("attention.head_count is %u, no multiple of attention.head_count_kv, which is %u",
+                      a.n_head, a.n_head_kv));
+    }
+    if (a.rope_dim % 2 != 0 || !(a.rope_base > 0)) {
+        refuse(format("rope.dimension_count is %u and rope.freq_base %g: expected an even and a positive one",
+                      a.rope_dim, double(a.rope_base)));
+    }
+}
+
+Attention read_attention(WeightReader &r, const std::string &p, const AttentionShape &shape, int64_t E,
+                         bool gated) {
+    const int64_t D = shape.head_dim, H = shape.n_head, Hkv = shape.n_head_kv;
+    Attention a{};
+    a.shape = shape;
+    a.gated = gated;
+    a.q = r.matrix(p + "attn_q.weight", E, (gated ? 2 : 1) * D * H);
+    a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
+    a.v = r.matrix(p + "attn_v.weight", E, D * Hkv);
+    a.out = r.matrix(p + "attn_output.weight", D * H, E);
+    a.q_norm = r.f32(p + "attn_q_norm.weight", {D});
+    a.k_norm = r.f32(p + "attn_k_norm.weight", {D});
+    return a;
+}
+
+Ffn read_ffn(WeightReader &r, const std::string &p, int64_t E, int64_t FF, const char *suffix) {
+    const auto named = [&](const char *part) { return p + "ffn_" + part + suffix + ".weight"; };
+    Ffn f{};
+    f.gate = r.matrix(named("gate"), E, FF);
+    f.up = r.matrix(named("up"), E, FF);
+    f.down = r.matrix(named("down"), FF, E);
+    return f;
+}
+
+// ---- graphs ----
+
+Val write_kv(Val x, const Attention &w, const KvLayer &kv, float eps) {
+    const auto [k, v] = matmul(x, {w.k, w.v});
+    return kv_write(kv, rope(head_norm(k, w.k_norm, eps), w.shape), v);
+}
+
+// With a gate all three are products of one launch. Without one K and V are apart, as a feed of drafters writes them.
+Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, bool block) {
+    if (!w.gated) {
+        const Val cells = write_kv(x, w, kv, eps);
+        const Val q = rope(head_norm(matmul(x, w.q), w.q_norm, eps), w.shape); // {D*H, T}
+        return matmul(attend(q, cells, w.shape, block), w.out); // {E, T}
+    }
+    const auto [q_gate, k, v] = matmul(x, {w.q, w.k, w.v});
+    const auto [q, gate] = split_heads(q_gate, w.shape); // {D*H, T} each
+    const Val cells = kv_write(kv, rope(head_norm(k, w.k_norm, eps), w.shape), v);
+    const Val o = attend(rope(head_norm(q, w.q_norm, eps), w.shape), cells, w.shape, block);
+    return matmul(gated(o, gate), w.out); // {E, T}
+}
+
+Val ffn(Val x, const Ffn &w) {
+    const auto [gate, up] = matmul(x, {w.gate, w.up}); // {FF, T} each
+    return matmul(glu(gate, up), w.down); // {E, T}
+}
+
+// Each row has the experts that the router chose for it, and the shared expert, scaled by a gate of its own.
+static Val moe(Val x, const Moe &w) {
+    const auto mixed = [&](Val logits) {
+        const Val chosen = route(logits, w);
+        const auto [gate, up] = experts_up(x, chosen, w);
+        return mix(experts_down(glu(gate, up), chosen, w), chosen, w); // {E, T}
+    };
+    if (w.shared_gate == nullptr) {
+        return mixed(matmul(x, w.router));
+    }
+    const auto [logits, open] = matmul(x, {w.router, w.shared_gate}); // {n, T}, {1, T}
+    const Val y = mixed(logits);
+    return add(y, gated(ffn(x, w.shared), open));
+}
+
+Val feed_forward(Val x, const Block &block) {
+    return block.moe() != nullptr ? moe(x, *block.moe()) : ffn(x, *block.dense());
+}
+
+void end_step(Val x, const std::vector<Val> &outputs) {
+    Plain &g = *x.graph;
+    const Weights &w = g.model.weights();
+    const float eps = g.model.hparams().rms_eps;
+    const Val h = norm(x, w.output_norm, eps);
+    feed_drafters(outputs, h);
+    if (g.kind == StepKind::prefill) {
+        compute(x);
+        return;
+    }
+    const bool one = g.kind == StepKind::prefill_last && g.T > 1;
+    g.logits = matmul(one ? norm(last(x), w.output_norm, eps) : h, w.output); // {V, T or 1}
+    if (g.kind == StepKind::verify) {
+        g.hidden = compute(x);
+    }
+    g.choice = choose(g.logits, /*ahead=*/true);
+}
+
+} // namespace luce

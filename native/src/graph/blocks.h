@@ -1,0 +1,31 @@
+// The blocks that architectures and drafters are made of: how their tensors are named and taken, what of their shapes luce
+// has kernels for, and their graphs. What one family alone has stands in its own file.
+#pragma once
+
+#include "graph/drafter.h"
+
+namespace luce {
+
+// E_UNSUPPORTED names the keys of a file's attention that luce has no kernels for. value_dim: the length of a head of V.
+void check_heads(const GgufFile &file, const AttentionShape &shape, int64_t value_dim);
+
+// Takes the tensors of attention and of SwiGLU that begin with `prefix` ("blk.0."), over rows of E values.
+Attention read_attention(WeightReader &reader, const std::string &prefix, const AttentionShape &shape,
+                         int64_t E, bool gated);
+Ffn read_ffn(WeightReader &reader, const std::string &prefix, int64_t E, int64_t FF, const char *suffix = "");
+
+// Attention of rows x {E, T}, which are normed -> {E, T}. Their K and V go into their cells first. `block`: the rows of a
+// sequence all see each other.
+Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, bool block = false);
+// Writes K and V of rows x {E, T} into their cells, without attention over them.
+Val write_kv(Val x, const Attention &w, const KvLayer &kv, float eps);
+
+// SwiGLU of x {E, T}, or the mixture of experts that a block may have in its place -> {E, T}.
+Val ffn(Val x, const Ffn &w);
+Val feed_forward(Val x, const Block &block);
+
+// What follows the blocks of a trunk, whose last one put out x {E, T}: its logits and choices, and what drafters read. A
+// prefill has logits of its last row or none, and a verify of all rows.
+void end_step(Val x, const std::vector<Val> &outputs);
+
+} // namespace luce
