@@ -35,8 +35,6 @@ template <int V> struct LaneParts {
         other.first += at_row(p, row) - at_row(p, made_for);
         return other;
     }
-    // Moves on by so many rows within a set of parts.
-    __device__ void skip_rows(int rows) { first += rows * (TILE / 4); }
     // Finds the range of a unit. Ranges are about equally long, so it is nearly where it would be if they were: two
     // guesses by the mean come next to it, and a search by halves would wait for nine values in turn.
     static __device__ int range_of(const RowmmParts &p, int unit) {

@@ -138,24 +138,6 @@ __device__ __forceinline__ void copies_end(uint32_t barrier) {
 
 // ---- copies of 16 bytes into shared memory, by the lane itself ----
 
-__device__ __forceinline__ void copy_16(void *shared, const void *global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
-                 : "memory");
-}
-// The first closes a group of a lane's copies. The second waits until all but its newest N groups have
-// arrived.
-__device__ __forceinline__ void copies_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int N> __device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-// Brings the line at p to L2, where p may be any address of device memory.
-__device__ __forceinline__ void prefetch_l2(const void *p) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
-
 // Says that the 128 bytes at p, which are aligned so, are not read before they are written again, so that what L2 holds of them
 // need not be written to memory.
 __device__ __forceinline__ void discard_line(const void *p) {

@@ -40,12 +40,10 @@ constexpr int ROWMM_WHOLE_ROWS = 8;
 // Q2_K .. Q6_K, IQ4_NL, IQ4_XS.
 bool rowmm_has_type(int32_t type);
 
-// Returns the bytes of the packed weights [N][K] and the alignment that they need (a multiple of 128 is
-// always enough). N is padded to 16, and K to 256, and to the type's block in ggml's file. For the usual
-// shapes the packed weights are as large as ggml's tensor. The size is 0 where the type is not known or K is
-// no multiple of its block.
+// Returns the bytes of the packed weights [N][K], which are aligned to 128. N is padded to 16, and K to 256, and to the
+// type's block in ggml's file. For the usual shapes the packed weights are as large as ggml's tensor. The size is 0 where
+// the type is not known or K is no multiple of its block.
 int64_t rowmm_packed_bytes(int32_t type, int64_t K, int64_t N);
-constexpr int64_t ROWMM_ALIGN = 128;
 
 // Describes one permutation. It goes from ggml's layout [N][K / block] to the packed one, or from the packed
 // one to F16 [N][K] (for cuBLAS in a prefill). Each value of the latter is ggml's dequantised F32, rounded to

@@ -79,7 +79,7 @@ __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring,
     const int n_items = p.n_shared + __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head));
     if (first >= n_items || of_first.x != early) {
         if (ring.filled > 0) {
-            ring.throw_away();
+            ring.skip_filled();
             ring.units.begin(p, 0, x);
         }
         if (first >= n_items) {

@@ -106,7 +106,7 @@ struct UnitRing {
             fetch(p, filled);
         }
     }
-    __device__ void throw_away() {
+    __device__ void skip_filled() {
         for (int i = 0; i < filled; i++) {
             barrier_wait(full + i * 8, 0);
         }

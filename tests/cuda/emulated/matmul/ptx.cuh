@@ -167,10 +167,6 @@ inline void copies_end(uint32_t barrier) {
 #endif
 inline uint8_t *held_address(uint8_t *shared) { return shared; }
 
-inline void copy_16(void *shared, const void *global) { memcpy(shared, global, 16); }
-inline void copies_commit() {}
-template <int N> void copies_wait() {}
-inline void prefetch_l2(const void *) {}
 // A line is discarded once, by who alone reads it. What it held is gone.
 inline void discard_line(const void *p) {
     constexpr int LINE = 128, GONE = 0xa5;
