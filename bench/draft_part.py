@@ -22,7 +22,7 @@ from luce.bench.summary import five_digits
 from luce.decode.engine import Engine
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_GAMMA, PART, Options, part_of
-from luce.speculate.costs import Costs
+from luce.speculate.prices import Costs
 
 
 def best_rate(costs: Costs, share: float, part: bool) -> tuple[float, int]:

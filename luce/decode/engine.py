@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from luce import native as _native
@@ -15,7 +14,6 @@ from luce.decode.generation import Generation, Prefixes
 from luce.decode.loop import Loop
 from luce.decode.reading import Reading
 from luce.decode.request import Request
-from luce.decode.rounds import timed
 from luce.errors import Error
 from luce.files.tokenizer import Tokenizer
 from luce.native import Model, Progress, Source
@@ -31,16 +29,15 @@ from luce.planning.plan import (
     Plain,
     Plan,
 )
-from luce.speculate.acceptance import Known
-from luce.speculate.costs import NO_TIME, Costs
+from luce.speculate.auto import Auto as Choosing
+from luce.speculate.choose import chain_can_pay, lookup_can_pay
 from luce.speculate.drafting import Drafter, DraftSource, Fixed, TextLookup
-from luce.speculate.runner import Runner, chain_can_pay, lookup_can_pay
+from luce.speculate.prices import Costs
 
 
 class Engine:
     """This is the engine of a loaded model. Engine.open() opens it. Requests go in and events come out. It is
-    a context manager. `plan` is the one that it was opened by, and `hosts` is what auto's rounds take
-    beside their steps."""
+    a context manager. `plan` is the one that it was opened by."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool):
         self.model, self.tokenizer = model, tokenizer
@@ -54,12 +51,9 @@ class Engine:
             chosen = paying
         self.plan, self.native = chosen, native
         self.info, self.costs = native.info, Costs(native.costs())
-        self._known, self.hosts = Known(), NO_TIME
+        self._auto = Choosing(self.costs, chosen.draft.budget) if isinstance(chosen.draft, Auto) else None
         with ExitStack() as opened:
             opened.enter_context(native)
-            if isinstance(chosen.draft, Auto):
-                self.costs, self.hosts = timed(native, tokenizer, partial(self._runner, chosen.draft))
-                self._known = Known()  # That text was none of the user's.
             self._opened = opened.pop_all()
 
     @classmethod
@@ -118,14 +112,11 @@ class Engine:
             case Lookup(budget=budget):
                 return TextLookup(sequence, budget)
             case Auto() as draft:
-                return self._runner(draft, sequence)
+                assert self._auto
+                return self._auto.source(sequence, _drafters(draft, sequence, self.info))
             case Mtp(budget=budget) | Dflash(budget=budget) as draft:
                 drafter = _drafters(draft, sequence, self.info)[-1]
                 return Fixed(drafter, drafter.most, budget)
-
-    def _runner(self, draft: Auto, sequence: _native.Sequence) -> Runner:
-        drafters = _drafters(draft, sequence, self.info)
-        return Runner(sequence, self.costs, drafters, draft.budget, self._known, self.hosts)
 
     def generate(
         self,

@@ -31,7 +31,7 @@ from luce.decode.choosing import Chooser
 from luce.decode.events import Event, Failed, Finished, Item, Prefilled, Started, State, Tokens, Warned
 from luce.decode.request import Request
 from luce.decode.stats import Tally
-from luce.decode.wants import WANTS, Chunk, Share, Turn, Want
+from luce.decode.wants import WANTS, Chunk, Proposed, Share, Turn, Want
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
 from luce.files.tokenizer import Detokenizer, StopStrings, Tokenizer
 from luce.native import Drafts, Rows, Sequence
@@ -116,6 +116,7 @@ class Generation:
         self._begun_ahead = self._begun_behind = False  # These say it of this round.
         self._follows: Draft | None = NOTHING  # The source says that the next round may begin with it.
         self._step_s = 0.0  # The last result told so many seconds.
+        self._round_s: float | None = None  # The last round ended so long after the one before it.
         self._draft_s = self._verify_s = 0.0  # These are the seconds of this round.
         self._began, self._first_token = 0.0, math.nan  # Both are times of the clock.
         self._routine = self._run()
@@ -158,6 +159,11 @@ class Generation:
         """Says whether the next round could be begun before the tokens of this one are known, if neither had
         drafts."""
         return self._by_itself and len(self._tokens) + 2 <= self._budget
+
+    def landed(self, seconds: float | None) -> None:
+        """Says how long after the round before it the round ended whose result is told next; None where
+        something else came between them."""
+        self._round_s = seconds
 
     def begun(self, draft: Draft) -> None:
         """Says that the next round has begun with a draft, which commits the accepted rows of this one."""
@@ -260,7 +266,10 @@ class Generation:
         depth = min(room, self._budget - len(self._tokens) - 1)
         if min(most, depth) > 0:
             try:
-                draft = self._source.draft(self._tokens[-1], Limits(most, depth, share.sequences, begun))
+                limits = Limits(most, depth, share.sequences, begun)
+                self._source.propose(self._tokens[-1], limits)
+                yield Proposed()
+                draft = self._source.draft(self._tokens[-1], limits)
                 self._follows = self._source.follows()
                 self._draft_s = self._clock() - began
                 if begun is None:  # Else it was only told what came.
@@ -320,7 +329,8 @@ class Generation:
             self.sequence.commit(path[: len(kept)])
         accepted, commit_s = min(len(path) - 1, len(kept)), self._clock() - began
         took, begun = (self._draft_s, self._verify_s, commit_s), (self._begun_ahead, self._begun_behind)
-        done = Round(self._draft.size, accepted, *took, tuple(kept), *begun)
+        done = Round(self._draft.size, accepted, *took, tuple(kept), *begun, self._round_s)
+        self._round_s = None
         count = partial(self._tally.add, self._draft, done, path[1 : 1 + accepted], self._mode)
         yield done
         if self._source:
@@ -333,8 +343,6 @@ class Generation:
             yield partial(self._print, kept, count)
             return State.DRAFT
         count()
-        if self._reason:  # Else the next draft follows at once, and what is chosen ahead of it saves nothing.
-            yield from self._prepared()
         return (yield from self._emit(kept, text, logprobs))
 
     # ---- tokens and text
@@ -349,16 +357,7 @@ class Generation:
         count()
         text = "".join(map(self._detokenizer.push, tokens))
         self._text.append(text)
-        return [Tokens(tuple(tokens), text), *self._prepared()]
-
-    def _prepared(self) -> list[Event]:
-        """Gives the source time for its next draft, and says where that failed."""
-        try:
-            if self._source:
-                self._source.prepare()
-        except Exception as error:
-            return [self._dropped(error)]
-        return []
+        return [Tokens(tuple(tokens), text)]
 
     def _take(self, tokens: list[int]) -> tuple[list[int], str]:
         """Returns the tokens up to the first that ends the text, and the text that is certain with them."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from luce.decode.events import Event, Item
 from luce.decode.generation import NOTHING_DONE, Generation
-from luce.decode.wants import Chunk, Share, Turn
+from luce.decode.wants import Chunk, Proposed, Share, Turn
 from luce.errors import Cancelled
 from luce.native import CHOSEN, Drafts, Engine, Rows, Verified
 from luce.speculate.drafting import NOTHING, Draft
@@ -28,7 +28,7 @@ from luce.speculate.drafting import NOTHING, Draft
 MAX_ROWS = 64  # A step has at most so many rows (LUCE_MAX_ROWS).
 
 Happened = list[tuple[Generation, Event]]
-W = TypeVar("W", Chunk, Turn, Drafts, Rows)
+W = TypeVar("W", Chunk, Turn, Proposed, Drafts, Rows)
 
 
 class Loop:
@@ -51,6 +51,7 @@ class Loop:
         self._cancelled = False
         self._chunk_next = True
         self._happened: list[tuple[Generation, Item]] = []
+        self._last: tuple[float, list[Generation]] = 0.0, []  # When the last round ended, and whose it was.
         # The round that was begun, and the seconds that its begin took. A generation of it may have ended since.
         self._begun: tuple[list[tuple[Generation, Rows]], float] | None = None
 
@@ -77,7 +78,7 @@ class Loop:
         reading, began = self._wanting(Chunk), self._clock()
         try:
             if not self._begun and reading and (self._chunk_next or len(reading) == len(self._running)):
-                self._chunk_next = False
+                self._chunk_next, self._last = False, (0.0, [])
                 self._step([self._next_to_read(reading)], self._prefill)
                 self._owed = self._rounds_for * (self._clock() - began)
             else:
@@ -132,6 +133,7 @@ class Loop:
             share = (MAX_ROWS - sum(want.width for _, want in rows)) // len(turns)
             for generation, _ in turns if share > 0 else ():
                 self._note(generation, generation.tell(Share(share, len(turns) + len(rows))))
+            self._proposed()
         if drafts := self._wanting(Drafts):
             self._step(drafts, self._draft)
         fitting = self._wanting(Rows)
@@ -168,6 +170,7 @@ class Loop:
         except Exception as error:
             results += [error] * len(of)
         self._begun = None
+        self._landed(of)
         if following and self._engine.under_way:
             rows = [(one, Rows(one.sequence, n=draft.size + 1)) for one, draft in following]
             self._begun = rows, waited - began
@@ -179,6 +182,21 @@ class Loop:
         for generation, _ in self._begun[0] if self._begun else ():
             if isinstance(generation.want, Turn):  # Its round has begun, and is only told to its source.
                 self._note(generation, generation.tell(Share(MAX_ROWS // len(of), len(of))))
+        self._proposed()
+
+    def _proposed(self) -> None:
+        """Has those draft whose sources know of the round, as all of them do now."""
+        for generation, _ in self._wanting(Proposed):
+            self._note(generation, generation.tell(None))
+
+    def _landed(self, of: Sequence[tuple[Generation, Rows]]) -> None:
+        """Says how long a round took that ended now, if the one before it was of the same generations and
+        nothing else came between them."""
+        now, theirs = self._clock(), [generation for generation, _ in of]
+        since, before = self._last
+        for generation in theirs:
+            generation.landed(now - since if before == theirs else None)
+        self._last = now, theirs
 
     def _begin_next(self, of: list[tuple[Generation, Rows]]) -> tuple[list[tuple[Generation, Draft]], Exception | None]:
         """Begins the next round of those whose round is under way, if all take part and know what they draft in
@@ -206,7 +224,9 @@ class Loop:
         return drafts, None
 
     def _verify(self, of: Sequence[tuple[Generation, Rows]]) -> Sequence[Verified | Exception]:
-        return self._engine.verified([rows for _, rows in of])
+        results = self._engine.verified([rows for _, rows in of])
+        self._landed(of)
+        return results
 
     def _draft(self, of: Sequence[tuple[Generation, Drafts]]) -> list[None]:
         for source in sorted({drafts.source for _, drafts in of}):

@@ -33,5 +33,10 @@ class Share(NamedTuple):
     sequences: int = 1
 
 
-Want = Chunk | Turn | Drafts | Rows
-WANTS = (Chunk, Turn, Drafts, Rows)
+@dataclass(frozen=True)
+class Proposed:
+    """Says that the draft source knows of the round. The answer is None, once those of all its texts do."""
+
+
+Want = Chunk | Turn | Proposed | Drafts | Rows
+WANTS = (Chunk, Turn, Proposed, Drafts, Rows)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from luce.native import Lists, Source
-from luce.speculate.costs import Costs
+from luce.speculate.prices import Costs
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Round(NamedTuple):
     """This is one round that is done: how many candidates it had, how many of them were accepted, how many
     seconds each of its calls took, and which tokens it gave. The new anchor is the last of these tokens.
     Sequences that share a step each count all of its time. `ahead` says that it was begun before its anchor
-    was told, and `behind` that it was not, and would have been if none that decode had drafts."""
+    was told, and `behind` that it was not, and would have been if none that decode had drafts.
+    `seconds` count from the end of the round before it; None where something else came between them."""
 
     drafted: int
     accepted: int
@@ -66,6 +67,7 @@ class Round(NamedTuple):
     tokens: tuple[int, ...] = ()
     ahead: bool = False
     behind: bool = False
+    seconds: float | None = None
 
 
 class Limits(NamedTuple):
@@ -89,6 +91,9 @@ class DraftSource(Protocol):
     def begin(self, budget: int) -> None:
         """Says that a generation of at most `budget` tokens begins."""
 
+    def propose(self, anchor: int, limits: Limits) -> None:
+        """Says that a round comes. All texts that share it are told so before one of them drafts."""
+
     def draft(self, anchor: int, limits: Limits) -> Draft:
         """Returns candidates for the next round, or none. A round that has begun leaves them out."""
 
@@ -99,11 +104,6 @@ class DraftSource(Protocol):
 
     def learn(self, done: Round) -> None:
         """Tells how a round went, also one that had no candidates."""
-
-    def prepare(self) -> None:
-        """Says that there is time for what the next draft takes. It comes after learn(), and where the device
-        works beside the host, the round after the one that was learned has begun by then. It is left out
-        where the next draft follows at once, but not at the end of a text."""
 
 
 class Text(Protocol):
@@ -128,6 +128,9 @@ class TextLookup:
     def begin(self, budget: int) -> None:
         pass
 
+    def propose(self, anchor: int, limits: Limits) -> None:
+        pass
+
     def draft(self, anchor: int, limits: Limits) -> Draft:
         tokens, _ = self._text.lookup(anchor, min(self._budget, limits.candidates, limits.depth))
         return Draft(tuple(tokens))
@@ -136,9 +139,6 @@ class TextLookup:
         return None
 
     def learn(self, done: Round) -> None:
-        pass
-
-    def prepare(self) -> None:
         pass
 
 
@@ -217,6 +217,9 @@ class Fixed:
     def begin(self, budget: int) -> None:
         pass
 
+    def propose(self, anchor: int, limits: Limits) -> None:
+        pass
+
     def draft(self, anchor: int, limits: Limits) -> Draft:
         most, drafts = limits.candidates, min(self._drafts, limits.depth)
         self._most = min(most, self._drafts)
@@ -228,7 +231,4 @@ class Fixed:
         return self._drafter.chains[self._most] if self._budget is None else None
 
     def learn(self, done: Round) -> None:
-        pass
-
-    def prepare(self) -> None:
         pass

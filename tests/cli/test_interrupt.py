@@ -16,14 +16,6 @@ from command_line import one_line
 from luce import native as _native
 from luce.cli.command import CtrlC
 from luce.decode.generation import Generation
-from luce.speculate.costs import NO_TIME, Costs
-
-
-@pytest.fixture
-def untimed(monkeypatch):
-    """Opens engines without a text of their own, by which auto learns what rounds take: the user's text is
-    what is interrupted."""
-    monkeypatch.setattr("luce.decode.engine.timed", lambda native, *_: (Costs(native.costs()), NO_TIME))
 
 
 @pytest.fixture
@@ -55,7 +47,6 @@ def test_ctrl_c_while_text_streams_exits_130(process, endless):
     assert stderr.decode().splitlines() == ["Error: interrupted"]
 
 
-@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("verb", ["_begin", "_prefill", "_propose", "_verify", "_commit"])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, press, verb, as_json):
@@ -98,7 +89,6 @@ def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch
         "planning.opened.Tokenizer",
         "planning.opened.plan",
         "decode.engine.Engine.__init__",
-        "decode.engine.timed",
     ],
 )
 def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
@@ -111,7 +101,6 @@ def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
 
 
-@pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize(("call", "budget"), [("prefill", 1), ("prefill", 9), ("commit", 2)])
 def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, press, call, budget):
     """Python sees the signal when the call returns: the text may be whole by then."""

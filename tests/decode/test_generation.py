@@ -206,7 +206,7 @@ def test_a_failing_source_is_dropped_and_decoding_goes_on(draft):
     assert source.calls == 1
 
 
-@pytest.mark.parametrize("verb", ["begin", "draft", "learn", "prepare"])
+@pytest.mark.parametrize("verb", ["begin", "draft", "learn", "propose"])
 def test_a_source_that_raises_anywhere_is_dropped(verb):
     events = run(FakeEngine(), max_tokens=10, source=Faulty(RuntimeError("broken"), verb))
     assert [event.message for event in events if isinstance(event, Warned)] == [

@@ -23,9 +23,9 @@ from luce.decode.loop import Loop
 from luce.decode.request import Request
 from luce.native import Source
 from luce.native.structs import Cost, Sampling
-from luce.speculate.costs import Costs
+from luce.speculate.auto import Auto
+from luce.speculate.prices import Costs
 from luce.speculate.drafting import NOTHING, Draft, Drafter, Fixed, TextLookup
-from luce.speculate.runner import Runner
 
 N_CTX, N_CHUNK, MOST = 300, 256, 40
 CASE = tiny_dflash.Case(
@@ -181,7 +181,7 @@ def source_of(kind, size, number, sequence, text):
             return TextLookup(sequence, size)
         case "auto":
             drafters = [[], [nextn], [nextn, part], [block], [nextn, part, block]][number % 5]
-            return Runner(sequence, COSTS[number % 2], drafters, size)
+            return Auto(COSTS[number % 2], size).source(sequence, drafters)
         case "chain" | "tree":
             return Told(text, number, kind == "tree")
         case "wrong" | "right" | "random" | "slow":

@@ -5,8 +5,6 @@ import replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.speculate.acceptance import Known
-
 TRACES, HELD_OUT = replay.recorded(), replay.recorded(replay.HELD_OUT)
 EVERY, MACHINES = [*TRACES, *HELD_OUT, *replay.oracles()], replay.MACHINES | replay.OTHER_MACHINES
 
@@ -46,7 +44,8 @@ def test_auto_has_it_where_the_host_takes_a_while_between_rounds(between):
     texts=st.lists(st.sampled_from(EVERY), min_size=1, max_size=6),
 )
 def test_no_text_is_more_than_3_percent_slower_than_plain_whatever_came_before(name, texts):
-    costs, known = MACHINES[name], Known()
+    costs = MACHINES[name]
+    known = replay.auto_of(costs)
     for trace in texts:
         assert replay.auto_cost(trace, costs, known) <= 1.03 * len(trace.drafts)
 
@@ -54,7 +53,8 @@ def test_no_text_is_more_than_3_percent_slower_than_plain_whatever_came_before(n
 def test_a_text_that_begins_badly_is_tried_again():
     """On this machine two wide lookups that are wrong would spend all that may be lost, and the rest of the
     text, which repeats, would be decoded plain."""
-    costs, known = MACHINES["a mixture"], Known()
+    costs = MACHINES["a mixture"]
+    known = replay.auto_of(costs)
     taken = {trace.id: replay.auto_cost(trace, costs, known) for trace in TRACES}
     plain = {trace.id: len(trace.drafts) for trace in TRACES}
     assert taken["narrative/letter"] < plain["narrative/letter"] / 2
@@ -72,7 +72,8 @@ def test_a_hopeless_text_is_at_most_3_percent_slower_than_plain_whatever_came_be
     name, earlier, fires, matched, between
 ):
     """That holds however much the texts before have gained, and however often a wrong lookup is found."""
-    costs, known = MACHINES[name], Known()
+    costs = MACHINES[name]
+    known = replay.auto_of(costs)
     between *= costs.verify(1)
     for trace in earlier:
         replay.auto_cost(trace, costs, known, between)
@@ -84,7 +85,8 @@ def test_a_hopeless_text_is_at_most_3_percent_slower_than_plain_whatever_came_be
 
 def test_a_text_starts_from_what_the_texts_before_it_have_shown():
     edit = [trace for trace in TRACES if trace.cls == "edit"]
-    costs, known = replay.MACHINES["27b on an H200"], Known()
+    costs = replay.MACHINES["27b on an H200"]
+    known = replay.auto_of(costs)
     warm = sum(replay.auto_cost(trace, costs, known) for trace in edit)
-    fresh = sum(replay.auto_cost(trace, costs, Known()) for trace in edit)
+    fresh = sum(replay.auto_cost(trace, costs, replay.auto_of(costs)) for trace in edit)
     assert warm < 0.95 * fresh

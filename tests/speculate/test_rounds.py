@@ -6,14 +6,12 @@ from fake_core import PROMPT, TOKENIZER, FakeEngine, drive, generation, hashed
 from machines import STEPS_27B
 
 from luce.decode.request import Request
-from luce.decode.rounds import timed
 from luce.native import Source
 from luce.native.structs import Cost
 from luce.planning.plan import AUTO_BUDGET
-from luce.speculate.acceptance import Known
-from luce.speculate.costs import NO_TIME, Costs, Host, Hosts
+from luce.speculate.auto import Auto
 from luce.speculate.drafting import Drafter, Fixed, Round
-from luce.speculate.runner import Runner, plain_round
+from luce.speculate.prices import Costs
 
 TOKENS = 256
 
@@ -96,16 +94,12 @@ DEVICES = {
 }  # fmt: skip
 
 
-def auto_of(device, costs, known, hosts=NO_TIME):
-    """Returns what makes the runner of a text."""
-    return lambda sequence: Runner(
-        sequence, costs, [Drafter(sequence, Source.NEXTN, 8, max(device.n_top, 1))], AUTO_BUDGET, known, hosts
+def auto_of(device, auto=None):
+    """Returns what makes the source of a text, of an engine that has decoded other texts with `auto`."""
+    auto = auto or Auto(Costs(device.costs()), AUTO_BUDGET)
+    return lambda sequence: auto.source(
+        sequence, [Drafter(sequence, Source.NEXTN, 8, max(device.n_top, 1))]
     )
-
-
-def timed_of(device):
-    """Returns what steps of the device cost and what rounds take beside them, as an engine has it."""
-    return timed(device, TOKENIZER, auto_of(device, Costs(device.costs()), Known()), device.clock)
 
 
 def decode(device, source=None, prompt=PROMPT):
@@ -120,15 +114,14 @@ def decode(device, source=None, prompt=PROMPT):
 @pytest.mark.parametrize("name", DEVICES)
 def test_auto_is_at_most_3_percent_slower_than_plain_where_no_draft_is_right(name):
     """It is so in the first text of a process and in later ones, and its ledger has what was really lost."""
-    device, known = Device(**DEVICES[name]), Known()
+    device = Device(**DEVICES[name])
     plain, _, _ = decode(device)
-    costs, hosts = timed_of(device)
+    source = auto_of(device)
     for _ in range(3):
-        seconds, rounds, auto = decode(device, auto_of(device, costs, known, hosts))
+        seconds, rounds, auto = decode(device, source)
         assert any(each.drafted for each in rounds) and not any(each.accepted for each in rounds)
-        lost = (seconds / plain - 1) * (TOKENS - 1)
-        assert 0 < lost <= 0.03 * (TOKENS - 1)
-        assert 0.85 * auto._lost < lost < 1.05 * auto._lost
+        assert 0 < seconds - plain <= 0.03 * plain
+        assert auto.ledger.lost(auto.auto.prices) == pytest.approx(seconds - plain, rel=0.2, abs=0.002 * plain)
 
 
 @pytest.mark.long
@@ -146,14 +139,14 @@ def test_auto_has_97_percent_of_the_best_number_of_drafts_at_first_and_98_later(
         devices = [Device(**DEVICES[name], guess=guess, n_top=8) for _ in range(6)]
         return sum(decode(device, source, (*PROMPT, at))[0] for at, device in enumerate(devices))
 
-    device, known = Device(**DEVICES[name], n_top=8), Known()
-    costs, hosts = timed_of(device)
+    device = Device(**DEVICES[name], n_top=8)
     best = min(
         seconds(lambda sequence, n=n: Fixed(Drafter(sequence, Source.NEXTN, 8), n))
         for n in range(most - 1, most + 2)
     )
-    first = seconds(lambda sequence: auto_of(device, costs, Known(), hosts)(sequence))
-    later = seconds(auto_of(device, costs, known, hosts))
+    source = auto_of(device)
+    first = seconds(lambda sequence: auto_of(device)(sequence))
+    later = seconds(source)
     assert first < best / 0.97 and later < best / 0.98
 
 
@@ -162,33 +155,38 @@ def test_rounds_are_begun_ahead_where_only_a_hopeless_head_may_draft(name):
     """One begins after a round that drafts, and after the first ones of a text, where a lookup may still
     come."""
     device = Device(**DEVICES[name])
-    costs, hosts = timed_of(device)
-    _, rounds, auto = decode(device, auto_of(device, costs, Known(), hosts))
+    _, rounds, auto = decode(device, auto_of(device))
     behind = sum(not each.ahead for each in rounds)
-    assert behind <= 2 * sum(each.drafted > 0 for each in rounds) + 1 / (2 * auto._apart)
+    _, floor, turn = auto.auto.prices.terms(1, True)
+    assert behind <= 2 * sum(each.drafted > 0 for each in rounds) + floor / (2 * turn)
     assert behind < TOKENS / 2
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_the_part_of_the_host_is_what_rounds_take(name):
+def test_rounds_tell_what_they_take(name):
+    """Nothing is timed beforehand: a step that follows another at once takes less than one alone, and the host
+    keeps the device waiting where a round needs the tokens of the last one."""
     device, sizes = Device(**DEVICES[name]), DEVICES[name]
-    costs, hosts = timed_of(device)
-    assert hosts.of(1) == pytest.approx((sizes["host"], -sizes["launch"] - sizes["notice"]))
-    assert costs.verify(1) == Costs(device.costs()).verify(1) and not device.open
+    auto = Auto(Costs(device.costs()), AUTO_BUDGET)
+    decode(device, auto_of(device, auto))
+    apart = sizes["launch"] + sizes["notice"] + sizes["host"]
+    _, floor, turn = auto.prices.terms(1, True)
+    assert floor == pytest.approx(max(sizes["steps"][1], apart), rel=0.05)
+    assert turn == pytest.approx(sizes["steps"][1] + apart - floor, abs=0.1 * floor)
 
 
 def test_a_text_whose_rounds_cannot_be_begun_ahead_loses_nothing_by_that():
     """Plain decoding of it takes as long: of a text with logprobs, penalties or a grammar."""
     device = Device(**DEVICES["27b, a busy host"])
-    costs, hosts = timed_of(device)
     one = generation(device, Request(PROMPT, TOKENS))
     one._by_itself = False
-    one._source = auto = auto_of(device, costs, Known(), hosts)(one.sequence)
+    one._source = auto = auto_of(device)(one.sequence)
     (events,) = drive(device, [one])
     rounds = [event for event in events if isinstance(event, Round)]
     assert not any(each.ahead or each.behind for each in rounds)
     failed = sum(each.drafted > 0 for each in rounds)
-    assert 0 < failed < len(rounds) / 2 and auto._lost < 0.5 * failed
+    lost = auto.ledger.lost(auto.auto.prices) / auto.auto.prices.plain(1, hidden=False)
+    assert 0 < failed < len(rounds) / 2 and lost < 0.5 * failed
 
 
 def beside_a_reader(device, auto=None):
@@ -209,58 +207,11 @@ def test_a_neighbour_that_reads_a_prompt_is_no_loss_of_auto(name):
 
     plain, _, _ = beside_a_reader(device())
     decoding = device()
-    costs, hosts = timed_of(decoding)
-    seconds, rounds, auto = beside_a_reader(decoding, auto_of(decoding, costs, Known(), hosts))
+    seconds, rounds, auto = beside_a_reader(decoding, auto_of(decoding))
     assert not any(each.ahead or each.behind for each in rounds)
     assert 0 < sum(each.drafted > 0 for each in rounds) < len(rounds) / 2
-    lost = (seconds - plain) / plain_round(costs, hosts.of(1))
-    assert 0 < lost <= 0.03 * (TOKENS - 1)
-    assert 0.85 * auto._lost < lost < 1.05 * auto._lost
-
-
-@pytest.mark.parametrize("dearer", [0.3, 2.0])
-def test_a_step_that_was_timed_too_dear_costs_as_much_as_a_round(dearer, monkeypatch):
-    """Else plain rounds that are not begun ahead would be held for as dear, and so would lost ones."""
-    device, sizes = Device(**DEVICES["27b"]), DEVICES["27b"]
-    steps = [Cost(rows, 0, device.right.verify(rows) + dearer) for rows in sizes["steps"]]
-    monkeypatch.setattr(device, "costs", lambda: steps)
-    costs, hosts = timed_of(device)
-    apart = sizes["launch"] + sizes["notice"] + sizes["host"]
-    assert costs.verify(1) == pytest.approx(sizes["steps"][1] + apart)
-    assert costs.verify(2) == Costs(device.costs()).verify(2) > costs.verify(1)
-    assert hosts.of(1) == pytest.approx((0.0, -apart)) and isinstance(hosts.of(1), Host)
-
-
-def test_a_step_of_several_that_was_timed_too_dear_costs_as_much_as_their_round(monkeypatch):
-    """Then narrower steps cost no more than it, and wider ones no more than several of it."""
-    device, sizes = Device(**DEVICES["27b"], n_sequences=4), DEVICES["27b"]
-    steps = [Cost(rows, 0, 3 * device.right.verify(rows)) for rows in sizes["steps"]]
-    monkeypatch.setattr(device, "costs", lambda: steps)
-    costs, hosts = timed_of(device)
-    undisturbed, beside = timed_of(Device(**sizes, n_sequences=4))
-    assert costs.verify(4) == pytest.approx(undisturbed.verify(4) + beside.of(4).between)
-    assert costs.verify(1) <= costs.verify(2) <= costs.verify(4) and costs.verify(8) <= 2 * costs.verify(4)
-    assert hosts.of(4).between == 0
-
-
-def test_a_round_begun_ahead_takes_no_longer_in_any_company():
-    """What was timed may meet where no number was timed."""
-    hosts = Hosts({1: Host(119e-6, 4e-6), 4: Host(518e-6, 430e-6)})
-    assert hosts.of(4) == Host(518e-6, 430e-6) and hosts.of(16).ahead == hosts.of(16).between > 518e-6
-
-
-@pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("sequences", [2, 6])
-def test_the_part_of_the_host_grows_with_the_company(name, sequences):
-    """It works for each sequence. So much is known of one and of four, and more lie on the line of these;
-    unless the host works longer than a step takes."""
-    device, sizes = Device(**DEVICES[name], n_sequences=sequences), DEVICES[name]
-    costs, hosts = timed_of(device)
-    assert sorted(hosts.timed) == [1, min(sequences, 4)] and not device.open
-    assert hosts.of(1) == pytest.approx((sizes["host"], -sizes["launch"] - sizes["notice"]))
-    assert hosts.of(sequences).between == pytest.approx(sizes["host"] * sequences)
-    if name != "a slow host":
-        assert hosts.of(sequences).ahead == pytest.approx(-sizes["launch"] - sizes["notice"])
+    alone = auto.auto.prices.plain(1, hidden=False)
+    assert 0 < seconds - plain <= 0.03 * alone * (TOKENS - 1)
 
 
 def company(device, sequences, source=None):
@@ -275,11 +226,11 @@ def company(device, sequences, source=None):
 @pytest.mark.parametrize("name", ["27b", "27b, a busy host"])
 def test_the_host_s_part_is_counted_for_each_sequence_of_a_company(name):
     """Where it was counted once, four texts without a right draft took up to 4.6% longer than plain ones."""
-    device, known = Device(**DEVICES[name], n_sequences=4), Known()
+    device = Device(**DEVICES[name], n_sequences=4)
     plain, _ = company(device, 4)
-    costs, hosts = timed_of(device)
+    source = auto_of(device)
     for _ in range(2):
-        seconds, _ = company(device, 4, auto_of(device, costs, known, hosts))
+        seconds, _ = company(device, 4, source)
         assert all(1 < took / alone <= 1.03 for took, alone in zip(seconds, plain, strict=True))
 
 
@@ -300,11 +251,11 @@ def right_with(share):
 def test_texts_that_decode_together_are_at_most_3_percent_slower_than_plain(name, share, sequences):
     """Where each drafted in rounds of its own, and all others waited, eight texts with half of the drafts
     right took up to a fifth longer."""
-    device, known = Device(**DEVICES[name], n_sequences=sequences, n_top=8, guess=right_with(share)), Known()
+    device = Device(**DEVICES[name], n_sequences=sequences, n_top=8, guess=right_with(share))
     plain, _ = company(device, sequences)
-    costs, hosts = timed_of(device)
+    source = auto_of(device)
     for _ in range(2):
-        seconds, _ = company(device, sequences, auto_of(device, costs, known, hosts))
+        seconds, _ = company(device, sequences, source)
         assert sum(seconds) <= 1.03 * sum(plain)
 
 
@@ -326,9 +277,9 @@ def test_texts_that_decode_together_have_the_best_number_of_drafts(name, share, 
         return sum(company(device, 4, source)[0])
 
     best = min(seconds(lambda text, n=n: Fixed(Drafter(text, Source.NEXTN, 8), n)) for n in gammas)
-    (costs, hosts), known = timed_of(device), Known()
+    source = auto_of(device)
     for least in (at_first, 0.98):
-        assert best > least * seconds(auto_of(device, costs, known, hosts))
+        assert best > least * seconds(source)
 
 
 def test_a_text_whose_drafts_pay_for_all_drafts_beside_others_that_draft_nothing():
@@ -337,6 +288,5 @@ def test_a_text_whose_drafts_pay_for_all_drafts_beside_others_that_draft_nothing
 
     device = Device(**DEVICES["27b"], n_sequences=4, guess=guess)
     plain, _ = company(device, 4)
-    costs, hosts = timed_of(device)
-    seconds, _ = company(device, 4, auto_of(device, costs, Known(), hosts))
+    seconds, _ = company(device, 4, auto_of(device))
     assert seconds[0] < plain[0] / 3 and max(seconds) < 1.15 * max(plain) and sum(seconds) < sum(plain)

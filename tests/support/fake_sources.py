@@ -16,14 +16,15 @@ class Source:
     def begin(self, budget):
         self.budgets.append(budget)
 
+    def propose(self, anchor, limits):
+        pass
+
     def follows(self):
         return None
 
     def learn(self, done):
         self.rounds.append(done)
 
-    def prepare(self):
-        pass
 
 
 class Chain(Source):
@@ -101,8 +102,8 @@ class Faulty(Source):
     def learn(self, done):
         self._maybe("learn")
 
-    def prepare(self):
-        self._maybe("prepare")
+    def propose(self, anchor, limits):
+        self._maybe("propose")
 
     def _maybe(self, verb):
         if isinstance(self._draft, Exception) and verb == self._raising:

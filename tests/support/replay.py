@@ -20,10 +20,9 @@ from luce.bench.oracle_model import Rule
 from luce.native import Source
 from luce.native.structs import Cost
 from luce.planning.plan import AUTO_BUDGET
-from luce.speculate.acceptance import Known
-from luce.speculate.costs import Costs, Host, Hosts
+from luce.speculate.auto import Auto, Source as Decided
 from luce.speculate.drafting import Draft, Drafter, Limits, Round
-from luce.speculate.runner import Runner
+from luce.speculate.prices import Costs
 
 RECORDED = ROOT / "bench" / "results" / "2026-11-21-traces-box-cpu.json"
 HELD_OUT = RECORDED.with_name("2026-11-22-traces-held-out-box-cpu.json")  # Nothing was chosen on these.
@@ -158,37 +157,41 @@ def cost_of(
     while text.at < end:
         depth = end - text.at - 1  # The last token is chosen, not drafted.
         drafts, looked, follows = way(text, AUTO_BUDGET, depth, begun) if depth else (0, 0, None)
-        ahead = begun is not None
+        ahead, took = begun is not None, 0.0
         if begun is not None:
             drafts, looked = begun.size, 0
         else:
-            seconds += between
+            took += between
         begun = None if looked or not follows or follows.size > depth - drafts - 1 else follows
         right = min(drafts, trace.drafts[text.at]), min(looked, trace.lookups[text.at][1])
         candidates = drafts + looked - min(right)  # What both propose and is right is verified once.
-        seconds += costs.verify(1 + candidates) + drafts * costs.draft(1)
+        took += costs.verify(1 + candidates) + drafts * costs.draft(1)
+        seconds += took
         came = range(text.at + 1, text.at + 2 + max(right))
-        learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came), ahead, not ahead))
+        learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came), ahead, not ahead, took))
         text.at += len(came)
     return seconds
 
 
-def auto_cost(trace: Trace, costs: Costs, known: Known, between: float = 0.0) -> float:
-    """Returns the same, of auto."""
-    runner: list[Runner] = []
+def auto_of(costs: Costs) -> Auto:
+    """Returns an engine's auto, which knows no text."""
+    return Auto(costs, AUTO_BUDGET)
+
+
+def auto_cost(trace: Trace, costs: Costs, auto: Auto, between: float = 0.0) -> float:
+    """Returns the same, of auto, which has decoded other texts before."""
+    source: list[Decided] = []
 
     def way(text: Text, rows: int, depth: int, begun: Draft | None) -> tuple[int, int, Draft | None]:
-        if not runner:
-            drafters = [Drafter(text, Source.NEXTN, GAMMA)]
-            runner.append(Runner(text, costs, drafters, AUTO_BUDGET, known, Hosts({1: Host(between)})))
-            runner[0].begin(len(trace.drafts) + 1)
-        runner[0].draft(text.at, Limits(min(rows, depth), depth, begun=begun))
-        return runner[0]._choice.drafts, runner[0]._choice.lookup, runner[0].follows()
+        if not source:
+            source.append(auto.source(text, [Drafter(text, Source.NEXTN, GAMMA)]))
+            source[0].begin(len(trace.drafts) + 1)
+        source[0].draft(text.at, Limits(min(rows, depth), depth, begun=begun))
+        return source[0].choice.drafts, source[0].choice.lookup, source[0].follows()
 
     def learn(done: Round) -> None:
-        if runner:
-            runner[0].learn(done)
-            runner[0].prepare()
+        if source:
+            source[0].learn(done)
 
     return cost_of(trace, costs, way, learn, between)
 
@@ -207,7 +210,7 @@ def against_the_best(
 ) -> dict[str, tuple[float, str]]:
     """Returns, by class, auto's rate as a part of that of the best fixed way, plain included, and the name of
     that way. The host takes `between` before each round but those that are begun ahead, as plain ones are."""
-    known = Known()
+    known = auto_of(costs)
     auto = rates(traces, lambda trace: auto_cost(trace, costs, known, between))
 
     def of(way: Way) -> dict[str, float]:

@@ -28,7 +28,7 @@ from luce.native.structs import Cost, EngineParams, Memory, Sampling
 from luce.planning import opened as opened_files
 from luce.planning.plan import Options
 from luce.speculate.acceptance import Coverage, Known
-from luce.speculate.costs import Costs
+from luce.speculate.prices import Costs
 from luce.speculate.drafting import Drafter, Limits, Round
 from luce.speculate.runner import Runner
 

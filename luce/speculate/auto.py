@@ -1,0 +1,248 @@
+"""Drafts with all sources that an engine has, as they pay: the formula of choose.py, applied to the texts that
+decode together now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from luce.speculate.candidates import PLAIN, Choice, Offer
+from luce.speculate.choose import MARGIN, Terms, chains_of, choose, widest
+from luce.speculate.drafting import NOTHING, Draft, Drafter, Limits, Round, Text
+from luce.speculate.estimates import Estimates
+from luce.speculate.ledger import BET, HORIZON, Ledger
+from luce.speculate.prices import Costs, Prices, Work
+
+# A lookup that is found a round late loses half of a plain round, as half of such rounds have drafts that are
+# as good.
+LATE = 0.5
+
+
+@dataclass
+class Priced:
+    """A round of several texts: the work that it was chosen by. `after_drafts` says that the round before it had
+    candidates, so that the wait for that one begins it, which is later than a plain one could be begun. Its price
+    is learned once."""
+
+    work: Work
+    read: bool
+    after_drafts: bool
+    learned: bool = False
+
+    @property
+    def observed(self) -> bool:
+        """Says whether it is booked as it was observed. A plain round is no draft's fault, however long it is."""
+        return self.work.drafted or self.after_drafts
+
+
+class Auto:
+    """Chooses for the texts of one engine, which decode together. It keeps what earlier texts have shown, what
+    rounds cost, and a debt: what texts have lost beyond what they may, which the others pay of what they may
+    still lose."""
+
+    def __init__(self, costs: Costs, budget: int):
+        """Drafts at most `budget` candidates a round for each text."""
+        self.prices, self.budget, self.known = Prices(costs), budget, Estimates()
+        self.debt = 0.0  # Seconds.
+        self.hidden = False  # The last round was begun before the one before it had ended, or could have been.
+        self.drafted = False  # The last round had candidates.
+        self.offered: list[Source] = []  # These have offered what they could verify in the next round.
+
+    def source(self, text: Text, drafters: Sequence[Drafter]) -> Source:
+        """Returns what drafts for one text. All texts of an engine have the same drafters."""
+        return Source(self, text, drafters)
+
+    def decide(self) -> None:
+        """Decides the round of all that have offered, and what the next one is begun with: a chain of each text,
+        unless more is expected of waiting for what this one gives."""
+        texts, self.offered = self.offered, []
+        drafters, prices, hidden, limits = texts[0].drafters, self.prices, self.hidden, texts[0].limits
+        n, offers = limits.sequences, [text.offer() for text in texts]
+        scale, floor, turn = prices.terms(n, hidden)
+        now, ahead = [PLAIN] * len(texts), [PLAIN] * len(texts)
+        wanted, waits, read, device = now, False, False, prices.costs.verify(n)
+        if floor:
+            stake = self._stake(texts, n)
+            chained = chains_of(offers, drafters, prices, n)
+            terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake)
+            best, rate = widest(offers, drafters, prices, n, chained, terms, MARGIN * n / terms.plain)
+            if best and best.family:
+                wanted = best.family.choices(best.rows)
+            if limits.begun is not None:
+                now = [text.of_begun() for text in texts]
+                device = device_seconds(prices.costs, drafters, now, n)
+            elif best:
+                now, read, device = wanted, best.read, best.device
+            drafted = any(choice.candidates for choice in now)
+            device += terms.feed if drafted else 0.0
+        work = Work(device, n, any(choice.candidates for choice in now))
+        if floor:
+            # The next one is begun before this one is booked, which may lose all that it has more than a plain one.
+            risk = BET * max(prices.seconds(work._replace(hidden=hidden, turns=int(read))) - floor, 0.0)
+            feed = self._feed(texts, n, work.drafted)
+            next_terms = Terms(scale, floor, turn, 0, feed, stake - risk)
+            first, gain = choose((each for of in chained for each in of), next_terms, MARGIN * n / floor)
+            if first and first.family:
+                ahead = first.family.choices(first.rows)
+            missed = sum(text.missed() for text in texts) / len(texts)
+            if not first:
+                gain = n / floor
+            waits = (best is not None and rate > gain) or turn <= missed * LATE * floor
+            waits = waits and turn <= stake - risk  # To wait in vain is a loss too.
+        priced = Priced(work, read, self.drafted)
+        self.drafted = work.drafted
+        for text, choice, want, following in zip(texts, now, wanted, ahead, strict=True):
+            text.decided(choice, want, priced)
+            chain = drafters[following.drafter].chains[following.drafts] if following.drafter is not None else NOTHING
+            text.next = None if waits else chain
+
+    def _feed(self, texts: list[Source], sequences: int, drafted: bool | None = None) -> float:
+        """Returns the seconds of feeding the head what plain rounds have left, after a round that drafted or not
+        where that is given."""
+        if sequences > 1:
+            return 0.0
+        left = texts[0].unfed if drafted is None else 0 if drafted else texts[0].unfed + 1
+        return self.prices.costs.feed(left)
+
+    def _stake(self, texts: list[Source], sequences: int) -> float:
+        """Returns the seconds that one round may lose: those who may lose more pay the debt of others first."""
+        rests = [max(text.rest(sequences), 0.0) for text in texts]
+        part = min(1.0, self.debt / sum(rests)) if self.debt and sum(rests) else 0.0
+        if part:
+            for text, rest in zip(texts, rests, strict=True):
+                text.ledger.paid += part * rest
+            self.debt = max(self.debt - sum(rests), 0.0)
+        return BET * (1 - part) * sum(rests) / len(texts)
+
+
+class Source:
+    """Drafts for one text as Auto decides."""
+
+    name = "auto"
+
+    def __init__(self, auto: Auto, text: Text, drafters: Sequence[Drafter]):
+        self.auto, self.drafters, self._text = auto, drafters, text
+        self.estimates = Estimates(auto.known)
+        self.parts = sorted({drafter.part for drafter in drafters if drafter.part})
+        # Plain steps of one sequence leave many rows to one feed, and those of several feed the head each.
+        self.most_unfed = auto.budget + 1
+        self.fed = auto.prices.costs.feed(self.most_unfed) / self.most_unfed
+        self.begin(HORIZON)
+
+    def begin(self, budget: int) -> None:
+        """Begins a text of at most `budget` tokens."""
+        self.ledger = Ledger(budget)
+        self.unfed = 0  # The head has not read the rows of so many plain rounds.
+        self.limits = Limits(budget, budget)
+        self.next: Draft | None = NOTHING
+        self.choice = PLAIN
+        self._found: tuple[list[int], int] = [], 0
+        self._priced: Priced | None = None
+        self._proposed = False
+        # These count rounds, those with a lookup that was worth it, and the last ones that had none.
+        self._rounds = self._looked = self._unlooked = 0
+
+    def propose(self, anchor: int, limits: Limits) -> None:
+        """Offers what the text could verify in the round that comes."""
+        self.limits = limits
+        self._found = self._text.lookup(anchor, min(limits.candidates, limits.depth, self.auto.budget))
+        self.estimates.follow(*self._found)
+        self.auto.offered.append(self)
+        self._proposed = True
+
+    def offer(self) -> Offer:
+        tokens, matched = self._found
+        most = min(self.limits.candidates, self.auto.budget)
+        depth = min(most, self.limits.depth)
+        estimates, drafters = self.estimates, self.drafters
+        return Offer(
+            most,
+            estimates.lookup(len(tokens), matched),
+            [estimates.chain(drafter, min(drafter.most, depth)) for drafter in drafters],
+            lambda by, chances: estimates.leaves(drafters[by], chances),
+        )
+
+    def of_begun(self) -> Choice:
+        """Returns the choice by which the round was begun."""
+        begun = self.limits.begun
+        if begun is None or not begun.size:
+            return PLAIN
+        index = next(i for i, drafter in enumerate(self.drafters) if begun in drafter.chains)
+        return Choice(drafter=index, drafts=begun.size)
+
+    def decided(self, choice: Choice, wanted: Choice, priced: Priced) -> None:
+        self.choice, self._priced = choice, priced
+        self._rounds, self._unlooked = self._rounds + 1, self._unlooked + 1
+        if wanted.lookup:
+            self._looked, self._unlooked = self._looked + 1, 0
+
+    def rest(self, sequences: int) -> float:
+        """Returns the seconds that the text may still lose."""
+        prices = self.auto.prices
+        fed = prices.costs.feed(1) if sequences > 1 else self.fed
+        return self.ledger.rest(prices, sequences, self.auto.hidden, fed)
+
+    def missed(self) -> float:
+        """Returns the chance that a lookup is worth it in the next round."""
+        return min(1 / (self._unlooked + 2), (self._looked + 0.2) / (self._rounds + 2))
+
+    def draft(self, anchor: int, limits: Limits) -> Draft:
+        if not self._proposed:
+            self.propose(anchor, limits)
+        if self in self.auto.offered:
+            self.auto.decide()
+        self._proposed = False
+        return self._made(anchor)
+
+    def _made(self, anchor: int) -> Draft:
+        choice = self.choice
+        if not choice.candidates:
+            return NOTHING
+        chain = self._found[0][: choice.lookup]
+        if choice.drafter is None:
+            return Draft(tuple(chain), sources=("lookup",) * len(chain))
+        budget = choice.drafts + choice.leaves if choice.leaves else None
+        return self.drafters[choice.drafter].draft(anchor, choice.drafts, budget, chain)
+
+    def follows(self) -> Draft | None:
+        return self.next
+
+    def learn(self, done: Round) -> None:
+        auto, priced, choice, came = self.auto, self._priced, self.choice, len(done.tokens)
+        assert priced
+        auto.hidden = done.ahead or done.behind
+        work = priced.work._replace(
+            hidden=auto.hidden, turns=int(auto.hidden and not done.ahead) + priced.read
+        )
+        price = auto.prices.seconds(work)
+        if done.seconds is not None and not priced.learned and priced.observed is work.drafted:
+            auto.prices.learn(work, done.seconds)
+            priced.learned = True
+        self.ledger.tokens += came
+        if done.seconds is not None and priced.observed:  # A machine that stood still is no draft's fault.
+            self.ledger.book(work.sequences, auto.hidden, min(done.seconds, 2 * price), came)
+        elif work.drafted:
+            self.ledger.book(work.sequences, auto.hidden, price, came)
+        else:
+            _, _, turn = auto.prices.terms(work.sequences, auto.hidden)
+            self.ledger.book(work.sequences, auto.hidden, work.turns * turn, 0)
+        over = -self.rest(work.sequences)
+        if over > 0:
+            self.ledger.paid -= over
+            auto.debt += over
+        self.unfed = 0 if work.drafted or work.sequences > 1 else min(self.unfed + 1, self.most_unfed)
+        self.estimates.came(done.tokens, self.parts)
+        self.estimates.fade(self.drafters)
+        if choice.drafter is not None and done.drafted:
+            drafter = self.drafters[choice.drafter]
+            self.estimates.drafted(drafter, *drafter.shown(done, choice.drafts))
+
+
+def device_seconds(costs: Costs, drafters: Sequence[Drafter], choices: Sequence[Choice], sequences: int) -> float:
+    """Returns the seconds of a round's steps by the table of costs: texts draft with each drafter together."""
+    rows, deepest = sequences, dict[int, int]()
+    for choice in choices:
+        rows += choice.candidates
+        if choice.drafter is not None:
+            deepest[choice.drafter] = max(deepest.get(choice.drafter, 0), choice.drafts)
+    return costs.verify(rows) + sum(drafters[by].seconds(costs, n, sequences) for by, n in deepest.items())

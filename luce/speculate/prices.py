@@ -1,0 +1,150 @@
+"""Prices of rounds in seconds: the steps that an engine measured when it was opened, and what the rounds
+themselves show of the host's work and of the machine's pace."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from luce.native.structs import Cost
+
+# The median of so many rounds is believed: up to seven that were disturbed change it by nothing, and a machine
+# that got slower is known within eight.
+WINDOW = 15
+MAX_ROWS = 64  # luce.h calls it LUCE_MAX_ROWS.
+
+
+class Costs:
+    """Seconds of steps: a verify by its rows, one more draft or a block by the sequences
+    that share the step, and a feed by its rows. A width that was not measured lies on the line between its
+    neighbours. A wider one lies on the line of the last two.
+
+    A machine that was disturbed makes what it measures dearer, never cheaper. So a step costs no more than
+    several narrower ones for its rows, and no more than a wider one."""
+
+    def __init__(self, measured: Iterable[Cost]):
+        self._lines: tuple[dict[int, float], ...] = ({}, {}, {}, {}, {})
+        for cost in measured:
+            self._lines[cost.drafts][cost.rows] = max(cost.seconds, 0.0)
+        self._lines = tuple(map(_undisturbed, self._lines))
+        self._verify = [_on_line(self._lines[0], max(rows, 1)) for rows in range(MAX_ROWS + 1)]
+
+    def verify(self, rows: int) -> float:
+        """Returns the seconds of a verify with so many rows in all."""
+        return self._verify[rows] if rows <= MAX_ROWS else _on_line(self._lines[0], rows)
+
+    def draft(self, sequences: int = 1, part: bool = False) -> float:
+        """Returns the seconds of one more draft of the NextN head for each of so many sequences; 0 in an
+        engine whose head does not draft. `part` means among a part of the vocabulary."""
+        return _on_line(self._lines[3 if part else 1], sequences)
+
+    def block(self, sequences: int = 1) -> float:
+        """Returns the seconds of a DFlash block for each of so many sequences; 0 in an engine that drafts
+        none."""
+        return _on_line(self._lines[2], sequences)
+
+    def feed(self, rows: int) -> float:
+        """Returns the seconds of feeding the NextN head so many rows that were verified in steps of one row
+        each, which leave that to the next step of another kind; 0 in an engine whose head does not draft."""
+        return _on_line(self._lines[4], rows) if rows else 0.0
+
+
+def _undisturbed(line: Mapping[int, float]) -> dict[int, float]:
+    """Returns a line on which no step costs more than several narrower ones, or than a wider one."""
+    found: dict[int, float] = {}
+    for rows, seconds in sorted(line.items()):
+        found[rows] = min([seconds, *(-(-rows // n) * each for n, each in found.items())])
+    for narrower, wider in reversed(list(pairwise(found))):
+        found[narrower] = min(found[narrower], found[wider])
+    return found
+
+
+def _on_line(line: dict[int, float], width: int) -> float:
+    widths = list(line)
+    if not widths:
+        return 0.0
+    if width in line:
+        return line[width]
+    if width < widths[0] or len(widths) == 1:
+        return line[widths[0]]
+    right = min(bisect_left(widths, width), len(widths) - 1)
+    below, above = widths[right - 1], widths[right]
+    slope = (line[above] - line[below]) / (above - below)
+    if width > above:  # A cost that falls falls by noise, so it is taken as level.
+        return line[above] + max(slope, 0.0) * (width - above)
+    return line[below] + slope * (width - below)
+
+
+class Work(NamedTuple):
+    """What a round is priced by. `device` counts the seconds of its steps by the table of costs, `drafted` says
+    whether it has candidates, and `sequences` share it. `hidden` says that rounds are begun before the one
+    before has ended, as far as nothing keeps this one from it: `turns` counts the times that the device waits
+    for the host."""
+
+    device: float
+    sequences: int = 1
+    drafted: bool = False
+    turns: int = 0
+    hidden: bool = True
+
+
+class Prices:
+    """Seconds of rounds:
+
+        max(scale * device, floor) + turns * turn
+
+    `scale` is how much longer steps take than when they were measured alone: contexts are longer, clocks lower,
+    and a step that follows another at once is begun meanwhile. `floor` is what a plain round takes: the host's
+    work for its sequences is hidden behind the steps, unless these are shorter. `turn` is what the device waits
+    where the host has to see tokens first. All are medians of what rounds took, by the number of sequences, and
+    where rounds cannot be hidden, theirs."""
+
+    def __init__(self, costs: Costs):
+        self.costs, self._observes = costs, False
+        self._scale = defaultdict[bool, deque[float]](lambda: deque(maxlen=WINDOW))
+        self._floor = defaultdict[tuple[int, bool], deque[float]](lambda: deque(maxlen=WINDOW))
+        self._turn = defaultdict[tuple[int, bool], deque[float]](lambda: deque(maxlen=WINDOW))
+        self._medians: dict[tuple[int, bool], tuple[float, float, float]] = {}
+
+    def terms(self, sequences: int, hidden: bool) -> tuple[float, float, float]:
+        """Returns (scale, floor, turn) of rounds of so many sequences."""
+        key = sequences, hidden
+        found = self._medians.get(key)
+        if found is None:
+            seen = self._scale[hidden]
+            scale = median(seen) if seen else 1.0
+            floor = self._floor[key]
+            plain = median(floor) if floor else scale * self.costs.verify(sequences)
+            turn = self._turn[key]
+            found = self._medians[key] = scale, plain, max(median(turn), 0.0) if turn else 0.0
+        return found
+
+    def plain(self, sequences: int, hidden: bool = True) -> float:
+        """Returns the seconds of a plain round; 0 where nothing was measured."""
+        return self.terms(sequences, hidden)[1]
+
+    def seen(self, sequences: int, hidden: bool = True) -> bool:
+        """Says whether a plain round was observed, or nothing is."""
+        return bool(self._floor[sequences, hidden]) or not self._observes
+
+    def seconds(self, of: Work) -> float:
+        """Returns what a round is expected to take."""
+        scale, floor, turn = self.terms(of.sequences, of.hidden)
+        return max(scale * of.device if of.drafted else 0.0, floor) + of.turns * turn
+
+    def learn(self, of: Work, seconds: float) -> None:
+        """Learns from what a round took, from the end of the one before it."""
+        key, self._observes = (of.sequences, of.hidden), True
+        scale, floor, _ = self.terms(*key)
+        if of.turns:
+            known = max(scale * of.device if of.drafted else 0.0, floor)
+            self._turn[key].append((seconds - known) / of.turns)
+        elif not of.drafted:
+            self._floor[key].append(seconds)
+        elif of.device and scale * of.device > floor:
+            self._scale[of.hidden].append(seconds / of.device)
+        self._medians.clear()
