@@ -51,7 +51,9 @@ class Engine:
             chosen = paying
         self.plan, self.native = chosen, native
         self.info, self.costs = native.info, Costs(native.costs())
-        self._auto = Choosing(self.costs, chosen.draft.budget) if isinstance(chosen.draft, Auto) else None
+        self._auto: Choosing | None = None
+        if isinstance(chosen.draft, Auto):
+            self._auto = Choosing(self.costs, chosen.draft.budget, native.ahead)
         with ExitStack() as opened:
             opened.enter_context(native)
             self._opened = opened.pop_all()

@@ -40,11 +40,12 @@ class Auto:
     rounds cost, and a debt: what texts have lost beyond what they may, which the others pay of what they may
     still lose."""
 
-    def __init__(self, costs: Costs, budget: int):
-        """Drafts at most `budget` candidates a round for each text."""
+    def __init__(self, costs: Costs, budget: int, hidden: bool = False):
+        """Drafts at most `budget` candidates a round for each text. `hidden` says that the engine can begin
+        rounds before the one before has ended."""
         self.prices, self.budget, self.known = Prices(costs), budget, Estimates()
         self.debt = 0.0  # Seconds.
-        self.hidden = False  # The last round was begun before the one before it had ended, or could have been.
+        self.hidden = hidden  # The last round was begun before the one before it had ended, or could have been.
         self.drafted = False  # The last round had candidates.
         self.offered: list[Source] = []  # These have offered what they could verify in the next round.
 
@@ -88,7 +89,10 @@ class Auto:
             if not first:
                 gain = n / floor
             waits = (best is not None and rate > gain) or turn <= missed * LATE * floor
-            waits = waits and turn <= stake - risk  # To wait in vain is a loss too.
+            # To wait in vain is a loss too, and so is the wait of a text's last round.
+            waits = waits and 2 * turn <= stake - risk
+            if not (first or best or prices.seen(n, hidden)):
+                waits = False  # What a plain round takes is seen where one follows another at once.
         priced = Priced(work, read, self.drafted)
         self.drafted = work.drafted
         for text, choice, want, following in zip(texts, now, wanted, ahead, strict=True):
@@ -210,7 +214,8 @@ class Source:
     def learn(self, done: Round) -> None:
         auto, priced, choice, came = self.auto, self._priced, self.choice, len(done.tokens)
         assert priced
-        auto.hidden = done.ahead or done.behind
+        if self.ledger.tokens:  # The first round of a text follows its prompt, whatever the others do.
+            auto.hidden = done.ahead or done.behind
         work = priced.work._replace(
             hidden=auto.hidden, turns=int(auto.hidden and not done.ahead) + priced.read
         )
@@ -219,13 +224,13 @@ class Source:
             auto.prices.learn(work, done.seconds)
             priced.learned = True
         self.ledger.tokens += came
+        shared = work.sequences, auto.hidden
         if done.seconds is not None and priced.observed:  # A machine that stood still is no draft's fault.
-            self.ledger.book(work.sequences, auto.hidden, min(done.seconds, 2 * price), came)
+            self.ledger.book(*shared, min(done.seconds, 2 * price), 0, came)
         elif work.drafted:
-            self.ledger.book(work.sequences, auto.hidden, price, came)
+            self.ledger.book(*shared, auto.prices.seconds(work._replace(turns=0)), work.turns, came)
         else:
-            _, _, turn = auto.prices.terms(work.sequences, auto.hidden)
-            self.ledger.book(work.sequences, auto.hidden, work.turns * turn, 0)
+            self.ledger.book(*shared, 0.0, work.turns, 0)
         over = -self.rest(work.sequences)
         if over > 0:
             self.ledger.paid -= over

@@ -19,17 +19,20 @@ class Ledger:
     def __init__(self, most: int):
         self.most, self.tokens = most, 0
         self.paid = 0.0  # Seconds that were paid of what others had lost, below 0 where others paid.
-        self._booked: dict[tuple[int, bool], tuple[float, int]] = {}
+        self._booked: dict[tuple[int, bool], tuple[float, int, int]] = {}
 
-    def book(self, sequences: int, hidden: bool, seconds: float, tokens: int) -> None:
-        """Books seconds, and the tokens for which plain decoding would have taken some too."""
-        before = self._booked.get((sequences, hidden), (0.0, 0))
-        self._booked[sequences, hidden] = before[0] + seconds, before[1] + tokens
+    def book(self, sequences: int, hidden: bool, seconds: float, turns: int, tokens: int) -> None:
+        """Books seconds, turns of the host, and the tokens for which plain decoding would have taken some too."""
+        before = self._booked.get((sequences, hidden), (0.0, 0, 0))
+        self._booked[sequences, hidden] = before[0] + seconds, before[1] + turns, before[2] + tokens
 
     def lost(self, prices: Prices) -> float:
         """Returns the seconds that were lost against plain decoding, below 0 where they were gained."""
-        booked = self._booked.items()
-        return self.paid + sum(seconds - tokens * prices.plain(*key) for key, (seconds, tokens) in booked)
+        lost = self.paid
+        for key, (seconds, turns, tokens) in self._booked.items():
+            _, plain, turn = prices.terms(*key)
+            lost += seconds + turns * turn - tokens * plain
+        return lost
 
     def rest(self, prices: Prices, sequences: int, hidden: bool, fed: float) -> float:
         """Returns the seconds that may still be lost. `fed` seconds of a plain round keep a head ready to

@@ -96,7 +96,7 @@ DEVICES = {
 
 def auto_of(device, auto=None):
     """Returns what makes the source of a text, of an engine that has decoded other texts with `auto`."""
-    auto = auto or Auto(Costs(device.costs()), AUTO_BUDGET)
+    auto = auto or Auto(Costs(device.costs()), AUTO_BUDGET, hidden=True)
     return lambda sequence: auto.source(
         sequence, [Drafter(sequence, Source.NEXTN, 8, max(device.n_top, 1))]
     )
@@ -167,7 +167,7 @@ def test_rounds_tell_what_they_take(name):
     """Nothing is timed beforehand: a step that follows another at once takes less than one alone, and the host
     keeps the device waiting where a round needs the tokens of the last one."""
     device, sizes = Device(**DEVICES[name]), DEVICES[name]
-    auto = Auto(Costs(device.costs()), AUTO_BUDGET)
+    auto = Auto(Costs(device.costs()), AUTO_BUDGET, hidden=True)
     decode(device, auto_of(device, auto))
     apart = sizes["launch"] + sizes["notice"] + sizes["host"]
     _, floor, turn = auto.prices.terms(1, True)

@@ -175,7 +175,7 @@ def cost_of(
 
 def auto_of(costs: Costs) -> Auto:
     """Returns an engine's auto, which knows no text."""
-    return Auto(costs, AUTO_BUDGET)
+    return Auto(costs, AUTO_BUDGET, hidden=True)
 
 
 def auto_cost(trace: Trace, costs: Costs, auto: Auto, between: float = 0.0) -> float:
