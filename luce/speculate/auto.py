@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from luce.speculate.candidates import PLAIN, Choice, Offer
+from luce.speculate.candidates import PLAIN, Candidate, Choice, Offer
 from luce.speculate.choose import MARGIN, Terms, chains_of, choose, widest
 from luce.speculate.drafting import NOTHING, Draft, Drafter, Limits, Round, Text
 from luce.speculate.estimates import Estimates
@@ -20,19 +20,19 @@ LATE = 0.5
 
 @dataclass
 class Priced:
-    """A round of several texts: the work that it was chosen by. `after_drafts` says that the round before it had
-    candidates, so that the wait for that one begins it, which is later than a plain one could be begun. Its price
-    is learned once."""
+    """A round of several texts: the work that it was chosen by. `beside_drafts` says that the round before or
+    after it has drafts: a wait begins one of the two then, later than plain rounds begin. Its price is learned
+    once."""
 
     work: Work
     read: bool
-    after_drafts: bool
+    beside_drafts: bool
     learned: bool = False
 
     @property
     def observed(self) -> bool:
         """Says whether it is booked as it was observed. A plain round is no draft's fault, however long it is."""
-        return self.work.drafted or self.after_drafts
+        return self.work.drafted or self.beside_drafts
 
 
 class Auto:
@@ -62,6 +62,7 @@ class Auto:
         scale, floor, turn = prices.terms(n, hidden)
         now, ahead = [PLAIN] * len(texts), [PLAIN] * len(texts)
         wanted, waits, read, device = now, False, False, prices.costs.verify(n)
+        first: Candidate | None = None
         if floor:
             stake = self._stake(texts, n)
             chained = chains_of(offers, drafters, prices, n)
@@ -93,7 +94,7 @@ class Auto:
             waits = waits and 2 * turn <= stake - risk
             if not (first or best or prices.seen(n, hidden)):
                 waits = False  # What a plain round takes is seen where one follows another at once.
-        priced = Priced(work, read, self.drafted)
+        priced = Priced(work, read, self.drafted or (first is not None and not waits))
         self.drafted = work.drafted
         for text, choice, want, following in zip(texts, now, wanted, ahead, strict=True):
             text.decided(choice, want, priced)
