@@ -17,7 +17,6 @@ from luce.native import File
 from luce.native.structs import Cost, Sampling
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_GAMMA, Options
-from luce.speculate.costs import NO_TIME, Host, Hosts
 
 OPTIONS = Options(ctx=128, threads=1)
 CONFIG = tiny.Config(n_nextn=1)
@@ -80,7 +79,7 @@ def test_many_give_the_tokens_that_each_gives_alone(files, asked, ahead):
     with Engine.open(files, replace(OPTIONS, spec="off")) as engine:
         alone = [tokens(engine, request) for request in requests]
     with Engine.open(files, replace(OPTIONS, sequences=3, **asked)) as engine:
-        engine.native.ahead, engine.hosts = ahead, Hosts({1: Host(between=2e-5)})
+        engine.native.ahead = ahead
         found = {}
         emitted = {at: [] for at in range(len(requests))}
         for at, event in engine.run(requests):
@@ -106,34 +105,6 @@ def ahead(monkeypatch):
         self.ahead = True
 
     monkeypatch.setattr(_native.Engine, "__init__", init)
-
-
-@pytest.mark.parametrize("ctx", [128, 512])
-def test_what_rounds_take_beside_their_steps_is_measured_where_they_are_begun_ahead(files, ahead, ctx):
-    """Texts decode as they do where it was not, with all sequences and pages."""
-    with Engine.open(files, replace(OPTIONS, spec="off", ctx=ctx)) as engine:
-        assert engine.hosts == NO_TIME
-        expected = tokens(engine, ask(1))
-    asked = replace(OPTIONS, spec="auto", ctx=ctx, sequences=3)
-    with Engine.open(files, asked, keep_drafters=True) as engine:
-        assert sorted(engine.hosts.timed) == [1, 3]
-        assert engine.native.info.sequences_free == engine.native.info.n_sequences
-        assert engine.native.info.pages_free == engine.native.info.n_pages
-        assert tokens(engine, ask(1)) == expected
-
-
-@pytest.mark.parametrize("failing", ["prefill", "begin", "wait"])
-def test_an_engine_whose_rounds_cannot_be_measured_is_opened_all_the_same(files, ahead, failing, monkeypatch):
-    def fail(*_):
-        raise NumericError("not finite")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_native.Sequence if failing == "prefill" else _native.Engine, failing, fail)
-        engine = Engine.open(files, replace(OPTIONS, spec="auto"), keep_drafters=True)
-    with engine:
-        assert engine.hosts == NO_TIME
-        assert engine.native.info.sequences_free == engine.native.info.n_sequences
-        assert len(tokens(engine, ask(1))) == 24
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])

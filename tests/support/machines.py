@@ -3,9 +3,9 @@
 from luce.native import Source
 from luce.native.structs import Cost
 from luce.planning.plan import AUTO_BUDGET, MAX_GAMMA
-from luce.speculate.costs import Costs
+from luce.speculate.auto import Auto
 from luce.speculate.drafting import Drafter, Limits
-from luce.speculate.runner import Runner
+from luce.speculate.prices import Costs
 
 OWED = AUTO_BUDGET + 1  # A sequence owes its head so many rows at most.
 
@@ -35,7 +35,7 @@ class Fresh:
 
 def runner(costs, gamma=MAX_GAMMA, text=None, ranks=1, budget=AUTO_BUDGET):
     text = text or Fresh()
-    return Runner(text, costs, [Drafter(text, Source.NEXTN, gamma, ranks)], budget)
+    return Auto(costs, budget).source(text, [Drafter(text, Source.NEXTN, gamma, ranks)])
 
 
 def drafts(source, limit, sequences=1):

@@ -27,10 +27,11 @@ from luce.native import Sequence as Timeline
 from luce.native.structs import Cost, EngineParams, Memory, Sampling
 from luce.planning import opened as opened_files
 from luce.planning.plan import Options
-from luce.speculate.acceptance import Coverage, Known
+from luce.speculate.auto import Auto
+from luce.speculate.auto import Source as Decided
 from luce.speculate.prices import Costs
 from luce.speculate.drafting import Drafter, Limits, Round
-from luce.speculate.runner import Runner
+from luce.speculate.estimates import HOPE, HOPE_WEIGHT
 
 PART = 128
 
@@ -191,13 +192,13 @@ class NoLookups:
         return [], 0
 
 
-def auto(part_ms: float | None = H200_PART_MS, known: Known | None = None) -> tuple[Costs, Runner]:
+def auto(part_ms: float | None = H200_PART_MS, known: Auto | None = None) -> tuple[Costs, Decided]:
     """Returns the costs, and an auto that drafts by them, among the part too where it has a cost."""
     verify = [Cost(rows, 0, H200_MS[min(w for w in H200_MS if w >= rows)]) for rows in range(1, 33)]
     text, sources = NoLookups(), [Source.NEXTN] if part_ms is None else [Source.NEXTN, Source.PART]
     costs = Costs([*verify, Cost(1, 1, H200_DRAFT_MS), *([Cost(1, 3, part_ms)] if part_ms else [])])
     drafters = [Drafter(text, by, 8, 1, PART) for by in sources]  # type: ignore[arg-type]
-    return costs, Runner(text, costs, drafters, 31, known)  # type: ignore[arg-type]
+    return costs, (known or Auto(costs, 31)).source(text, drafters)  # type: ignore[arg-type]
 
 
 def rate(fixed: tuple[int, int] | None, right: np.ndarray, inside: np.ndarray) -> float:
@@ -212,7 +213,7 @@ def rate(fixed: tuple[int, int] | None, right: np.ndarray, inside: np.ndarray) -
             by, drafts = fixed[0], min(fixed[1], depth)
         elif depth:
             runner.draft(0, Limits(min(31, depth), depth))
-            by, drafts = runner._choice.drafter or 0, runner._choice.drafts
+            by, drafts = runner.choice.drafter or 0, runner.choice.drafts
         hits = right[at : at + drafts] & (inside[at : at + drafts] | (by == 0))
         accepted = drafts if hits.all() else int(hits.argmin())
         took += costs.verify(1 + drafts) + drafts * costs.draft(1, part=by == 1)
@@ -280,13 +281,13 @@ def test_a_round_among_the_part_shows_what_the_head_is_worth(
         assert shown[Source.NEXTN] <= shown[Source.PART], "what the part has and misses, the whole misses too"
 
 
-def rounds_before_it_gives_up(runner: Runner, token: int) -> int:
+def rounds_before_it_gives_up(runner: Decided, token: int) -> int:
     """Returns how many rounds of a text are drafted in whose drafts are never right, up to the first without
     drafts."""
     runner.begin(256)
     for n in range(256):
         runner.draft(0, Limits(31, 31))
-        drafts = runner._choice.drafts
+        drafts = runner.choice.drafts
         if not drafts:
             return n
         runner.learn(Round(drafts, 0, 0.0, 0.0, 0.0, (token,)))
@@ -304,17 +305,15 @@ def test_a_head_that_is_never_right_is_given_up_as_soon_where_it_drafts_among_a_
 
 def test_how_much_of_a_text_is_of_the_part_is_learned_without_drafts() -> None:
     """The next text starts from it."""
-    known, chosen = Known(), []
+    known, chosen = auto()[1].auto, []
     for token in (0, PART, 0):  # Texts of the part, of the others, and of the part again.
         runner = auto(known=known)[1]
         runner.begin(256)
         for _ in range(200):
             runner.draft(0, Limits(31, 31))
             runner.learn(Round(0, 0, 0.0, 0.0, 0.0, (token,)))
-        runner._lost = 0.0
+        runner.begin(256)  # What may be lost is there again.
         runner.draft(0, Limits(31, 31))
-        chosen.append(runner._choice.drafter)
+        chosen.append(runner.choice.drafter)
     assert chosen == [1, 0, 1]
-    fresh, after = Known().coverage(PART).share, known.coverage(PART).share
-    known.coverage(PART).came([PART] * 40)
-    assert fresh == Coverage.HOPE and 0.5 < after < fresh
+    assert 0 < known.known["part", PART].share(HOPE, HOPE_WEIGHT) < 1
