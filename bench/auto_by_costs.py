@@ -7,13 +7,13 @@ rounds would cost, on the machines of tests/support/replay.py and by their own t
 gives the same figures anywhere. `ratio` is auto's tokens a unit of cost by those of the best fixed way.
 
 --held-out records other texts, on which no constant of auto was chosen: other prompts, HumanEval's, and the
-built-in ones sampled. --known prices auto with other values of acceptance.KNOWN on all recorded texts, texts
+built-in ones sampled. --alike prices auto with other values of estimates.ALIKE on all recorded texts, texts
 of other acceptance and machines. A class of texts at a time is held out: the value that is best on the others
 is judged on it.
 
     python bench/auto_by_costs.py --save bench/results
     python bench/auto_by_costs.py --held-out --max-tokens 160 --save bench/results
-    python bench/auto_by_costs.py --known
+    python bench/auto_by_costs.py --alike
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from luce.native import Drafts, Rows, Source
 from luce.native.structs import Sampling
 from luce.planning.opened import Files
 from luce.planning.plan import AUTO_BUDGET, Options
-from luce.speculate import acceptance
-from luce.speculate.costs import Costs
+from luce.speculate import estimates
+from luce.speculate.prices import Costs
 
 HELD_OUT = Path(__file__).with_name("held_out.jsonl")
-KNOWN = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # These values of acceptance.KNOWN are compared.
+ALIKE = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # These values of estimates.ALIKE are compared.
 
 
 def prefix(proposed: list[int], tokens: list[int]) -> int:
@@ -125,20 +125,20 @@ def auto_rates(
 ) -> dict[str, float]:
     """Returns auto's tokens a unit of cost, by class, where a text starts from `known` trials at most. The
     texts come in an order of chance, as those of a server do."""
-    shuffled, kept = random.Random(1).sample(traces, len(traces)), acceptance.KNOWN
-    acceptance.KNOWN = known
+    shuffled, kept = random.Random(1).sample(traces, len(traces)), estimates.ALIKE
+    estimates.ALIKE = known
     try:
-        memory = acceptance.Known()
+        memory = replay.auto_of(costs)
         return replay.rates(shuffled, lambda trace: replay.auto_cost(trace, costs, memory))
     finally:
-        acceptance.KNOWN = kept
+        estimates.ALIKE = kept
 
 
 def leave_one_out(traces: Sequence[replay.Trace], machines: dict[str, Costs]) -> dict[str, Any]:
-    """Judges KNOWN. `gain` has auto's rate with each value by that without any, as a geometric mean over
+    """Judges ALIKE. `gain` has auto's rate with each value by that without any, as a geometric mean over
     machines, by class. `folds` has for each class the value that is best on the others, and its rate on the
-    class by that of the value that acceptance.py has."""
-    rates = {(name, k): auto_rates(traces, costs, k) for name, costs in machines.items() for k in KNOWN}
+    class by that of the value that estimates.py has."""
+    rates = {(name, k): auto_rates(traces, costs, k) for name, costs in machines.items() for k in ALIKE}
     classes = sorted({trace.cls for trace in traces})
 
     def gain(k: float, among: Iterable[str]) -> float:
@@ -148,15 +148,15 @@ def leave_one_out(traces: Sequence[replay.Trace], machines: dict[str, Costs]) ->
     folds = {}
     for held_out in classes:
         others = [c for c in classes if c != held_out]
-        chosen = max(KNOWN, key=lambda k: gain(k, others))
+        chosen = max(ALIKE, key=lambda k: gain(k, others))
         folds[held_out] = {
             "chosen": chosen,
-            "by_ours": round(gain(chosen, [held_out]) / gain(acceptance.KNOWN, [held_out]), 4),
+            "by_ours": round(gain(chosen, [held_out]) / gain(estimates.ALIKE, [held_out]), 4),
         }
     return {
-        "known": acceptance.KNOWN,
+        "known": estimates.ALIKE,
         "gain": {f"{k:g}": {c: round(gain(k, [c]), 4) for c in classes} | {"all": round(gain(k, classes), 4)}
-                 for k in KNOWN},
+                 for k in ALIKE},
         "folds": folds,
     }  # fmt: skip
 
@@ -167,9 +167,9 @@ def main() -> None:
     parser.add_argument("--commit", help="of the row; default: the checkout's")
     parser.add_argument("--save", type=Path, help="record, and write the row to this folder")
     parser.add_argument("--held-out", action="store_true", help="record texts that nothing was chosen on")
-    parser.add_argument("--known", action="store_true", help="compare values of acceptance.KNOWN")
+    parser.add_argument("--alike", action="store_true", help="compare values of estimates.ALIKE")
     args = parser.parse_args()
-    if args.known:
+    if args.alike:
         every = [*replay.recorded(), *replay.recorded(replay.HELD_OUT), *replay.oracles()]
         print(as_json(leave_one_out(every, replay.MACHINES | replay.OTHER_MACHINES), indent=1))
         return

@@ -12,7 +12,7 @@ from luce import native as _native
 from luce.decode.engine import Engine
 from luce.decode.events import Failed, Finished, Started, Tokens
 from luce.decode.request import Request
-from luce.errors import Cancelled, ContextFull, NumericError, OutOfMemory, StateError, UnsupportedError
+from luce.errors import Cancelled, ContextFull, OutOfMemory, StateError, UnsupportedError
 from luce.native import File
 from luce.native.structs import Cost, Sampling
 from luce.planning.opened import Files

@@ -24,8 +24,8 @@ from luce.decode.request import Request
 from luce.native import Source
 from luce.native.structs import Cost, Sampling
 from luce.speculate.auto import Auto
-from luce.speculate.prices import Costs
 from luce.speculate.drafting import NOTHING, Draft, Drafter, Fixed, TextLookup
+from luce.speculate.prices import Costs
 
 N_CTX, N_CHUNK, MOST = 300, 256, 40
 CASE = tiny_dflash.Case(

@@ -14,6 +14,7 @@ from luce.speculate.auto import Auto
 from luce.speculate.drafting import Drafter, Limits, Round
 from luce.speculate.prices import MAX_ROWS
 
+
 class One(NamedTuple):
     """This is a text of so many tokens, which begins with a round. Its drafts are right with a share."""
 

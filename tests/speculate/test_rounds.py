@@ -2,7 +2,7 @@
 rounds really take there is what auto counts, and it keeps its promise where no draft is right."""
 
 import pytest
-from fake_core import PROMPT, TOKENIZER, FakeEngine, drive, generation, hashed
+from fake_core import PROMPT, FakeEngine, drive, generation, hashed
 from machines import STEPS_27B
 
 from luce.decode.request import Request

@@ -351,7 +351,7 @@ def test_what_the_host_takes_is_part_of_the_3_percent(between, fires, noise, see
     of a text wait for the host in plain decoding too."""
     rng = random.Random(seed)
     text, drafters = Repeats(rng, 0.02, 0.5, fires), [Drafter(Fresh(), Source.NEXTN, MAX_GAMMA)]
-    auto, took = Auto(GPU, AUTO_BUDGET, hidden=True), []
+    auto = Auto(GPU, AUTO_BUDGET, hidden=True)
 
     class Noisy(Costs):
         def verify(self, rows):

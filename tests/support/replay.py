@@ -20,7 +20,8 @@ from luce.bench.oracle_model import Rule
 from luce.native import Source
 from luce.native.structs import Cost
 from luce.planning.plan import AUTO_BUDGET
-from luce.speculate.auto import Auto, Source as Decided
+from luce.speculate.auto import Auto
+from luce.speculate.auto import Source as Decided
 from luce.speculate.drafting import Draft, Drafter, Limits, Round
 from luce.speculate.prices import Costs
 

@@ -29,9 +29,9 @@ from luce.planning import opened as opened_files
 from luce.planning.plan import Options
 from luce.speculate.auto import Auto
 from luce.speculate.auto import Source as Decided
-from luce.speculate.prices import Costs
 from luce.speculate.drafting import Drafter, Limits, Round
 from luce.speculate.estimates import HOPE, HOPE_WEIGHT
+from luce.speculate.prices import Costs
 
 PART = 128
 

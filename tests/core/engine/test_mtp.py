@@ -34,8 +34,8 @@ from luce.native import Sequence as Timeline
 from luce.native.structs import Cost, Sampling
 from luce.planning.plan import MAX_GAMMA
 from luce.speculate.auto import Auto
-from luce.speculate.prices import Costs
 from luce.speculate.drafting import Drafter, DraftSource, Fixed
+from luce.speculate.prices import Costs
 
 RANDOM = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, state_size=64,
                 n_v_head=4, n_ctx=65536, n_nextn=1)  # fmt: skip

@@ -20,6 +20,7 @@ import box_model
 import drive
 import pytest
 import tiny
+from luce.speculate.costs import Costs
 from nan_model import BAD, open_engine, tokens_of
 from op_run import Fault, fault
 
@@ -27,7 +28,6 @@ import luce
 from luce.errors import DeviceError, NumericError
 from luce.native import File, Library, Model, Rows
 from luce.native.structs import EngineParams
-from luce.speculate.costs import Costs
 
 # ---- seconds
 
