@@ -97,7 +97,8 @@ def test_a_source_learns_of_every_round_and_what_it_took():
     assert source.budgets == [5]
     tokens = expected(hashed, 5)
     assert source.rounds == [
-        Round(2, 2, 0.5, 3.0, 0.125, tokens[1:4]), Round(0, 0, 0.0, 1.0, 0.125, tokens[4:]),
+        Round(2, 2, 0.5, 3.0, 0.125, tokens[1:4]),
+        Round(0, 0, 0.0, 1.0, 0.125, tokens[4:], seconds=1.125),  # From the first round's end: its commit, too.
     ]  # fmt: skip
     assert (stats.draft_s, stats.verify_s, stats.commit_s) == (0.5, 4.0, 0.25)
 

@@ -120,7 +120,7 @@ def test_auto_drafts_among_a_part_of_a_large_vocabulary(
             *_, last = opened.generate(request)
             assert isinstance(last, Finished)
             tokens[spec] = last.tokens
-            drafters = [d.name for d in getattr(opened._source(opened.native.sequence()), "_drafters", [])]
+            drafters = [d.name for d in getattr(opened._source(opened.native.sequence()), "drafters", [])]
     assert opened.info.n_part == (1024 if large else 0)
     assert drafters == (["mtp", "mtp-part"] if large else ["mtp"])
     assert tokens["auto"] == tokens["off"]
