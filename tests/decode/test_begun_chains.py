@@ -166,7 +166,7 @@ class Failing(Fixed):
         return super().draft(anchor, limits)
 
 
-@pytest.mark.parametrize("verb", ["follows", "learn", "prepare"])
+@pytest.mark.parametrize("verb", ["propose", "follows", "learn"])
 def test_a_source_that_is_dropped_begins_no_other_round(verb):
     """The one that is under way then has its drafts."""
     core = FakeEngine(ahead=True)

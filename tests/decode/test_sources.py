@@ -92,7 +92,7 @@ class Told:
     def learn(self, done):
         self.done += len(done.tokens)
 
-    def prepare(self):
+    def propose(self, anchor, limits):
         pass
 
 
@@ -123,7 +123,7 @@ class Always:
     def learn(self, done):
         self.done += len(done.tokens)
 
-    def prepare(self):
+    def propose(self, anchor, limits):
         pass
 
 
@@ -154,7 +154,7 @@ class Bad:
     def learn(self, done):
         pass
 
-    def prepare(self):
+    def propose(self, anchor, limits):
         pass
 
 

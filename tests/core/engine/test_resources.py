@@ -20,7 +20,7 @@ import box_model
 import drive
 import pytest
 import tiny
-from luce.speculate.costs import Costs
+from luce.speculate.prices import Costs
 from nan_model import BAD, open_engine, tokens_of
 from op_run import Fault, fault
 
