@@ -214,7 +214,11 @@ class Source:
 
     def learn(self, done: Round) -> None:
         auto, priced, choice, came = self.auto, self._priced, self.choice, len(done.tokens)
-        assert priced
+        self.choice, self._priced = PLAIN, None
+        if not priced:  # The last round of a text has no use for drafts, so none was decided.
+            self.ledger.tokens += came
+            self.estimates.came(done.tokens, self.parts)
+            return
         if self.ledger.tokens:  # The first round of a text follows its prompt, whatever the others do.
             auto.hidden = done.ahead or done.behind
         work = priced.work._replace(

@@ -9,7 +9,7 @@ from fake_core import FakeEngine, expected, finish, hashed
 from fake_core import Text as FakeText
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import BOX, CPU, GPU, MACHINES, OWED, STEEP, Repeats, drafts, line, machine, runner
+from machines import BOX, CPU, GPU, MACHINES, OWED, STEEP, Fresh, Repeats, drafts, line, machine, runner
 
 from luce.native import Source
 from luce.native.structs import Cost
@@ -309,6 +309,8 @@ def test_the_choice_is_the_best_of_all_chains_and_lookups(steps, draft, chains, 
 
     rates = [rate(n * (1 + sum(lookup[:size])), costs.verify(n * (1 + size))) for size in range(1, len(lookup) + 1)]
     for sizes in itertools.product(*(range(len(each) + 1) for each in chances[:2])):
+        if not any(sizes):
+            continue  # A round without candidates is plain.
         tokens = n + sum(sum(each[:size]) for each, size in zip(chances, sizes, strict=False))
         rates.append(rate(tokens, costs.verify(n + sum(sizes)) + max(sizes) * costs.draft(n)))
     prices = Prices(costs)
@@ -329,17 +331,22 @@ def test_the_same_rounds_lead_to_the_same_drafts():
 def test_feeding_the_head_in_each_step_of_several_sequences_is_part_of_the_3_percent_too():
     """A plain step of two sequences feeds the head, so its measured cost has that already."""
     costs = machine([1, 1.03, 1.06, 1.1, 1.15], 0.07, 0.0135)
-    lost = []
-    for sequences in (1, 2):
-        auto, plain = runner(costs), costs.verify(sequences)
-        auto.begin(256)
-        lost.append(0.0)
+    for sequences in (1, 2, 4):
+        auto, plain, lost, drafted = Auto(costs, AUTO_BUDGET), costs.verify(sequences), 0.0, 0
+        texts = [auto.source(Fresh(), [Drafter(Fresh(), Source.NEXTN, MAX_GAMMA)]) for _ in range(sequences)]
+        limits = Limits(MAX_GAMMA, MAX_GAMMA, sequences)
+        for text in texts:
+            text.begin(256)
         for _ in range(255):
-            gamma = drafts(auto, MAX_GAMMA, sequences)
-            seconds = costs.verify(sequences * (gamma + 1)) + gamma * costs.draft(sequences)
-            lost[-1] += seconds / plain - 1 + (costs.feed(1) if sequences > 1 else 0.0)
-            auto.learn(Round(gamma, 0, 0.0, 0.0, 0.0, (1,)))
-    assert 0 < lost[0] < 0.03 * 255 and costs.feed(1) * 255 < lost[1] < 0.03 * 255
+            for text in texts:
+                text.propose(1, limits)
+            gammas = [text.draft(1, limits).on_device for text in texts]
+            seconds = costs.verify(sequences + sum(gammas)) + max(gammas) * costs.draft(sequences)
+            lost += seconds / plain - 1 + (costs.feed(1) if sequences > 1 else 0.0)
+            drafted += any(gammas)
+            for text, gamma in zip(texts, gammas, strict=True):
+                text.learn(Round(gamma, 0, 0.0, 0.0, 0.0, (1,)))
+        assert drafted and (0 if sequences == 1 else costs.feed(1) * 255) < lost < 0.03 * 255
 
 
 @settings(max_examples=40, deadline=None)
