@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from luce.speculate.candidates import PLAIN, Candidate, Choice, Offer
-from luce.speculate.choose import MARGIN, Terms, chains_of, choose, widest
+from luce.speculate.candidates import PLAIN, Candidate, Choice, Offer, Steps
+from luce.speculate.choose import MARGIN, Search, Terms, chains_of
 from luce.speculate.drafting import NOTHING, Draft, Drafter, Limits, Round, Text
 from luce.speculate.estimates import Estimates
 from luce.speculate.ledger import BET, HORIZON, Ledger
@@ -44,7 +44,8 @@ class Auto:
         """Drafts at most `budget` candidates a round for each text. `hidden` says that the engine can begin
         rounds before the one before has ended."""
         self.prices, self.budget, self.known = Prices(costs), budget, Estimates()
-        self.debt = 0.0  # Seconds.
+        self._steps = dict[int, Steps]()
+        self.debt = 0.0  # Plain rounds.
         self.hidden = hidden  # The last round was begun before the one before it had ended, or could have been.
         self.drafted = False  # The last round had candidates.
         self.offered: list[Source] = []  # These have offered what they could verify in the next round.
@@ -53,39 +54,48 @@ class Auto:
         """Returns what drafts for one text. All texts of an engine have the same drafters."""
         return Source(self, text, drafters)
 
+    def steps(self, drafters: Sequence[Drafter], sequences: int) -> Steps:
+        """Returns what steps cost that so many sequences share."""
+        found = self._steps.get(sequences)
+        if found is None:
+            found = self._steps[sequences] = Steps(self.prices.costs, drafters, sequences)
+        return found
+
     def decide(self) -> None:
         """Decides the round of all that have offered, and what the next one is begun with: a chain of each text,
         unless more is expected of waiting for what this one gives."""
         texts, self.offered = self.offered, []
         drafters, prices, hidden, limits = texts[0].drafters, self.prices, self.hidden, texts[0].limits
-        n, offers = limits.sequences, [text.offer() for text in texts]
+        n, steps = limits.sequences, self.steps(drafters, limits.sequences)
         scale, floor, turn = prices.terms(n, hidden)
         now, ahead = [PLAIN] * len(texts), [PLAIN] * len(texts)
-        wanted, waits, read, device = now, False, False, prices.costs.verify(n)
+        wanted, waits, read, device = now, False, False, steps.plain
         first: Candidate | None = None
         if floor:
-            stake = self._stake(texts, n)
-            chained = chains_of(offers, drafters, prices, n)
+            stake, offers = self._stake(texts, n) * floor, [text.offer() for text in texts]
+            chained = chains_of(offers, steps)
             terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake)
-            best, rate = widest(offers, drafters, prices, n, chained, terms, MARGIN * n / terms.plain)
-            if best and best.family:
-                wanted = best.family.choices(best.rows)
+            search = Search(steps, terms, MARGIN * n / terms.plain)
+            best, rate = search.tries_all(offers, chained), search.top
+            if best:
+                wanted = best.choices
             if limits.begun is not None:
                 now = [text.of_begun() for text in texts]
-                device = device_seconds(prices.costs, drafters, now, n)
+                device = steps.of(now)
             elif best:
-                now, read, device = wanted, best.read, best.device
-            drafted = any(choice.candidates for choice in now)
-            device += terms.feed if drafted else 0.0
-        work = Work(device, n, any(choice.candidates for choice in now))
+                now, read, device = wanted, best.family.read, best.device
+        drafted = any(choice.candidates for choice in now)
+        work = Work(device + terms.feed if drafted else device, n, drafted, int(read), hidden)
         if floor:
             # The next one is begun before this one is booked, which may lose all that it has more than a plain one.
-            risk = BET * max(prices.seconds(work._replace(hidden=hidden, turns=int(read))) - floor, 0.0)
-            feed = self._feed(texts, n, work.drafted)
-            next_terms = Terms(scale, floor, turn, 0, feed, stake - risk)
-            first, gain = choose((each for of in chained for each in of), next_terms, MARGIN * n / floor)
-            if first and first.family:
-                ahead = first.family.choices(first.rows)
+            risk = BET * max(prices.seconds(work) - floor, 0.0)
+            next_terms = Terms(scale, floor, turn, 0, self._feed(texts, n, drafted), stake - risk)
+            search = Search(steps, next_terms, MARGIN * n / floor)
+            for of in chained:
+                first = search.tries_each(of)
+            gain = search.top
+            if first:
+                ahead = first.choices
             missed = sum(text.missed() for text in texts) / len(texts)
             if not first:
                 gain = n / floor
@@ -95,7 +105,7 @@ class Auto:
             if not (first or best or prices.seen(n, hidden)):
                 waits = False  # What a plain round takes is seen where one follows another at once.
         priced = Priced(work, read, self.drafted or (first is not None and not waits))
-        self.drafted = work.drafted
+        self.drafted = drafted
         for text, choice, want, following in zip(texts, now, wanted, ahead, strict=True):
             text.decided(choice, want, priced)
             chain = drafters[following.drafter].chains[following.drafts] if following.drafter is not None else NOTHING
@@ -110,7 +120,7 @@ class Auto:
         return self.prices.costs.feed(left)
 
     def _stake(self, texts: list[Source], sequences: int) -> float:
-        """Returns the seconds that one round may lose: those who may lose more pay the debt of others first."""
+        """Returns how many plain rounds one round may lose: those who may lose more pay the debt of others first."""
         rests = [max(text.rest(sequences), 0.0) for text in texts]
         part = min(1.0, self.debt / sum(rests)) if self.debt and sum(rests) else 0.0
         if part:
@@ -182,7 +192,7 @@ class Source:
             self._looked, self._unlooked = self._looked + 1, 0
 
     def rest(self, sequences: int) -> float:
-        """Returns the seconds that the text may still lose."""
+        """Returns how many plain rounds the text may still lose."""
         prices = self.auto.prices
         fed = prices.costs.feed(1) if sequences > 1 else self.fed
         return self.ledger.rest(prices, sequences, self.auto.hidden, fed)
@@ -246,13 +256,3 @@ class Source:
         if choice.drafter is not None and done.drafted:
             drafter = self.drafters[choice.drafter]
             self.estimates.drafted(drafter, *drafter.shown(done, choice.drafts))
-
-
-def device_seconds(costs: Costs, drafters: Sequence[Drafter], choices: Sequence[Choice], sequences: int) -> float:
-    """Returns the seconds of a round's steps by the table of costs: texts draft with each drafter together."""
-    rows, deepest = sequences, dict[int, int]()
-    for choice in choices:
-        rows += choice.candidates
-        if choice.drafter is not None:
-            deepest[choice.drafter] = max(deepest.get(choice.drafter, 0), choice.drafts)
-    return costs.verify(rows) + sum(drafters[by].seconds(costs, n, sequences) for by, n in deepest.items())

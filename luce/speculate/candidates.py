@@ -8,11 +8,11 @@ may be right: what comes second adds its chance times that of the other being wr
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import inf
-from operator import itemgetter
-from typing import NamedTuple
+from itertools import accumulate
+from operator import add, itemgetter
+from typing import Any, NamedTuple
 
 from luce.speculate.drafting import Drafter
 from luce.speculate.prices import MAX_ROWS, Costs
@@ -46,113 +46,157 @@ class Offer(NamedTuple):
     leaves: Callable[[int, Sequence[float]], Sequence[float]] = lambda drafter, chances: ()
 
 
-@dataclass(frozen=True)
-class Family:
-    """Rounds that cost the same but for their rows: each text drafts at most `depth` with one drafter. `nodes`
-    has the gains of each text's nodes in the order in which they are taken, and `kinds` how many of them are
-    lookup tokens, drafts and leaves, one kind after the other. `read` says that the host reads the drafts
-    before they are verified, to grow what joins them."""
+class Steps:
+    """Seconds of the steps of rounds that so many sequences share, by the table of costs. Lists are by the rows
+    of all candidates: 1, 2 .. as many as fit."""
 
-    drafter: int | None
-    depth: int
-    nodes: Sequence[Sequence[float]]
-    kinds: Sequence[tuple[tuple[str, int], ...]]
-    read: bool = False
+    def __init__(self, costs: Costs, drafters: Sequence[Drafter], sequences: int):
+        self.sequences, self.drafters, self.plain = sequences, drafters, costs.verify(sequences)
+        self.verify = [costs.verify(rows) for rows in range(sequences + 1, MAX_ROWS + 1)]
+        self.drafts = [[each.seconds(costs, n, sequences) for n in range(1, each.most + 1)] for each in drafters]
+        # A single text's chain is as deep as it has rows.
+        self.chains = [list(map(add, self.verify, drafts)) for drafts in self.drafts]
+        self._deep = dict[tuple[int, int], list[float]]()
 
-    def taken(self) -> list[tuple[float, int]]:
-        """Returns (gain, text) of all nodes, best first, none before those that it needs."""
-        keyed = list[tuple[float, float, int]]()
-        for text, gains in enumerate(self.nodes):
-            least = inf
-            for gain in gains:
-                least = min(least, gain)
-                keyed.append((-least, gain, text))
-        keyed.sort(key=itemgetter(0))
-        return [(gain, text) for _, gain, text in keyed]
-
-    def choices(self, rows: int) -> list[Choice]:
-        """Returns what each text verifies where the round has so many nodes of all."""
-        counts = [rows]
-        if len(self.nodes) > 1:
-            counts = [0] * len(self.nodes)
-            for _, text in self.taken()[:rows]:
-                counts[text] += 1
-        found = []
-        for left, kinds in zip(counts, self.kinds, strict=True):
-            sizes = {"lookup": 0, "drafts": 0, "leaves": 0}
-            for kind, size in kinds:
-                sizes[kind] = min(left, size)
-                left -= sizes[kind]
-            found.append(Choice(drafter=self.drafter if sizes["drafts"] else None, **sizes))
+    def deep(self, drafter: int, depth: int) -> list[float]:
+        """Returns the seconds where the deepest text has so many drafts."""
+        found = self._deep.get((drafter, depth))
+        if found is None:
+            drafting = self.drafts[drafter][depth - 1]
+            found = self._deep[drafter, depth] = [seconds + drafting for seconds in self.verify]
         return found
+
+    def of(self, choices: Sequence[Choice]) -> float:
+        """Returns the seconds of what texts verify: those that draft with one drafter draft together."""
+        rows, deepest = 0, dict[int, int]()
+        for choice in choices:
+            rows += choice.candidates
+            if choice.drafter is not None:
+                deepest[choice.drafter] = max(deepest.get(choice.drafter, 0), choice.drafts)
+        drafting = sum(self.drafts[by][depth - 1] for by, depth in deepest.items())
+        return (self.verify[rows - 1] if rows else self.plain) + drafting
+
+
+class Family(NamedTuple):
+    """Rounds that differ in their rows. `gains` are those of all texts' nodes, best first, none before those
+    that it needs, and `seconds` those of the steps by rows, of which there are at least `least`. Texts draft at
+    most `depth` with one drafter; 0 is as many as there are rows. `nodes` has the gains by text, in the order
+    in which they are taken, and `kinds` how many of them are at most lookup tokens, drafts and leaves, one kind
+    after the other. `read` says that the host reads the drafts before they are verified, to grow what joins
+    them."""
+
+    gains: Sequence[float]
+    seconds: Sequence[float]
+    nodes: Sequence[Sequence[float]]
+    kinds: Sequence[Sequence[tuple[str, int]]]
+    drafter: int | None = None
+    depth: int = 0
+    least: int = 1
+    read: bool = False
 
 
 class Candidate(NamedTuple):
     """A round that could be: it is expected to give so many tokens, and its steps take `device` seconds by the
-    table of costs. It takes so many rows of nodes of its family; None is the plain round."""
+    table of costs. It takes so many rows of nodes of its family."""
 
     tokens: float
     device: float
-    rows: int = 0
-    family: Family | None = None
+    rows: int
+    family: Family
 
     @property
-    def read(self) -> bool:
-        return self.family is not None and self.family.read
+    def depth(self) -> int:
+        """Returns how many drafts a text has at most."""
+        return self.family.depth or self.rows
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Returns what each text verifies."""
+        family, counts = self.family, [self.rows]
+        if len(family.nodes) > 1:
+            counts = [0] * len(family.nodes)
+            for _, text in _best_first(family.nodes)[: self.rows]:
+                counts[text] += 1
+        found = []
+        for left, kinds in zip(counts, family.kinds, strict=True):
+            sizes = {"lookup": 0, "drafts": 0, "leaves": 0}
+            for kind, size in kinds:
+                sizes[kind] = min(left, size)
+                left -= sizes[kind]
+            found.append(Choice(drafter=family.drafter if sizes["drafts"] else None, **sizes))
+        return found
 
 
-def spread(family: Family, drafters: Sequence[Drafter], costs: Costs, sequences: int) -> list[Candidate]:
-    """Returns the rounds of a family by their rows, of texts that share a step of so many sequences."""
-    drafting = drafters[family.drafter].seconds(costs, family.depth, sequences) if family.drafter is not None else 0.0
-    tokens, found, least = float(sequences), list[Candidate](), family.depth
-    gains = family.nodes[0] if len(family.nodes) == 1 else [gain for gain, _ in family.taken()]
-    # Fewer rows than the drafts are deep are better had with fewer drafts.
-    for rows, gain in enumerate(gains[: MAX_ROWS - sequences], start=1):
-        tokens += gain
-        if rows >= least:
-            found.append(Candidate(tokens, costs.verify(sequences + rows) + drafting, rows, family))
+def _best_first(nodes: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
+    """Returns (gain, text) of all nodes, best first. A node that gains more than one which it needs counts as
+    that one, so that it follows it."""
+    keyed = [
+        (-least, gain, text)
+        for text, gains in enumerate(nodes)
+        for least, gain in zip(accumulate(gains, min), gains, strict=True)
+    ]
+    keyed.sort(key=itemgetter(0))
+    return [(gain, text) for _, gain, text in keyed]
+
+
+def _gains(nodes: Sequence[Sequence[float]]) -> Sequence[float]:
+    return nodes[0] if len(nodes) == 1 else [gain for gain, _ in _best_first(nodes)]
+
+
+def lookups(offers: Sequence[Offer], steps: Steps) -> Family:
+    """Returns the rounds of lookups alone."""
+    nodes = [offer.lookup for offer in offers]
+    return Family(_gains(nodes), steps.verify, nodes, [(("lookup", len(gains)),) for gains in nodes])
+
+
+def chains(offers: Sequence[Offer], by: int, steps: Steps) -> list[Family]:
+    """Returns the rounds of chains of a drafter alone: by how deep the deepest is where there are several texts,
+    of which the others wait for it."""
+    whole, kinds = [offer.chains[by] for offer in offers], [(("drafts", MAX_ROWS),)] * len(offers)
+    if len(whole) == 1:
+        return [Family(whole[0], steps.chains[by], whole, kinds, by)]
+    found, taken = list[Family](), list[float]()  # What the drafts lose, the best first.
+    for depth in range(1, max(map(len, whole)) + 1):
+        deepest = [-chain[depth - 1] for chain in whole if len(chain) >= depth]
+        least = bisect_left(taken, min(deepest)) + 1  # Fewer rows are had with fewer drafts.
+        for loss in deepest:
+            insort(taken, loss)
+        gains, nodes = [-loss for loss in taken], [chain[:depth] for chain in whole]
+        found.append(Family(gains, steps.deep(by, depth), nodes, kinds, by, depth, least))
     return found
 
 
-def lookups(offers: Sequence[Offer]) -> Family:
-    """Returns the rounds of lookups alone."""
-    nodes = [offer.lookup[: offer.most] for offer in offers]
-    return Family(None, 0, nodes, [(("lookup", len(gains)),) for gains in nodes])
-
-
-def chains(offers: Sequence[Offer], drafter: int, depth: int) -> Family:
-    """Returns the rounds of chains alone, of at most so many drafts each."""
-    nodes = [offer.chains[drafter][: min(depth, offer.most)] for offer in offers]
-    return Family(drafter, depth, nodes, [(("drafts", len(gains)),) for gains in nodes])
-
-
-def joined(offers: Sequence[Offer], drafter: int, depth: int) -> Family:
+def joined(offers: Sequence[Offer], by: int, depth: int, steps: Steps) -> Family:
     """Returns the rounds of chains joined with lookups, those first of which more is expected."""
-    nodes, kinds = list[Sequence[float]](), list[tuple[tuple[str, int], ...]]()
+    nodes, kinds = list[Sequence[float]](), list[Sequence[tuple[str, int]]]()
     for offer in offers:
-        chain, looked = offer.chains[drafter][:depth], offer.lookup
+        chain, looked = offer.chains[by][:depth], offer.lookup
         if sum(looked[:depth]) > sum(chain):
             order, first, second = ("lookup", "drafts"), looked, chain
         else:
             order, first, second = ("drafts", "lookup"), chain, looked
-        both = min(len(first), len(second))
-        more = [second[at] * (1 - first[at]) for at in range(both)]
-        gains = [*first, *more, *second[both:]]
-        nodes.append(gains[: offer.most])
+        nodes.append([*first, *_beside(second, first)][: offer.most])
         kinds.append(tuple(zip(order, (len(first), len(second)), strict=True)))
-    return Family(drafter, depth, nodes, kinds, read=True)
+    return _read(nodes, kinds, by, depth, steps)
 
 
-def trees(offers: Sequence[Offer], drafter: int, depth: int, looked: Sequence[int]) -> Family:
+def trees(offers: Sequence[Offer], by: int, depth: int, looked: Sequence[int], steps: Steps) -> Family:
     """Returns the rounds of trees: chains, so many tokens of each text's lookup, and leaves beside the chains."""
-    nodes, kinds = list[Sequence[float]](), list[tuple[tuple[str, int], ...]]()
+    nodes, kinds = list[Sequence[float]](), list[Sequence[tuple[str, int]]]()
     for offer, taken in zip(offers, looked, strict=True):
-        chain = offer.chains[drafter][:depth]
-        more = [
-            chance * (1 - chain[at]) if at < len(chain) else chance
-            for at, chance in enumerate(offer.lookup[:taken])
-        ]
-        leaves = offer.leaves(drafter, chain)
+        chain = offer.chains[by][:depth]
+        more, leaves = _beside(offer.lookup[:taken], chain), offer.leaves(by, chain)
         nodes.append([*chain, *more, *leaves][: offer.most])
         kinds.append((("drafts", len(chain)), ("lookup", len(more)), ("leaves", len(leaves))))
-    return Family(drafter, depth, nodes, kinds, read=True)
+    return _read(nodes, kinds, by, depth, steps)
+
+
+def _read(nodes: Any, kinds: Any, by: int, depth: int, steps: Steps) -> Family:
+    """Returns a family of drafts that the host reads. Fewer rows than they are deep are had with fewer drafts."""
+    return Family(_gains(nodes), steps.deep(by, depth), nodes, kinds, by, depth, depth, read=True)
+
+
+def _beside(second: Sequence[float], first: Sequence[float]) -> list[float]:
+    """Returns what a chain of nodes adds to another one: where both have a node, the other's is wrong too."""
+    both = min(len(first), len(second))
+    return [*(of * (1 - other) for of, other in zip(second[:both], first, strict=False)), *second[both:]]

@@ -19,13 +19,14 @@ whose round owes the feed of all rows that were left.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
-from luce.speculate.candidates import Candidate, Offer, chains, joined, lookups, spread, trees
+from luce.speculate.candidates import Candidate, Family, Offer, Steps, chains, joined, lookups, trees
 from luce.speculate.drafting import Drafter
 from luce.speculate.estimates import Estimates
 from luce.speculate.ledger import BET, HORIZON, PROMISE
-from luce.speculate.prices import MAX_ROWS, Costs, Prices
+from luce.speculate.prices import MAX_ROWS, Costs
 
 MARGIN = 1 + PROMISE  # A gain below what the promise may cost is not worth a bet.
 
@@ -40,79 +41,97 @@ class Terms(NamedTuple):
     turn: float
     turns: int = 0
     feed: float = 0.0
-    stake: float = float("inf")
+    stake: float = inf
 
     @property
     def plain(self) -> float:
         return self.floor + self.turns * self.turn
 
 
-def choose(candidates: Iterable[Candidate], terms: Terms, top: float) -> tuple[Candidate | None, float]:
-    """Returns the candidate of the formula whose rate is above `top`, and its rate; None and `top` where there
-    is none."""
-    scale, floor, turn, turns, feed, stake = terms
-    bound, found = floor + stake, None
-    for candidate in candidates:
-        seconds = scale * (candidate.device + feed)
-        seconds = (seconds if seconds > floor else floor) + (turns + candidate.read) * turn
-        if candidate.tokens > top * seconds and seconds <= bound:
-            top, found = candidate.tokens / seconds, candidate
-    return found, top
+class Search:
+    """The formula, over rounds whose steps are `steps`. `found` is the best of those that were tried, and `top`
+    its rate, or what it has to exceed where it is None."""
+
+    def __init__(self, steps: Steps, terms: Terms, top: float):
+        self.steps, self.terms, self.top = steps, terms, top
+        self.found: Candidate | None = None
+
+    def tries(self, family: Family) -> None:
+        """Compares the rounds of a family. More rows never cost less, so it ends where those that are left take
+        too long to pay, whatever they gain, or would lose more than they may."""
+        scale, floor, turn, turns, feed, stake = self.terms
+        gains, device, least, top = family.gains, family.seconds, family.least, self.top
+        tokens: float = self.steps.sequences
+        hoped, waits, bound, best = tokens + sum(gains), (turns + family.read) * turn, floor + stake, None
+        if least > 1:
+            tokens += sum(gains[: least - 1])
+            gains, device = gains[least - 1 :], device[least - 1 :]
+        for rows, (gain, step) in enumerate(zip(gains, device, strict=False), start=least):
+            tokens += gain
+            seconds = scale * (step + feed)
+            seconds = (seconds if seconds > floor else floor) + waits
+            if seconds > bound or hoped <= top * seconds:
+                break
+            if tokens > top * seconds:
+                top, best = tokens / seconds, (tokens, step, rows)
+        if best:
+            self.top, self.found = top, Candidate(*best, family)
+
+    def tries_each(self, families: Iterable[Family]) -> Candidate | None:
+        """Compares the rounds of several families, and returns the best so far."""
+        for family in families:
+            self.tries(family)
+        return self.found
+
+    def tries_all(self, offers: Sequence[Offer], chained: Sequence[Sequence[Family]]) -> Candidate | None:
+        """Compares chains, lookups, both joined, and trees, and returns the best. Trees and joins are tried
+        beside the best chain of each drafter alone, since they seldom pay beside another."""
+        steps = self.steps
+        for of in chained:
+            self.tries_each(of)
+        if any(offer.lookup for offer in offers):
+            looked = lookups(offers, steps)
+            self.tries(looked)
+            for by, of in enumerate(chained):
+                # Of a chain and a lookup together no more is expected than of both.
+                if of and self._can_pay(by, 1, sum(looked.gains) + sum(of[-1].gains)):
+                    alone = Search(steps, self.terms._replace(stake=inf), 0.0).tries_each(of)
+                    if alone:
+                        self.tries(joined(offers, by, alone.depth, steps))
+        if self.found and (by := self.found.family.drafter) is not None and steps.drafters[by].ranks > 1:
+            depth, taken = self.found.depth, [choice.lookup for choice in self.found.choices]
+            self.tries(trees(offers, by, depth, taken, steps))
+        return self.found
+
+    def _can_pay(self, by: int, depth: int, gain: float) -> bool:
+        """Says whether a round of so many drafts that the host reads would pay if it gained so much."""
+        scale, floor, turn, turns, feed, _ = self.terms
+        seconds = max(scale * (self.steps.deep(by, depth)[depth - 1] + feed), floor) + (turns + 1) * turn
+        return self.steps.sequences + gain > self.top * seconds
 
 
-def chains_of(offers: Sequence[Offer], drafters: Sequence[Drafter], prices: Prices, sequences: int) -> list[list[Candidate]]:
-    """Returns by drafter the rounds of chains alone, which need nothing of the round before."""
-    found = []
-    for by in range(len(drafters)):
-        longest = max(len(offer.chains[by]) for offer in offers)
-        families = (chains(offers, by, depth) for depth in range(1, longest + 1))
-        found.append([each for family in families for each in spread(family, drafters, prices.costs, sequences)])
-    return found
-
-
-def widest(
-    offers: Sequence[Offer],
-    drafters: Sequence[Drafter],
-    prices: Prices,
-    sequences: int,
-    chained: Sequence[Sequence[Candidate]],
-    terms: Terms,
-    top: float,
-) -> tuple[Candidate | None, float]:
-    """Returns the candidate of the formula among all: chains, lookups, both joined, and trees. Trees and joins
-    are tried beside the best chain of each drafter alone, since they seldom pay beside another."""
-    costs, looked = prices.costs, any(offer.lookup for offer in offers)
-    found, top = choose((each for of in chained for each in of), terms, top)
-    if looked:
-        better, top = choose(spread(lookups(offers), drafters, costs, sequences), terms, top)
-        found = better or found
-        for by, of in enumerate(chained):
-            deepest, _ = choose(of, terms._replace(stake=float("inf")), 0.0)
-            if deepest and deepest.family:
-                both = spread(joined(offers, by, deepest.family.depth), drafters, costs, sequences)
-                better, top = choose(both, terms, top)
-                found = better or found
-    family = found.family if found else None
-    if found and family and family.drafter is not None and drafters[family.drafter].ranks > 1:
-        lookup = [choice.lookup for choice in family.choices(found.rows)]
-        grown = spread(trees(offers, family.drafter, family.depth, lookup), drafters, costs, sequences)
-        better, top = choose(grown, terms, top)
-        found = better or found
-    return found, top
+def chains_of(offers: Sequence[Offer], steps: Steps) -> list[list[Family]]:
+    """Returns the rounds of chains alone by drafter."""
+    return [chains(offers, by, steps) for by in range(len(steps.drafters))]
 
 
 def chain_can_pay(costs: Costs, drafters: Sequence[Drafter]) -> bool:
     """Says whether some drafts of the model's drafters gain tokens a second if as many are right as may be
     hoped for, and may be tried."""
-    hoped, plain = Estimates(), costs.verify(1)
+    hoped, search = Estimates(), _search(costs, drafters, BET * PROMISE * HORIZON)
     offer = Offer(MAX_ROWS - 1, (), [hoped.chain(drafter, drafter.most) for drafter in drafters])
-    terms = Terms(1.0, plain, 0.0, stake=BET * PROMISE * HORIZON * plain)
-    hopeful = (each for of in chains_of([offer], drafters, Prices(costs), 1) for each in of)
-    return plain > 0 and choose(hopeful, terms, MARGIN / plain)[0] is not None
+    return search is not None and any([search.tries_each(of) for of in chains_of([offer], search.steps)])
 
 
 def lookup_can_pay(costs: Costs, budget: int) -> bool:
     """Says whether tokens of a lookup gain tokens a second if all of them are right."""
-    plain, certain = costs.verify(1), lookups([Offer(budget, [1.0] * budget, ())])
-    terms = Terms(1.0, plain, 0.0)
-    return plain > 0 and choose(spread(certain, (), costs, 1), terms, MARGIN / plain)[0] is not None
+    search, certain = _search(costs, (), inf), Offer(budget, [1.0] * budget, ())
+    return search is not None and search.tries_all([certain], ()) is not None
+
+
+def _search(costs: Costs, drafters: Sequence[Drafter], stake: float) -> Search | None:
+    """Returns a search for what may pay for one text, where so many plain rounds may be lost; None where no
+    costs were measured."""
+    plain = costs.verify(1)
+    terms = Terms(1.0, plain, 0.0, stake=stake * plain)
+    return Search(Steps(costs, drafters, 1), terms, MARGIN / plain) if plain > 0 else None

@@ -12,35 +12,49 @@ BET = 0.5  # One round may lose this part of what is left, so that three misses 
 
 
 class Ledger:
-    """Account of a text of at most `most` tokens. Rounds are booked as they were observed, by the number of
-    texts that shared them and whether rounds were hidden, so that what they lost is known as well as plain
-    rounds are. What a round gains can be lost again."""
+    """Account of a text of at most `most` tokens, in plain rounds. Rounds are booked as they were observed, by
+    the number of texts that shared them and whether rounds were hidden, so that what they lost is known as well
+    as plain rounds are. What a round gains can be lost again."""
 
     def __init__(self, most: int):
         self.most, self.tokens = most, 0
-        self.paid = 0.0  # Seconds that were paid of what others had lost, below 0 where others paid.
-        self._booked: dict[tuple[int, bool], tuple[float, int, int]] = {}
+        self.paid = 0.0  # What was paid of what others had lost, below 0 where others paid.
+        self._lost = 0.0
+        # (seconds, tokens) of rounds before which too few plain ones were seen, and turns of the host.
+        self._unsettled: dict[tuple[int, bool], tuple[float, int]] = {}
+        self._turns: dict[tuple[int, bool], int] = {}
 
     def book(self, sequences: int, hidden: bool, seconds: float, turns: int, tokens: int) -> None:
         """Books seconds, turns of the host, and the tokens for which plain decoding would have taken some too."""
-        before = self._booked.get((sequences, hidden), (0.0, 0, 0))
-        self._booked[sequences, hidden] = before[0] + seconds, before[1] + turns, before[2] + tokens
+        key = sequences, hidden
+        before, known = self._unsettled.get(key, (0.0, 0))
+        self._unsettled[key] = before + seconds, known + tokens
+        self._turns[key] = self._turns.get(key, 0) + turns
 
     def lost(self, prices: Prices) -> float:
-        """Returns the seconds that were lost against plain decoding, below 0 where they were gained."""
-        lost = self.paid
-        for key, (seconds, turns, tokens) in self._booked.items():
-            _, plain, turn = prices.terms(*key)
-            lost += seconds + turns * turn - tokens * plain
-        return lost
+        """Returns how many plain rounds were lost against plain decoding, below 0 where they were gained. Each
+        counts as one of the texts that decoded together then. What a plain round takes is taken as it is known
+        when a round is booked, and a turn as it is known now: errors of the one differ from round to round."""
+        unsettled = 0.0
+        for key, (seconds, tokens) in list(self._unsettled.items()):
+            plain = prices.certain(*key)
+            if plain and prices.seen(*key):
+                self._lost += seconds / plain - tokens
+                del self._unsettled[key]
+            elif plain:
+                unsettled += seconds / plain - tokens
+        for key, turns in self._turns.items():
+            if turns:
+                _, plain, turn = prices.terms(*key)
+                unsettled += turns * turn / plain
+        return self._lost + unsettled + self.paid
 
     def rest(self, prices: Prices, sequences: int, hidden: bool, fed: float) -> float:
-        """Returns the seconds that may still be lost. `fed` seconds of a plain round keep a head ready to
-        draft, which plain decoding without drafts would not take. Until a plain round was seen, it may take
-        less than steps that were measured alone, and half is kept back."""
+        """Returns how many plain rounds may still be lost. `fed` seconds of one keep a head ready to draft, which
+        plain decoding without drafts would not take. Until enough plain rounds were seen, they may take less
+        than is thought, and half is kept back."""
         plain = prices.plain(sequences, hidden)
+        feeding = fed / plain if plain else 0.0
         within, beyond = min(HORIZON, self.most) - 1, max(self.tokens - HORIZON, 0)  # The prompt gives one.
-        allowed = sum(
-            max(part * plain - fed, part * plain / 4) * n for part, n in ((PROMISE, within), (BEYOND, beyond))
-        )
+        allowed = sum(max(part - feeding, part / 4) * n for part, n in ((PROMISE, within), (BEYOND, beyond)))
         return (allowed if prices.seen(sequences, hidden) else allowed / 2) - self.lost(prices)

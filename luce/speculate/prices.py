@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from statistics import median
+from math import sqrt
 from typing import NamedTuple
 
 from luce.native.structs import Cost
@@ -27,30 +27,33 @@ class Costs:
     several narrower ones for its rows, and no more than a wider one."""
 
     def __init__(self, measured: Iterable[Cost]):
-        self._lines: tuple[dict[int, float], ...] = ({}, {}, {}, {}, {})
+        lines: tuple[dict[int, float], ...] = ({}, {}, {}, {}, {})
         for cost in measured:
-            self._lines[cost.drafts][cost.rows] = max(cost.seconds, 0.0)
-        self._lines = tuple(map(_undisturbed, self._lines))
-        self._verify = [_on_line(self._lines[0], max(rows, 1)) for rows in range(MAX_ROWS + 1)]
+            lines[cost.drafts][cost.rows] = max(cost.seconds, 0.0)
+        self._lines = [_undisturbed(line) for line in lines]
+        self._tables = [[_on_line(line, max(width, 1)) for width in range(MAX_ROWS + 1)] for line in self._lines]
+
+    def _at(self, kind: int, width: int) -> float:
+        return self._tables[kind][width] if width <= MAX_ROWS else _on_line(self._lines[kind], width)
 
     def verify(self, rows: int) -> float:
         """Returns the seconds of a verify with so many rows in all."""
-        return self._verify[rows] if rows <= MAX_ROWS else _on_line(self._lines[0], rows)
+        return self._at(0, rows)
 
     def draft(self, sequences: int = 1, part: bool = False) -> float:
         """Returns the seconds of one more draft of the NextN head for each of so many sequences; 0 in an
         engine whose head does not draft. `part` means among a part of the vocabulary."""
-        return _on_line(self._lines[3 if part else 1], sequences)
+        return self._at(3 if part else 1, sequences)
 
     def block(self, sequences: int = 1) -> float:
         """Returns the seconds of a DFlash block for each of so many sequences; 0 in an engine that drafts
         none."""
-        return _on_line(self._lines[2], sequences)
+        return self._at(2, sequences)
 
     def feed(self, rows: int) -> float:
         """Returns the seconds of feeding the NextN head so many rows that were verified in steps of one row
         each, which leave that to the next step of another kind; 0 in an engine whose head does not draft."""
-        return _on_line(self._lines[4], rows) if rows else 0.0
+        return self._at(4, rows) if rows else 0.0
 
 
 def _undisturbed(line: Mapping[int, float]) -> dict[int, float]:
@@ -92,6 +95,22 @@ class Work(NamedTuple):
     hidden: bool = True
 
 
+class Median:
+    """The median of the last WINDOW values, None before the first. It is wrong by `error` at most: three standard
+    errors, each about the distance of the quartiles by the root of the number of values."""
+
+    def __init__(self) -> None:
+        self._last = deque[float](maxlen=WINDOW)
+        self.value: float | None = None
+        self.error, self.full = 0.0, False
+
+    def add(self, value: float) -> None:
+        self._last.append(value)
+        values, n = sorted(self._last), len(self._last)
+        self.full = n == WINDOW
+        self.value, self.error = values[(n - 1) // 2], 3 * (values[3 * n // 4] - values[n // 4]) / sqrt(n)
+
+
 class Prices:
     """Seconds of rounds:
 
@@ -105,31 +124,32 @@ class Prices:
 
     def __init__(self, costs: Costs):
         self.costs, self._observes = costs, False
-        self._scale = defaultdict[bool, deque[float]](lambda: deque(maxlen=WINDOW))
-        self._floor = defaultdict[tuple[int, bool], deque[float]](lambda: deque(maxlen=WINDOW))
-        self._turn = defaultdict[tuple[int, bool], deque[float]](lambda: deque(maxlen=WINDOW))
-        self._medians: dict[tuple[int, bool], tuple[float, float, float]] = {}
+        self._scale = defaultdict[bool, Median](Median)
+        self._floor = defaultdict[tuple[int, bool], Median](Median)
+        self._turn = defaultdict[tuple[int, bool], Median](Median)
 
     def terms(self, sequences: int, hidden: bool) -> tuple[float, float, float]:
         """Returns (scale, floor, turn) of rounds of so many sequences."""
         key = sequences, hidden
-        found = self._medians.get(key)
-        if found is None:
-            seen = self._scale[hidden]
-            scale = median(seen) if seen else 1.0
-            floor = self._floor[key]
-            plain = median(floor) if floor else scale * self.costs.verify(sequences)
-            turn = self._turn[key]
-            found = self._medians[key] = scale, plain, max(median(turn), 0.0) if turn else 0.0
-        return found
+        scale, floor, turn = self._scale[hidden].value, self._floor[key].value, self._turn[key].value
+        if scale is None:
+            scale = 1.0
+        if floor is None:
+            floor = scale * self.costs.verify(sequences)
+        return scale, floor, turn if turn is not None and turn > 0 else 0.0
 
     def plain(self, sequences: int, hidden: bool = True) -> float:
         """Returns the seconds of a plain round; 0 where nothing was measured."""
         return self.terms(sequences, hidden)[1]
 
+    def certain(self, sequences: int, hidden: bool) -> float:
+        """Returns the seconds that a plain round takes at least: less than expected, by as much as that may be
+        wrong."""
+        return self.plain(sequences, hidden) - self._floor[sequences, hidden].error
+
     def seen(self, sequences: int, hidden: bool = True) -> bool:
-        """Says whether a plain round was observed, or nothing is."""
-        return bool(self._floor[sequences, hidden]) or not self._observes
+        """Says whether enough plain rounds were observed to know what they take, or nothing is observed."""
+        return self._floor[sequences, hidden].full or not self._observes
 
     def seconds(self, of: Work) -> float:
         """Returns what a round is expected to take."""
@@ -142,9 +162,8 @@ class Prices:
         scale, floor, _ = self.terms(*key)
         if of.turns:
             known = max(scale * of.device if of.drafted else 0.0, floor)
-            self._turn[key].append((seconds - known) / of.turns)
+            self._turn[key].add((seconds - known) / of.turns)
         elif not of.drafted:
-            self._floor[key].append(seconds)
+            self._floor[key].add(seconds)
         elif of.device and scale * of.device > floor:
-            self._scale[of.hidden].append(seconds / of.device)
-        self._medians.clear()
+            self._scale[of.hidden].add(seconds / of.device)

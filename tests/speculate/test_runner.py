@@ -15,11 +15,11 @@ from luce.native import Source
 from luce.native.structs import Cost
 from luce.planning.plan import AUTO_BUDGET, MAX_GAMMA
 from luce.speculate.auto import Auto
-from luce.speculate.candidates import Offer
-from luce.speculate.choose import Terms, chains_of, widest
+from luce.speculate.candidates import Offer, Steps
+from luce.speculate.choose import Search, Terms, chains_of
 from luce.speculate.drafting import Drafter, Limits, Round
 from luce.speculate.estimates import Estimates
-from luce.speculate.prices import Costs, Prices
+from luce.speculate.prices import Costs
 
 # ---- costs
 
@@ -313,11 +313,12 @@ def test_the_choice_is_the_best_of_all_chains_and_lookups(steps, draft, chains, 
             continue  # A round without candidates is plain.
         tokens = n + sum(sum(each[:size]) for each, size in zip(chances, sizes, strict=False))
         rates.append(rate(tokens, costs.verify(n + sum(sizes)) + max(sizes) * costs.draft(n)))
-    prices = Prices(costs)
-    found, top = widest(offers, drafters, prices, n, chains_of(offers, drafters, prices, n), shared, 0.0)
-    assert top >= 0.999999 * max(rates)
-    if found:
-        assert rate(found.tokens, found.device) > 0
+    steps = Steps(costs, drafters, n)
+    search = Search(steps, shared, 0.0)
+    search.tries_all(offers, chains_of(offers, steps))
+    assert search.top >= 0.999999 * max(rates, default=0.0)
+    if search.found:
+        assert rate(search.found.tokens, search.found.device) > 0
 
 
 def test_the_same_rounds_lead_to_the_same_drafts():
@@ -342,11 +343,11 @@ def test_feeding_the_head_in_each_step_of_several_sequences_is_part_of_the_3_per
                 text.propose(1, limits)
             gammas = [text.draft(1, limits).on_device for text in texts]
             seconds = costs.verify(sequences + sum(gammas)) + max(gammas) * costs.draft(sequences)
-            lost += seconds / plain - 1 + (costs.feed(1) if sequences > 1 else 0.0)
+            lost += seconds / plain - 1 + (costs.feed(1) / plain if sequences > 1 else 0.0)
             drafted += any(gammas)
             for text, gamma in zip(texts, gammas, strict=True):
                 text.learn(Round(gamma, 0, 0.0, 0.0, 0.0, (1,)))
-        assert drafted and (0 if sequences == 1 else costs.feed(1) * 255) < lost < 0.03 * 255
+        assert drafted and (0 if sequences == 1 else costs.feed(1) / plain * 255) < lost < 0.03 * 255
 
 
 @settings(max_examples=40, deadline=None)
