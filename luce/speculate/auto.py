@@ -76,7 +76,8 @@ class Auto:
             chained = chains_of(offers, steps)
             terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake)
             search = Search(steps, terms, MARGIN * n / terms.plain)
-            best, rate = search.tries_all(offers, chained), search.top
+            best = search.tries_all(offers, chained) if stake > 0 else None
+            rate = search.top
             if best:
                 wanted = best.choices
             if limits.begun is not None:
@@ -91,7 +92,7 @@ class Auto:
             risk = BET * max(prices.seconds(work) - floor, 0.0)
             next_terms = Terms(scale, floor, turn, 0, self._feed(texts, n, drafted), stake - risk)
             search = Search(steps, next_terms, MARGIN * n / floor)
-            for of in chained:
+            for of in chained if stake > risk else ():
                 first = search.tries_each(of)
             gain = search.top
             if first:
@@ -247,7 +248,7 @@ class Source:
         else:
             self.ledger.book(*shared, 0.0, work.turns, 0)
         over = -self.rest(work.sequences)
-        if over > 0:
+        if over > 0 and work.sequences > 1:
             self.ledger.paid -= over
             auto.debt += over
         self.unfed = 0 if work.drafted or work.sequences > 1 else min(self.unfed + 1, self.most_unfed)

@@ -37,12 +37,13 @@ class Ledger:
         when a round is booked, and a turn as it is known now: errors of the one differ from round to round."""
         unsettled = 0.0
         for key, (seconds, tokens) in list(self._unsettled.items()):
-            plain = prices.certain(*key)
-            if plain and prices.seen(*key):
-                self._lost += seconds / plain - tokens
-                del self._unsettled[key]
-            elif plain:
+            plain, known = prices.least(*key)
+            if plain:
                 unsettled += seconds / plain - tokens
+            if plain and known:
+                self._lost += seconds / plain - tokens
+                unsettled -= seconds / plain - tokens
+                del self._unsettled[key]
         for key, turns in self._turns.items():
             if turns:
                 _, plain, turn = prices.terms(*key)
@@ -51,8 +52,8 @@ class Ledger:
 
     def rest(self, prices: Prices, sequences: int, hidden: bool, fed: float) -> float:
         """Returns how many plain rounds may still be lost. `fed` seconds of one keep a head ready to draft, which
-        plain decoding without drafts would not take. Until enough plain rounds were seen, they may take less
-        than is thought, and half is kept back."""
+        plain decoding without drafts would not take. Until a plain round was seen, it may take less than steps
+        that were measured alone, and half is kept back."""
         plain = prices.plain(sequences, hidden)
         feeding = fed / plain if plain else 0.0
         within, beyond = min(HORIZON, self.most) - 1, max(self.tokens - HORIZON, 0)  # The prompt gives one.

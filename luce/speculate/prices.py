@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from math import sqrt
 from typing import NamedTuple
 
 from luce.native.structs import Cost
@@ -96,19 +95,23 @@ class Work(NamedTuple):
 
 
 class Median:
-    """The median of the last WINDOW values, None before the first. It is wrong by `error` at most: three standard
-    errors, each about the distance of the quartiles by the root of the number of values."""
+    """The median of the last WINDOW values, and one that an eighth of them is below: `least`. Both are None before
+    the first."""
 
     def __init__(self) -> None:
         self._last = deque[float](maxlen=WINDOW)
         self.value: float | None = None
-        self.error, self.full = 0.0, False
+        self.least: float | None = None
+
+    @property
+    def full(self) -> bool:
+        """Says whether WINDOW values were added."""
+        return len(self._last) == WINDOW
 
     def add(self, value: float) -> None:
         self._last.append(value)
-        values, n = sorted(self._last), len(self._last)
-        self.full = n == WINDOW
-        self.value, self.error = values[(n - 1) // 2], 3 * (values[3 * n // 4] - values[n // 4]) / sqrt(n)
+        values = sorted(self._last)
+        self.value, self.least = values[len(values) // 2], values[len(values) // 8]
 
 
 class Prices:
@@ -142,14 +145,19 @@ class Prices:
         """Returns the seconds of a plain round; 0 where nothing was measured."""
         return self.terms(sequences, hidden)[1]
 
-    def certain(self, sequences: int, hidden: bool) -> float:
-        """Returns the seconds that a plain round takes at least: less than expected, by as much as that may be
-        wrong."""
-        return self.plain(sequences, hidden) - self._floor[sequences, hidden].error
+    def least(self, sequences: int, hidden: bool) -> tuple[float, bool]:
+        """Returns the seconds that a plain round takes at least, and whether that is all that will be known. Of
+        rounds that vary, the median of a few may be above what others take, so an eighth of them is below this.
+        Before there are as many as that needs, steps that were measured alone count too, if they took less."""
+        floor = self._floor[sequences, hidden]
+        alone = min(self._scale[hidden].value or 1.0, 1.0) * self.costs.verify(sequences)
+        if floor.least is None:
+            return alone, not self._observes
+        return floor.least if floor.full else min(floor.least, alone), floor.full
 
     def seen(self, sequences: int, hidden: bool = True) -> bool:
-        """Says whether enough plain rounds were observed to know what they take, or nothing is observed."""
-        return self._floor[sequences, hidden].full or not self._observes
+        """Says whether a plain round was observed, or nothing is."""
+        return self._floor[sequences, hidden].value is not None or not self._observes
 
     def seconds(self, of: Work) -> float:
         """Returns what a round is expected to take."""
