@@ -12,7 +12,7 @@ from luce import native as _native
 from luce.decode.engine import Engine
 from luce.decode.events import Failed, Finished, Started, Tokens
 from luce.decode.request import Request
-from luce.errors import Cancelled, ContextFull, OutOfMemory, StateError, UnsupportedError
+from luce.errors import Cancelled, ContextFull, NumericError, OutOfMemory, StateError, UnsupportedError
 from luce.native import File
 from luce.native.structs import Cost, Sampling
 from luce.planning.opened import Files
@@ -105,6 +105,22 @@ def ahead(monkeypatch):
         self.ahead = True
 
     monkeypatch.setattr(_native.Engine, "__init__", init)
+
+
+@pytest.mark.parametrize("failing", ["prefill", "begin", "wait", "verify"])
+def test_an_engine_that_auto_drafts_in_decodes_nothing_until_it_is_asked(files, ahead, failing, monkeypatch):
+    """What rounds take is seen in the rounds of texts, so the opening cannot fail in a round of its own."""
+
+    def fail(*_):
+        raise NumericError("not finite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_native.Sequence if failing == "prefill" else _native.Engine, failing, fail)
+        engine = Engine.open(files, replace(OPTIONS, spec="auto"), keep_drafters=True)
+    with engine:
+        assert engine.native.info.sequences_free == engine.native.info.n_sequences
+        assert engine.native.info.pages_free == engine.native.info.n_pages
+        assert len(tokens(engine, ask(1))) == 24
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])

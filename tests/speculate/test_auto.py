@@ -85,7 +85,7 @@ def test_a_hopeless_text_is_at_most_3_percent_slower_than_plain_whatever_came_be
 
 def test_a_text_starts_from_what_the_texts_before_it_have_shown():
     edit = [trace for trace in TRACES if trace.cls == "edit"]
-    costs = replay.MACHINES["27b on an H200"]
+    costs = replay.MACHINES["box on two cores"]
     known = replay.auto_of(costs)
     warm = sum(replay.auto_cost(trace, costs, known) for trace in edit)
     fresh = sum(replay.auto_cost(trace, costs, replay.auto_of(costs)) for trace in edit)

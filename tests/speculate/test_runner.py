@@ -16,7 +16,7 @@ from luce.native.structs import Cost
 from luce.planning.plan import AUTO_BUDGET, MAX_GAMMA
 from luce.speculate.auto import Auto
 from luce.speculate.candidates import Offer, Steps
-from luce.speculate.choose import Search, Terms, chains_of
+from luce.speculate.choose import MARGIN, Search, Terms, chains_of
 from luce.speculate.drafting import Drafter, Limits, Round
 from luce.speculate.estimates import Estimates
 from luce.speculate.prices import Costs
@@ -321,6 +321,37 @@ def test_the_choice_is_the_best_of_all_chains_and_lookups(steps, draft, chains, 
     assert search.top >= 0.999999 * max(rates, default=0.0)
     if search.found:
         assert rate(search.found.tokens, search.found.device) > 0
+
+
+@pytest.mark.parametrize(("lookup", "chain"), [((), [0.95]), ([0.95], [])], ids=["drafts", "lookup"])
+def test_a_round_that_feeds_what_plain_ones_left_has_to_gain_that_too(lookup, chain):
+    """The whole price is held against what may be lost, too."""
+    steps, offers = Steps(line((1, 1.0), (2, 1.1), draft=0.05), [Drafter(Fresh(), Source.NEXTN, 1)], 1), [Offer(9, lookup, [chain])]
+
+    def found(feed, stake=9.0):
+        return Search(steps, Terms(1.0, 1.0, 0.0, feed=feed, stake=stake), MARGIN).tries_all(offers, chains_of(offers, steps))
+
+    one = found(0.0)
+    most = one.tokens / MARGIN - one.device  # With such a feed it gains nothing.
+    assert found(most - 1e-9) and found(most + 1e-9) is None
+    assert found(0.1, one.device + 0.1 - 1 + 1e-9) and found(0.1, one.device + 0.1 - 1 - 1e-9) is None
+
+
+def test_auto_counts_the_plain_rounds_whose_rows_the_head_was_not_fed():
+    """Three rows cost a little more than one, but to draft after a hundred plain rounds costs four steps."""
+    costs = Costs([Cost(1, 0, 1.0), Cost(64, 0, 1.1), Cost(1, 1, 0.01), Cost(1, 4, 0.04), Cost(100, 4, 4.0)])
+    source, sizes = Auto(costs, 200).source(Fresh(), [Drafter(Fresh(), Source.NEXTN, 3)]), []
+    for plain in (0, 2, 100):
+        source.begin(256)
+        for at in range(plain):
+            source.auto.prices.costs = Costs([])  # So nothing is drafted.
+            assert drafts(source, 3) == 0
+            source.learn(Round(0, 0, 0.0, 0.0, 0.0, (1,)))
+            assert source.unfed == at + 1
+        source.auto.prices.costs = costs
+        sizes.append(drafts(source, 3))
+        source.learn(Round(3, 3, 0.0, 0.0, 0.0, (1, 1, 1, 1)))
+    assert sizes == [3, 3, 0]
 
 
 def test_the_same_rounds_lead_to_the_same_drafts():
