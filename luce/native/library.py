@@ -307,8 +307,17 @@ def default() -> Library:
     """Returns the library that use() named, else the installed package's. It is loaded once."""
     global _chosen
     if _chosen is None:
-        _chosen = load(Path(__file__).resolve().parent.parent / "lib")
+        package = Path(__file__).resolve().parent.parent
+        require_built(package)
+        _chosen = load(package / "lib")
     return _chosen
+
+
+def require_built(package: Path) -> None:
+    """Raises Error where the package is a source tree whose native/include/luce.h has changed since it was built."""
+    built, source = package / "include" / "luce.h", package.parent / "native" / "include" / "luce.h"
+    if built.exists() and source.exists() and built.read_bytes() != source.read_bytes():
+        raise Error(f"{package / 'lib'} was built before {source} changed: run `pip install -e .` in {package.parent}")
 
 
 def use(library: Library) -> None:

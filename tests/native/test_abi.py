@@ -22,7 +22,7 @@ from luce.errors import (
     FileError,
     StateError,
 )
-from luce.native import Engine, File, Model, declare
+from luce.native import Engine, File, Model, declare, library
 from luce.native.structs import PAGE, EngineParams, Sampling
 
 pytestmark = pytest.mark.sanitize
@@ -120,6 +120,20 @@ def test_another_abi_version_is_refused(native, tmp_path):
     other.write_text(HEADER.read_text().replace(version, "#define LUCE_ABI_VERSION 999"))
     with pytest.raises(Error, match=f"{native.lib.LUCE_ABI_VERSION}.*999.*reinstall"):
         _native.load(native.path.parent, other)
+
+
+def test_a_source_tree_that_is_newer_than_its_build_is_said_so(tmp_path):
+    """An ABI version that nobody raised does not hide it."""
+    package = tmp_path / "luce"
+    for folder in (package / "include", tmp_path / "native" / "include"):
+        folder.mkdir(parents=True)
+        (folder / "luce.h").write_bytes(HEADER.read_bytes())
+    library.require_built(package)
+    (tmp_path / "native" / "include" / "luce.h").write_text("/* another */")
+    with pytest.raises(Error, match="pip install -e"):
+        library.require_built(package)
+    (tmp_path / "native" / "include" / "luce.h").unlink()  # A package that was installed has no sources beside it.
+    library.require_built(package)
 
 
 def test_a_missing_library_names_the_remedy(tmp_path):
