@@ -256,7 +256,9 @@ def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> l
                 raise click.UsageError(problem)
             ids = prompt_ids(template, files.tokenizer, messages, enable_thinking=flags["think"])
     if len(ids) > most:
-        raise ContextFull(f"a prompt of {len(ids)} tokens or more, a context of {most}")
+        more = flags["ctx"] is not None and most < (files.facts.context_length or MAX_U32)
+        remedy = "a larger --ctx has room for more" if more else "the model takes no more"
+        raise ContextFull(f"a prompt of {len(ids)} tokens or more, a context of {most}: {remedy}")
     return ids
 
 
@@ -317,7 +319,7 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
       luce probe-gguf model.gguf --json | jq .quantization
     """
     if path is None and hf is None:
-        raise click.UsageError("Missing argument 'PATH'.")
+        raise click.UsageError("Missing argument 'PATH': name a file, or one of the hub by --hf.")
     path = model_path(path, hf)
     with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
         with about(path):

@@ -53,7 +53,7 @@ def model_path(gguf: Path | None, hf: str | None) -> Path:
     """Returns the model that was asked for, be it by its path or by its place in the hub; else the one in
     the box."""
     if gguf is not None and hf is not None:
-        raise click.UsageError("a path and --hf: give one of them")
+        raise click.UsageError("the path of a model and --hf: give one of them")
     return fetched(hf) if hf is not None else gguf or BOX
 
 

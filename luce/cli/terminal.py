@@ -241,9 +241,18 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
     if facts.dflash is not None:
         lines += [(f"  {name}", _or_dash(value)) for name, value in vars(facts.dflash).items()]
     lines += [line for fit in fits for line in _fit_lines(fit)]
-    lines.append(("supported", "yes" if facts.supported else "no: " + "; ".join(facts.reasons)))
+    lines.append(("supported", _supported(facts)))
     lines += [("note", note) for note in facts.notes]
     return "\n".join(f"{label:<15} {printable(value)}" for label, value in lines)
+
+
+def _supported(facts: Facts) -> str:
+    """Returns whether luce runs the file, or with which option it drafts beside a model."""
+    if facts.supported:
+        return "yes"
+    option = {"drafter": "--draft", "head": "--mtp-gguf"}.get(facts.kind)
+    reasons = "; ".join(facts.reasons)
+    return f"no: {reasons}" if option is None else f"beside a model, with {option}: {reasons}"
 
 
 def _token_lines(facts: Facts) -> list[tuple[str, str]]:

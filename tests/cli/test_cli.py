@@ -226,6 +226,15 @@ def test_a_context_past_the_trained_one_names_both(luce_):
         assert "a context of 5000 was asked, the model was trained for 2048" in line
 
 
+def test_a_prompt_past_the_trained_context_is_said_so(luce_):
+    line = one_line(luce_("generate", "x " * 3000))
+    assert line.endswith(" tokens or more, a context of 2048: the model takes no more")
+
+
+def test_a_probe_of_nothing_names_what_it_takes(luce_):
+    assert "name a file, or one of the hub by --hf" in luce_("probe-gguf").stderr
+
+
 def test_a_device_that_is_not_there_is_named(luce_):
     assert "cuda:999" in one_line(luce_("generate", "--gguf", "{}", "x", "--device", "cuda:999"))
 

@@ -37,6 +37,7 @@ def test_a_file_that_is_no_drafter_is_refused(luce_):
 
 def test_probe_says_what_a_drafter_takes(luce_):
     text = luce_("probe-gguf", box_model.DRAFTER).stdout
+    assert "supported       beside a model, with --draft: a dflash drafter" in text
     for line in ("block_size    16", "target_layers [2, 5, 7, 10]", "mask_token_id 4095", "target_blocks 10"):
         assert " ".join(line.split()) in " ".join(text.split())
     probed = json.loads(

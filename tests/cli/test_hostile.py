@@ -70,7 +70,7 @@ def test_a_prompt_far_beyond_the_context_is_not_tokenised_whole(luce_, monkeypat
     line = "x = 1\n"
     monkeypatch.setattr("luce.cli.commands.NFC_SHRINKS", 10_000)
     result = luce_("generate", "--gguf", "{}", "--ctx", "64", stdin=line * 100_000)
-    assert result.exit_code == 1 and "a context of 64" in one_line(result)
+    assert result.exit_code == 1 and "a context of 64: a larger --ctx has room for more" in one_line(result)
     assert sum(encoded) < 100_000
 
 

@@ -192,6 +192,7 @@ def test_a_head_is_not_a_model(facts_of, tmp_path):
     facts = facts_of(path)
     assert (facts.kind, facts.supported, facts.memory) == ("head", False, None)
     assert "head only" in facts.reasons[0] and "--" not in facts.reasons[0]
+    assert "\nsupported       beside a model, with --mtp-gguf: head only" in facts_text(facts)
 
 
 def test_a_trunk_with_a_head_is_a_model(facts_of, tmp_path):
