@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Integral
+from os import PathLike
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, overload
 
 from luce.data import BOX, BOX_DRAFTER
+from luce.decode.loop import MAX_ROWS
 from luce.decode.scheduler import Happened, Job, put_all
 from luce.errors import ArgumentError, Busy, StateError, about
 from luce.model.answer import Answer
@@ -34,7 +36,7 @@ Text = str | Sequence[int]  # A prompt: a text, or token ids.
 Batch = list[str] | list[list[int]]  # Several.
 RANGES = {
     "ctx": Range(1, MAX_U32, whole=True),
-    "parallel": Range(1, 1024, whole=True),
+    "parallel": Range(1, MAX_ROWS, whole=True),
     "gamma": Range(0, MAX_GAMMA, whole=True),
     "budget": Range(1, MAX_BUDGET, whole=True),
     "threads": Range(1, 512, whole=True),
@@ -177,11 +179,16 @@ class Model:
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
         """Returns the tokens of a text. Control tokens that it spells are such if `special`; `bos` puts the
         model's first token before them where it has one."""
+        if not isinstance(text, str):
+            raise ArgumentError(f"the text is {text!r:.80}: it is a string")
         return self.loaded.tokenizer.encode(text, special=special, add_bos=bos)
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """Returns the text of tokens, with control tokens spelled out if `special`."""
-        return self.loaded.tokenizer.decode(tokens, special=special)
+        ids = list(tokens) if isinstance(tokens, Iterable) else None
+        if ids is None or not all(isinstance(each, Integral) for each in ids):
+            raise ArgumentError(f"the tokens are {tokens!r:.80}: they are token ids")
+        return self.loaded.tokenizer.decode(ids, special=special)
 
     def close(self) -> None:
         """Ends what runs and frees all memory; a second call does nothing. Any thread may call it."""
@@ -358,6 +365,10 @@ def opened(
     for name, allowed in RANGES.items():
         if (value := given.get(name)) is not None or name in ("parallel", "checkpoints"):
             require(name, given.get(name, 1) if value is None else value, allowed)
+    _require_files(path=path, drafter=given.get("drafter"), head=given.get("head"))
+    cpu_experts = given.get("cpu_experts")
+    if cpu_experts not in (None, "auto") and not Range(0, MAX_U32, whole=True).holds(cpu_experts):
+        raise ArgumentError(f"cpu_experts is {cpu_experts!r:.80}: it is a number of layers, or 'auto'")
     draft = given.get("draft", "auto")
     if draft not in SPECS:
         raise ArgumentError(f"draft is {draft!r:.80}: it is one of {', '.join(SPECS)}")
@@ -372,7 +383,7 @@ def opened(
         threads=given.get("threads"),
         sequences=given.get("parallel", 1),
         checkpoints=given.get("checkpoints", 8),
-        cpu_experts=given.get("cpu_experts"),  # type: ignore[arg-type] # The plan refuses other words.
+        cpu_experts=cpu_experts,  # type: ignore[arg-type] # No other word comes here.
         spec=draft,
         gamma=given.get("gamma"),
         budget=given.get("budget"),
@@ -393,9 +404,16 @@ def opened(
         return Model(files, loaded, prompting, stack.pop_all())
 
 
+def _require_files(**paths: object) -> None:
+    """Raises ArgumentError where an option that names a file does not."""
+    for name, path in paths.items():
+        if path is not None and not isinstance(path, str | PathLike):
+            raise ArgumentError(f"{name} is {path!r:.80}: it is the path of a GGUF file")
+
+
 def batch_of(prompt: Text | Batch) -> tuple[bool, Sequence[Text]]:
     """Returns whether a prompt is a single one, and all that it is."""
-    single = isinstance(prompt, str) or not isinstance(prompt, Sequence)
+    single = isinstance(prompt, str | bytes | bytearray) or not isinstance(prompt, Sequence)
     single = single or any(isinstance(each, Integral) for each in prompt)
     return single, [prompt] if single else prompt  # type: ignore[return-value, list-item]
 

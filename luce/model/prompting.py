@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Integral
@@ -60,7 +60,7 @@ class Prompting:
         n_ctx, n_vocab = self._loaded.info.n_ctx, self._tokenizer.n_vocab
         if isinstance(prompt, str):
             ids = self._tokenizer.encode(prompt, special=False, add_bos=True, most=n_ctx)
-        elif not isinstance(prompt, Sequence) or not all(isinstance(token, Integral) for token in prompt):
+        elif isinstance(prompt, bytes | bytearray) or not _is_of(Integral, prompt):
             raise ArgumentError(f"the prompt is {prompt!r:.80}: it is a text, or token ids")
         else:
             ids = [int(token) for token in prompt]
@@ -99,7 +99,7 @@ class Prompting:
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool], how: Mapping[str, Any]) -> list[int]:
         """Returns the tokens of a conversation, as the chat template writes it. `how` is as in prompt_ids."""
-        if isinstance(messages, str | Mapping):
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
             raise ArgumentError(f"the messages are {messages!r:.80}: they are a list of messages")
         said, most = ordered([message_of(each) for each in messages]), self._loaded.info.n_ctx
         if not said:
@@ -140,11 +140,17 @@ class Prompting:
         if not ids:
             raise ArgumentError("the prompt is empty")
         if len(ids) > n_ctx:
-            raise ContextFull(f"a prompt of at least {len(ids)} tokens, a context of {n_ctx}")
+            trained = self._files.facts.context_length or n_ctx
+            remedy = "luce.load with a larger ctx has room for more" if n_ctx < trained else "the model takes no more"
+            raise ContextFull(f"a prompt of at least {len(ids)} tokens, a context of {n_ctx}: {remedy}")
         return ids
 
     def close(self) -> None:
         self._opened.close()
+
+
+def _is_of(kind: type, values: object) -> bool:
+    return isinstance(values, Sequence) and all(isinstance(each, kind) for each in values)
 
 
 def _constraint(schema: Schema | None, options: Chosen) -> Constraint | None:
@@ -184,6 +190,8 @@ def message_of(given: Message) -> dict[str, Any]:
     content = given.get("content")
     if content is not None and not isinstance(content, str):
         raise ArgumentError(f"the content of a message is {content!r:.80}: it is a text")
+    if content is None and given["role"] != "assistant":
+        raise ArgumentError(f"a message is {given!r:.80}: it has no content, which is a text")
     found = {**given, "content": content or ""}
     if calls := given.get("tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]

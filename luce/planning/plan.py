@@ -332,13 +332,14 @@ def _drafting(
 ) -> tuple[Drafting, str]:
     spec, asked = options.resolved_spec, options.gamma
     if options.part and spec != "mtp":
-        raise ArgumentError(f"drafts among {options.part} tokens were asked for, and {spec}, not mtp")
+        raise ArgumentError(f"drafts among {options.part} tokens were asked for, which mtp makes, and {spec} was too")
     if spec == "off":
         if asked is not None:
-            raise ArgumentError(f"chains of {asked} drafts were asked for, and that nothing is drafted")
+            raise ArgumentError(f"chains of {asked} drafts were asked for (gamma), and none at all: leave one out")
         return Plain(), "drafting is off, as asked"
     if asked is not None and spec in ("dflash", "lookup"):
-        raise ArgumentError(f"chains of {asked} drafts were asked for, and that {spec} drafts")
+        chains = f"chains of {asked} drafts were asked for (gamma), which the NextN head makes"
+        raise ArgumentError(f"{chains}, and drafts of {spec}: leave one out")
     if spec == "dflash":
         return _dflash(options, drafter)
     if spec == "lookup":

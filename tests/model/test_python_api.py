@@ -13,6 +13,7 @@ from pathlib import Path
 
 import box_model
 import jsonschema
+import numpy as np
 import pytest
 from checkout import ROOT
 from serving import until
@@ -529,6 +530,7 @@ def test_warnings_of_a_file_are_pythons(device, monkeypatch):
         ({"logprobs": -1}, "logprobs is -1: it is a whole number, at least 0, at most 1,048,576"),
         ({"grammar": "(("}, "the grammar cannot be used: "),
         ({"grammar": 5}, "grammar is 5: it is the text of a grammar"),
+        ({"grammar": " \n"}, "the grammar is empty"),
         ({"schema": "{"}, "the schema is no JSON: "),
         ({"schema": 5}, "the schema is no JSON object"),
         ({"schema": CITY, "grammar": "x"}, "schema and grammar both say what the answer has to be"),
@@ -551,14 +553,28 @@ def test_an_option_that_is_wrong_is_named(model, how, said):
         (None, luce.ArgumentError, "the prompt is None: it is a text, or token ids"),
         (["a", 5], luce.ArgumentError, "the prompt is ['a', 5]: it is a text, or token ids"),
         ("\ud800", luce.ArgumentError, "the text is not valid UTF-8"),
-        ([7] * 1537, luce.ContextFull, "a prompt of at least 1537 tokens, a context of 1536"),
+        (b"def", luce.ArgumentError, "the prompt is b'def': it is a text, or token ids"),
+        (bytearray(), luce.ArgumentError, "the prompt is bytearray(b''): it is a text, or token ids"),
+        ([7] * 1537, luce.ContextFull, "a prompt of at least 1537 tokens, a context of 1536: "
+         "luce.load with a larger ctx has room for more"),
     ],
-    ids=["empty", "token", "number", "none", "mixed", "surrogate", "long"],
+    ids=["empty", "token", "number", "none", "mixed", "surrogate", "bytes", "no bytes", "long"],
 )
 def test_a_prompt_that_is_wrong_is_said_so(model, prompt, kind, said):
     with pytest.raises(kind) as error:
         model.generate(prompt)
     assert str(error.value) == said and isinstance(error.value, luce.Error)
+
+
+def test_what_is_no_text_and_no_tokens_is_said_so(model):
+    with pytest.raises(luce.ArgumentError, match="the text is 5: it is a string"):
+        model.encode(5)
+    for tokens in ("def", 5, [1, "a"], b"".join):
+        with pytest.raises(luce.ArgumentError, match="the tokens are .*: they are token ids"):
+            model.decode(tokens)
+    assert model.decode(iter([7, np.int64(8)])) == model.decode([7, 8])
+    with pytest.raises(luce.ArgumentError, match="the messages are 5: they are a list of messages"):
+        model.prefix(5)
 
 
 @pytest.mark.parametrize(
@@ -567,7 +583,10 @@ def test_a_prompt_that_is_wrong_is_said_so(model, prompt, kind, said):
         ([], {}, "there are no messages"),
         ("hi", {}, "the messages are 'hi': they are a list of messages"),
         ([{"role": "x"}], {}, "a message is {'role': 'x'}: it is a mapping whose role is one of system, "),
+        (5, {}, "the messages are 5: they are a list of messages"),
         ([{"role": "user", "content": 5}], {}, "the content of a message is 5: it is a text"),
+        ([{"role": "user"}], {}, "a message is {'role': 'user'}: it has no content, which is a text"),
+        ([{"role": "tool", "content": None}], {}, "it has no content, which is a text"),
         (ASKED, {"tool_choice": "a"}, "tool_choice is 'a': it is auto, none, required or a tool's name"),
         (ASKED, {"tool_choice": "required"}, "tool_choice is required, and there are no tools"),
         (ASKED, {"tools": [{"description": "d"}]}, "a tool is {'description': 'd'}: it is a mapping with a name"),
@@ -587,11 +606,18 @@ def test_a_chat_that_is_wrong_is_said_so(model, messages, how, said):
         (__file__, {}, luce.FileError, "not a GGUF file"),
         (None, {"device": "gpu"}, luce.ArgumentError, "no device 'gpu'"),
         (None, {"draft": "x"}, luce.ArgumentError, "draft is 'x': it is one of auto, off, mtp, dflash, lookup"),
-        (None, {"draft": "off", "gamma": 2}, luce.ArgumentError, "chains of 2 drafts were asked for"),
+        (None, {"draft": "off", "gamma": 2}, luce.ArgumentError, "chains of 2 drafts were asked for (gamma)"),
+        (None, {"draft": "lookup", "gamma": 2}, luce.ArgumentError, "(gamma), which the NextN head makes"),
+        (5, {}, luce.ArgumentError, "path is 5: it is the path of a GGUF file"),
+        (None, {"drafter": b"a.gguf"}, luce.ArgumentError, "drafter is b'a.gguf': it is the path of a GGUF file"),
+        (None, {"head": True}, luce.ArgumentError, "head is True: it is the path of a GGUF file"),
+        (None, {"cpu_experts": "all"}, luce.ArgumentError, "cpu_experts is 'all': it is a number of layers, or 'auto'"),
+        (None, {"cpu_experts": -1}, luce.ArgumentError, "cpu_experts is -1: it is a number of layers, or 'auto'"),
+        (None, {"parallel": 65}, luce.ArgumentError, "parallel is 65: it is a whole number, at least 1, at most 64"),
         (None, {"kv_type": "f8"}, luce.ArgumentError, "kv_type 'f8'"),
         (None, {"ctx": 10**6}, luce.ArgumentError, "the model was trained for 2048"),
         (None, {"ctx": 0}, luce.ArgumentError, "ctx is 0: it is a whole number, at least 1"),
-        (None, {"parallel": 0}, luce.ArgumentError, "parallel is 0: it is a whole number, at least 1, at most 1024"),
+        (None, {"parallel": 0}, luce.ArgumentError, "parallel is 0: it is a whole number, at least 1, at most 64"),
         (None, {"checkpoints": -1}, luce.ArgumentError, "checkpoints is -1"),
         (None, {"cpu_experts": 2}, luce.ArgumentError, "the model has none"),
         (None, {"progress": lambda done: True}, luce.Cancelled, ""),
@@ -612,6 +638,8 @@ def test_the_last_numbers_of_ranges_are_taken(model):
 def test_an_option_that_there_is_not_is_a_type_error(model):
     with pytest.raises(TypeError, match="there is no option 'temprature': did you mean 'temperature'?"):
         model.stream("a", temprature=1)
+    with pytest.raises(TypeError, match="there is no option 'shema': did you mean 'schema'?"):
+        model.generate("a", shema={"type": "string"})
     with pytest.raises(TypeError, match="there is no option 'zzz'; there are max_tokens, temperature"):
         model.chat(ASKED, zzz=1)
     with pytest.raises(TypeError):
