@@ -3,6 +3,7 @@ beside the event loop (lanes.py)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -95,9 +96,15 @@ def _typed(raw: bytes | bytearray, kind: type[B], api: str, unknown: list[str]) 
             unknown += checked(api, found)
         return msgspec.convert(found, kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refused(400, f"the body: {error}") from error
+        raise Refused(400, f"the body: {error}", param=_blamed(str(error))) from error
     except RecursionError as error:
         raise Refused(400, "the body is nested too deeply") from error
+
+
+def _blamed(said: str) -> str | None:
+    """Returns the field of a body that msgspec's error is about: "temperature", "options.seed"."""
+    found = re.search(r"at `\$\.([\w.]+)", said) or re.search(r"required field `(\w+)`$", said)
+    return found[1] if found else None
 
 
 def _require_shallow(value: Any) -> None:
