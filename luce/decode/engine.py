@@ -39,24 +39,14 @@ class Engine:
     """This is the engine of a loaded model. Engine.open() opens it. Requests go in and events come out. It is
     a context manager. `plan` is the one that it was opened by."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, chosen: Plan, keep_drafters: bool):
-        self.model, self.tokenizer = model, tokenizer
-        self._loops: list[Loop] = []
-        native = _native.Engine(model, params_of(chosen, model.info.device, model.info.n_vocab))
-        if isinstance(chosen.draft, Auto) and not keep_drafters:
-            paying = _paying(chosen, native)
-            if (paying.drafts, paying.blocks) != (chosen.drafts, chosen.blocks):
-                native.close()  # Without a drafter, steps need not keep its caches up to date.
-                native = _native.Engine(model, params_of(paying, model.info.device, model.info.n_vocab))
-            chosen = paying
-        self.plan, self.native = chosen, native
+    def __init__(self, native: _native.Engine, model: Model, tokenizer: Tokenizer, plan: Plan):
+        self.native, self.model, self.tokenizer, self.plan = native, model, tokenizer, plan
         self.info, self.costs = native.info, Costs(native.costs())
+        self._loops: list[Loop] = []
         self._auto: Choosing | None = None
-        if isinstance(chosen.draft, Auto):
-            self._auto = Choosing(self.costs, chosen.draft.budget, native.ahead)
-        with ExitStack() as opened:
-            opened.enter_context(native)
-            self._opened = opened.pop_all()
+        if isinstance(plan.draft, Auto):
+            self._auto = Choosing(self.costs, plan.draft.budget, native.ahead)
+        self._opened = ExitStack()
 
     @classmethod
     def open(
@@ -73,17 +63,27 @@ class Engine:
         What is given open stays the caller's to close: files, and a `model`, which `files` loaded for this
         plan among others. What is opened here is freed with the engine.
 
-        Where auto is to draft and no draft can pay by what steps cost here, the engine's plan drafts nothing;
-        `keep_drafters` leaves it as it is, so that checkpoints hold the same whatever was measured. Raises
-        what planning, loading and the core raise."""
+        Where auto is to draft, what steps cost here is measured before the last plan, which leaves out the
+        sources that cannot pay. `keep_drafters` has it measure nothing, so that checkpoints hold the same
+        whatever was measured. Raises what planning, loading and the core raise."""
         with ExitStack() as opened:
             asked = asked or Options()
             if not isinstance(files, Files):
                 files = opened.enter_context(Files(files, device=asked.device))
-            chosen = asked if isinstance(asked, Plan) else files.plan(asked, prompt, new)
-            model = model or opened.enter_context(files.load([chosen], progress))
-            engine = cls(model, files.tokenizer, chosen, keep_drafters)
-            opened.push(engine._opened.pop_all())
+            plan = asked if isinstance(asked, Plan) else files.plan(asked, prompt, new)
+            model = model or opened.enter_context(files.load([plan], progress))
+            native = _open(model, plan)
+            if isinstance(plan.draft, Auto) and not keep_drafters:
+                with ExitStack() as measured:
+                    measured.enter_context(native)
+                    first, plan = plan, _paying(plan, plan.draft, native)
+                    if (first.drafts, first.blocks) == (plan.drafts, plan.blocks):
+                        measured.pop_all()
+                    else:  # Without a drafter, steps need not keep its caches up to date.
+                        measured.close()
+                        native = _open(model, plan)
+            opened.enter_context(native)
+            engine = cls(native, model, files.tokenizer, plan)
             engine._opened = opened.pop_all()
         return engine
 
@@ -184,24 +184,28 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
 
 
-def _paying(chosen: Plan, native: _native.Engine) -> Plan:
-    """Returns `chosen` without the draft sources that cannot pay by what steps cost."""
-    assert isinstance(chosen.draft, Auto)
-    costs, draft = Costs(native.costs()), chosen.draft
-    with native.sequence() as sequence:
-        paying = {d.name for d in _drafters(draft, sequence, native.info) if chain_can_pay(costs, [d])}
+def _open(model: Model, plan: Plan) -> _native.Engine:
+    return _native.Engine(model, params_of(plan, model.info.device, model.info.n_vocab))
+
+
+def _paying(plan: Plan, draft: Auto, measured: _native.Engine) -> Plan:
+    """Returns the plan without the sources of `draft` that cannot pay by what the steps of an engine cost that
+    was opened by it."""
+    costs = Costs(measured.costs())
+    with measured.sequence() as sequence:
+        paying = {d.name for d in _drafters(draft, sequence, measured.info) if chain_can_pay(costs, [d])}
     paying = {"mtp" if name == "mtp-part" else name for name in paying}
     kept = replace(
         draft, gamma=draft.gamma if "mtp" in paying else 0, block=draft.block if "dflash" in paying else 0
     )
-    if kept == draft and (paying or lookup_can_pay(costs, draft.budget)):
-        return chosen
+    pays = bool(paying) or lookup_can_pay(costs, draft.budget)
+    if kept == draft and pays:
+        return plan
     ratio = costs.verify(2) / costs.verify(1) if costs.verify(1) else 1.0
     why = f"a step of two rows costs {ratio:.2f} of one row, measured at the start"
-    if paying or lookup_can_pay(costs, draft.budget):
-        lost = " and ".join(name for name, size in (("mtp", draft.gamma), ("dflash", draft.block))
-                            if size and name not in paying)  # fmt: skip
-        reason = f"{chosen.reasons['draft']}; but no draft of {lost} can pay here: {why}"
-        return replace(chosen, draft=kept, reasons=chosen.reasons | {"draft": reason})
-    reasons = chosen.reasons | {"draft": f"no draft can pay here: {why}"}
-    return replace(chosen, draft=Plain(), reasons=reasons)
+    if not pays:
+        return plan.because("draft", f"no draft can pay here: {why}", draft=Plain())
+    lost = " and ".join(name for name, size in (("mtp", draft.gamma), ("dflash", draft.block))
+                        if size and name not in paying)  # fmt: skip
+    reason = f"{plan.reasons['draft']}; but no draft of {lost} can pay here: {why}"
+    return plan.because("draft", reason, draft=kept)

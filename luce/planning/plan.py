@@ -3,8 +3,9 @@ reason for each choice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
@@ -181,7 +182,9 @@ Drafting = Plain | Mtp | Auto | Lookup | Dflash
 class Plan:
     """Says how a model and its engine are opened. `ctx` is in positions and `chunk` in rows of a prefill
     step. A `chunk`, `pages` or `threads` of 0 means the core's default. A verify can have `rows` rows of a
-    sequence, or more where its drafts need them. `reasons` has a line for each of the other fields."""
+    sequence, or more where its drafts need them. `reasons` has a line for each of the other fields.
+
+    Nothing changes a plan. Where something has to be measured first, that lies between two plans."""
 
     device: str
     ctx: int
@@ -194,7 +197,14 @@ class Plan:
     pages: int
     cpu_experts: int
     draft: Drafting
-    reasons: dict[str, str]
+    reasons: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reasons", MappingProxyType(dict(self.reasons)))
+
+    def because(self, field: str, reason: str, **values: Any) -> Plan:
+        """Returns another plan with these values and the reason of one of its fields."""
+        return replace(self, reasons={**self.reasons, field: reason}, **values)
 
     @property
     def drafts(self) -> int:
@@ -317,7 +327,7 @@ def with_room(chosen: Plan, layers: int, memory: Callable[[Plan], Memory]) -> Pl
     def at(n: int) -> Plan:
         why = f"with all experts on the device {needed.total:,} bytes would be needed"
         free = f"{needed.device_free:,} are free"
-        return replace(chosen, cpu_experts=n, reasons=chosen.reasons | {"cpu_experts": f"{why}, {free}"})
+        return chosen.because("cpu_experts", f"{why}, {free}", cpu_experts=n)
 
     low, high = 0, layers  # With `low` layers it does not fit.
     while high - low > 1:
@@ -418,7 +428,7 @@ def smaller(chosen: Plan, memory: Memory) -> Plan | None:
     what = "with the model's drafters" if with_drafters else "to verify lookups"
     why = f"{what} {memory.total:,} bytes would be needed, {memory.device_free:,} are free"
     draft = Auto(0, None, chosen.draft.budget) if with_drafters else Plain()
-    return replace(chosen, draft=draft, reasons=chosen.reasons | {"draft": why})
+    return chosen.because("draft", why, draft=draft)
 
 
 def require_supported(facts: Facts) -> None:

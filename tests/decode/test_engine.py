@@ -64,7 +64,9 @@ def test_auto_is_plain_where_no_draft_can_pay(files, monkeypatch, dear, mode):
     """A plain engine keeps no head's caches, so it is opened without where steps of two rows are too dear."""
     steps = [Cost(1, 0, 1.0), Cost(2, 0, dear), Cost(1, 1, 0.1)]
     monkeypatch.setattr(_native.Engine, "costs", lambda self: steps)
-    with Engine.open(files, Options(spec="auto", ctx=512)) as engine:
+    first = files.plan(Options(spec="auto", ctx=512))
+    with Engine.open(files, first) as engine:
+        assert first.draft.mode == "auto" and (engine.plan is first) == (mode == "auto")
         assert engine.plan.draft.mode == mode
         assert engine.info.n_draft == (0 if mode == "plain" else MAX_GAMMA)
         assert ("no draft can pay" in engine.plan.reasons["draft"]) == (mode == "plain")

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from itertools import product
 from pathlib import Path
 
@@ -45,6 +45,19 @@ def test_every_choice_of_a_plan_has_a_reason(facts):
     assert all(chosen.reasons.values())
     assert (chosen.device, chosen.kv_type, chosen.threads) == ("auto", "f16", 0)
     assert (chosen.sequences, chosen.checkpoints, chosen.draft) == (1, 0, Auto(0, None, AUTO_BUDGET))
+
+
+def test_nothing_changes_a_plan(facts):
+    chosen = plan(facts, Options())
+    with pytest.raises(FrozenInstanceError):
+        chosen.ctx = 1
+    with pytest.raises(TypeError):
+        chosen.reasons["ctx"] = "another"
+    before = dict(chosen.reasons)
+    other = chosen.because("draft", "measured", draft=Plain())
+    assert (other.draft, other.reasons["draft"]) == (Plain(), "measured")
+    assert dict(chosen.reasons) == before and isinstance(chosen.draft, Auto)
+    assert {**other.reasons, "draft": before["draft"]} == before
 
 
 def test_what_was_asked_wins(facts):
