@@ -35,10 +35,10 @@ from luce.cli.options import EXPERTS, HEAD, MODEL, RUN, given, options, sampling
 from luce.cli.terminal import Display
 from luce.data import BOX
 from luce.decode.engine import Engine
-from luce.decode.loop import MAX_ROWS
 from luce.errors import ArgumentError, Error
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_GAMMA
+from luce.speculate.prices import MAX_ROWS
 
 SWEEP_CONTEXTS = (0, 4096, 32768)  # Of these, the contexts are taken that the model was trained for.
 SWEEP_GAMMAS = [1, 2, 3, 4, 8]

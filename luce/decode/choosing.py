@@ -25,6 +25,12 @@ class Chooser:
         self._own = request.penalties.any or self._matcher is not None
 
     @property
+    def by_step(self) -> bool:
+        """Says whether its choices are those of the steps and nothing else is asked of them, so that a round can
+        begin before the host knows its token."""
+        return not self._own and self._request.logprobs is None
+
+    @property
     def stopped(self) -> bool:
         """Says whether the grammar lets nothing follow the last choice."""
         return self._matcher is not None and self._matcher.is_stopped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -95,4 +94,3 @@ class Failed:
 
 
 Event = Started | Prefilled | Scored | Embedded | Round | Tokens | Warned | Finished | Failed
-Item = Event | Callable[[], "list[Event]"]  # What is called later makes events, after the next want is known.

@@ -18,10 +18,11 @@ from typing import Protocol
 from luce.decode.engine import Engine
 from luce.decode.events import Event, Failed, Finished, State
 from luce.decode.generation import Generation, Prefixes
-from luce.decode.loop import MAX_ROWS, Loop
+from luce.decode.loop import Loop
 from luce.decode.request import Request
 from luce.errors import Busy, Cancelled, Error, InternalError, OutOfMemory
 from luce.native.structs import PAGE
+from luce.speculate.prices import MAX_ROWS
 
 RETRY_S = 0.01  # What failed is followed by such a pause.
 
@@ -264,7 +265,7 @@ class Scheduler:
         two_turns = 2 * (math.ceil(self._engine.info.n_chunk / PAGE) + 1 + len(self._jobs))
         if self._engine.native.info.pages_free >= two_turns:
             return 0
-        running = ((each, job) for each, job in self._jobs.items() if each.want is not None)
+        running = ((each, job) for each, job in self._jobs.items() if not each.over)
         lacking = (self._pages(job.request) - each.sequence.info.n_pages for each, job in running)
         return min(two_turns, sum(lacking))
 

@@ -45,8 +45,12 @@ class Stats:
 
 @dataclass
 class Tally:
-    """Counts rounds as they happen."""
+    """Counts rounds as they happen. `mode` is the source of drafts that name none. The generation `began` and had
+    its `first` token at these times of a clock."""
 
+    mode: str = "plain"
+    began: float = 0.0
+    first: float | None = None
     rounds: list[int] = field(default_factory=list)  # rounds[n] counts the rounds of n drafts.
     drafted: list[int] = field(default_factory=list)  # Each entry counts drafts of one depth, from 1.
     accepted: list[int] = field(default_factory=list)
@@ -55,9 +59,8 @@ class Tally:
     commit_s: float = 0.0
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def add(self, draft: Draft, done: Round, path: Sequence[int], mode: str) -> None:
-        """Counts a round, what it verified, and its accepted rows, which include the anchor's. `mode` is the
-        source of drafts that name none."""
+    def add(self, draft: Draft, done: Round, path: Sequence[int]) -> None:
+        """Counts a round, what it verified, and its accepted rows without the anchor's."""
         _increment(self.rounds, done.drafted)
         self.draft_s += done.draft_s
         self.verify_s += done.verify_s
@@ -68,7 +71,7 @@ class Tally:
             _increment(self.drafted, depth - 1)
         for depth in range(done.accepted):
             _increment(self.accepted, depth)
-        proposed = [name.split("+") for name in draft.sources or (mode,) * draft.size]
+        proposed = [name.split("+") for name in draft.sources or (self.mode,) * draft.size]
         right = {row - 1 for row in path}
         for name in {name for names in proposed for name in names}:
             of = self.sources.setdefault(name, {"rounds": 0, "drafted": 0, "accepted": 0})
@@ -77,13 +80,15 @@ class Tally:
             of["drafted"] += len(rows)
             of["accepted"] += len(right.intersection(rows))
 
-    def stats(self, mode: str, prefill_s: float, decode_s: float, tokens: int) -> Stats:
-        """Returns the figures of a generation with `tokens` after the first."""
+    def stats(self, now: float, tokens: int) -> Stats:
+        """Returns the figures of a generation that has ended now, with so many tokens after the first."""
+        first = now if self.first is None else self.first
+        decode_s = now - first
         rounds, drafted, accepted = sum(self.rounds), sum(self.drafted), sum(self.accepted)
         by_position = self.accepted + [0] * (len(self.drafted) - len(self.accepted))
         return Stats(
-            mode=mode,
-            prefill_s=prefill_s,
+            mode=self.mode,
+            prefill_s=first - self.began,
             decode_s=decode_s,
             tok_per_s=tokens / decode_s if tokens and decode_s else None,
             rounds=rounds,

@@ -138,7 +138,7 @@ class Reader:
 
     def _fail(self, error: Exception) -> None:
         if self.left and isinstance(error, Cancelled):  # It still waited: nothing was done for it.
-            nothing = Finished("cancelled", "", (), len(self._request.prompt), Tally().stats("plain", 0, 0, 0))
+            nothing = Finished("cancelled", "", (), len(self._request.prompt), Tally().stats(0.0, 0))
             self._answer(nothing, "cancelled", None)
         else:
             self.error = Cancelled("the model was closed") if isinstance(error, Cancelled) else error

@@ -35,8 +35,8 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """Returns the depth of the deepest candidate."""
-        return self.size if self.parents is None else max(self.depths)
+        """Returns the depth of the deepest candidate, and 0 without candidates."""
+        return self.size if self.parents is None else max(self.depths, default=0)
 
     @property
     def depths(self) -> list[int]:

@@ -279,13 +279,12 @@ def test_a_malformed_chat_template_is_one_line(luce_, tmp_path, template):
 
 
 def test_a_failure_after_some_text_is_one_line_and_exit_1(luce_, monkeypatch):
-    def fails_later(self):
-        if len(self._tokens) == 4:
-            raise NumericError("injected")
-        return (yield from verify(self))
+    def fails_later(self, came):
+        rounds.append(came)
+        return self.fail(NumericError("injected")) if len(rounds) == 4 else landed(self, came)
 
-    verify = Generation._verify
-    monkeypatch.setattr(Generation, "_verify", fails_later)
+    rounds, landed = [], Generation.landed
+    monkeypatch.setattr(Generation, "landed", fails_later)
     result = luce_("generate", "--gguf", "{}", "def main(")
     assert result.exit_code == 1
     assert one_line(result) == "Error: injected"
@@ -455,11 +454,7 @@ def test_json_lines_are_the_events_as_they_happen(luce_, endless):
 
 
 def test_json_lines_end_with_the_failure(luce_, monkeypatch):
-    def fails(self):
-        raise NumericError("injected")
-        yield
-
-    monkeypatch.setattr(Generation, "_verify", fails)
+    monkeypatch.setattr(Generation, "landed", lambda self, came: self.fail(NumericError("injected")))
     result = luce_("generate", "--gguf", "{}", "def main(", "--jsonl")
     assert result.exit_code == 1 and one_line(result) == "Error: injected"
     assert json.loads(result.stdout.splitlines()[-1]) == {"event": "failed", "message": "injected"}

@@ -47,16 +47,16 @@ def test_ctrl_c_while_text_streams_exits_130(process, endless):
     assert stderr.decode().splitlines() == ["Error: interrupted"]
 
 
-@pytest.mark.parametrize("verb", ["_begin", "_prefill", "_propose", "_verify", "_commit"])
+@pytest.mark.parametrize("verb", ["begin", "chunk", "offer", "landed", "emit"])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, press, verb, as_json):
     pressed = []
 
-    def interrupted(self):
+    def interrupted(self, *given):
         if not pressed:
             pressed.append(True)
             press()
-        return (yield from original(self))
+        return original(self, *given)
 
     original = getattr(Generation, verb)
     monkeypatch.setattr(Generation, verb, interrupted)
@@ -70,13 +70,12 @@ def test_ctrl_c_in_any_state_exits_130(luce_, endless, monkeypatch, press, verb,
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch, press):
-    def interrupted(self):
+    def interrupted(self, landed):
         press()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         raise AssertionError("the second one was ignored")
-        yield
 
-    monkeypatch.setattr(Generation, "_verify", interrupted)
+    monkeypatch.setattr(Generation, "landed", interrupted)
     result = luce_("generate", "--gguf", endless, "ab")
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
 
@@ -144,12 +143,12 @@ def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, p
 
 
 def test_ctrl_c_stays_ignored_in_the_background(luce_, monkeypatch):
-    def interrupted(self):
+    def interrupted(self, landed):
         signal.raise_signal(signal.SIGINT)
-        return (yield from original(self))
+        return original(self, landed)
 
-    original = Generation._verify
-    monkeypatch.setattr(Generation, "_verify", interrupted)
+    original = Generation.landed
+    monkeypatch.setattr(Generation, "landed", interrupted)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert luce_("generate", "--gguf", "{}", "ab", "-n", "3").exit_code == 0

@@ -84,7 +84,7 @@ def test_prompts_are_read_between_rounds_in_the_order_they_came():
     first, *others = (generation(core, Request(PROMPT, 30)) for _ in range(3))
     loop = Loop(core, core.clock)
     loop.add(first)
-    while not isinstance(first.want, type(None)) and core.count("verify") < 2:
+    while not first.over and core.count("verify") < 2:
         loop.step()
     before = len(core.calls)
     for one in others:

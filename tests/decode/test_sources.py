@@ -317,7 +317,7 @@ def _same_in_company(bench, company, kept, of):
             last[one] = event
             warned[one] += [event.message] if isinstance(event, Warned) else []
         for one, cancelled in cancels.items():
-            if cancelled == turn and one.want is not None:
+            if cancelled == turn and not one.over:
                 one.cancelled = lambda: True
         if not loop.running:
             break

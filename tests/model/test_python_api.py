@@ -443,7 +443,7 @@ def test_what_a_chat_answers_with(tiny_gguf):
         pieces = []
         for at in range(0, len(whole), size):
             pieces += reader.read([Tokens((7,), whole[at : at + size])])
-        stats = Tally().stats("plain", 0.0, 0.0, 0)
+        stats = Tally().stats(0.0, 0)
         pieces += reader.read([Finished("stop", whole, (7,), 1, stats)])
         answer = reader.answer
         assert (answer.reasoning, answer.text, answer.reason) == ("I wonder.", "See:", "calls")

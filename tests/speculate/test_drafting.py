@@ -142,3 +142,17 @@ def test_any_gamma_and_acceptance_gives_the_tokens_of_plain_decoding(gammas, rig
     rows = [sum(widths) for verb, widths in core.calls if verb == "verify"]
     drafts = [detail[0][1] for verb, detail in core.calls if verb == "draft"]
     assert sum(rows) == len(rows) + sum(drafts), "each draft is verified"
+
+
+@pytest.mark.parametrize(
+    ("draft", "depth"),
+    [
+        (Draft(), 0),
+        (Draft((), (-1,)), 0),
+        (Draft((1, 2)), 2),
+        (Draft((1, 2, 3), (-1, 0, 0, 1)), 2),
+        (Draft(on_device=3), 3),
+    ],
+)
+def test_a_draft_is_as_deep_as_its_deepest_candidate(draft, depth):
+    assert draft.depth == depth
