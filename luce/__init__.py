@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from luce.model.answer import Answer, Call, Piece
     from luce.model.model import Info, Model, Prefix, load
-    from luce.model.options import How, Loading
+    from luce.model.options import How, HowChat, HowReply, Loading
     from luce.model.stream import Stream
     from luce.native.structs import Logprobs
 
@@ -45,16 +45,16 @@ _PUBLIC = {
     ),
     "luce.model.answer": ("Answer", "Call", "Piece"),
     "luce.model.model": ("Info", "Model", "Prefix", "load"),
-    "luce.model.options": ("How", "Loading"),
+    "luce.model.options": ("How", "HowChat", "HowReply", "Loading"),
     "luce.model.stream": ("Stream",),
     "luce.native.structs": ("Logprobs",),
 }  # fmt: skip
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [
     "Answer", "ArgumentError", "AsyncModel", "AsyncPrefix", "AsyncStream", "Busy", "Call", "Cancelled", "ContextFull",
-    "DeviceError", "Error", "FileError", "How", "Info", "InternalError", "Loading", "Logprobs", "Model", "NumericError",
-    "OutOfMemory", "Piece", "Prefix", "StateError", "Stats", "Stream", "TemplateFailed", "UnsupportedError",
-    "__version__", "load",
+    "DeviceError", "Error", "FileError", "How", "HowChat", "HowReply", "Info", "InternalError", "Loading", "Logprobs",
+    "Model", "NumericError", "OutOfMemory", "Piece", "Prefix", "StateError", "Stats", "Stream", "TemplateFailed",
+    "UnsupportedError", "__version__", "load",
 ]  # fmt: skip
 
 

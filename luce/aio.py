@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -14,7 +14,7 @@ from luce.errors import StateError
 from luce.model.answer import Answer, Piece
 from luce.model.loaded import in_thread_of
 from luce.model.model import Batch, Info, Model, Prefix, Text, batch_of, opened
-from luce.model.options import How, Loading, require_known
+from luce.model.options import How, HowChat, HowReply, Loading, require_known
 from luce.model.prompting import Asked, Message, Schema
 from luce.model.stream import Pending
 
@@ -149,39 +149,19 @@ class AsyncModel:
 
     # ---- conversations
 
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[dict[str, Any]] = (),
-        tool_choice: str = "auto",
-        schema: Schema | None = None,
-        think: bool | None = None,
-        **how: Unpack[How],
-    ) -> Answer:
+    async def chat(self, messages: Sequence[Message], **how: Unpack[HowChat]) -> Answer:
         """Answers messages, as luce.Model.chat does."""
-        return await self.chat_stream(
-            messages, tools=tools, tool_choice=tool_choice, schema=schema, think=think, **how
-        ).answer()
+        return await self.chat_stream(messages, **how).answer()
 
-    def chat_stream(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[dict[str, Any]] = (),
-        tool_choice: str = "auto",
-        schema: Schema | None = None,
-        think: bool | None = None,
-        **how: Unpack[How],
-    ) -> AsyncStream:
+    def chat_stream(self, messages: Sequence[Message], **how: Unpack[HowChat]) -> AsyncStream:
         """Answers messages, and returns the pieces as they come."""
         model = self.model
-        return AsyncStream(model, lambda: model.conversation(messages, tools, tool_choice, schema, think, how))
+        return AsyncStream(model, lambda: model.conversation(messages, how))
 
     # ---- beginnings
 
     async def prefix(
-        self, beginning: str | Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+        self, beginning: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> AsyncPrefix:
         """Reads a beginning and keeps it, as luce.Model.prefix does."""
         model = self.model
@@ -211,7 +191,7 @@ class AsyncModel:
 class AsyncPrefix:
     """A beginning that a model has read and keeps: luce.Prefix for asyncio."""
 
-    def __init__(self, model: AsyncModel, prefix: Prefix, tools: Sequence[dict[str, Any]]):
+    def __init__(self, model: AsyncModel, prefix: Prefix, tools: Sequence[Mapping[str, Any]]):
         self._model, self._prefix, self._tools = model, prefix, tools
         self.beginning, self.kept_tokens = prefix.beginning, prefix.kept_tokens
 
@@ -234,12 +214,13 @@ class AsyncPrefix:
             return await self._model.generate(self._prefix.text(rest), schema=schema, **how)
         return await self._model.generate([self._prefix.text(each) for each in rest], schema=schema, **how)
 
-    async def chat(self, messages: Sequence[Message], **how: Any) -> Answer:
+    async def chat(self, messages: Sequence[Message], **how: Unpack[HowReply]) -> Answer:
         """Answers the beginning and more messages, with its tools."""
-        return await self._model.chat(self._prefix.messages(messages), tools=self._tools, **how)
+        return await self.chat_stream(messages, **how).answer()
 
-    def chat_stream(self, messages: Sequence[Message], **how: Any) -> AsyncStream:
+    def chat_stream(self, messages: Sequence[Message], **how: Unpack[HowReply]) -> AsyncStream:
         """Answers the beginning and more messages, and returns the pieces as they come."""
+        require_known(how, HowReply)
         return self._model.chat_stream(self._prefix.messages(messages), tools=self._tools, **how)
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Integral
@@ -20,7 +20,7 @@ from luce.errors import ArgumentError, Busy, StateError, about
 from luce.model.answer import Answer
 from luce.model.defaults import with_defaults
 from luce.model.loaded import Loaded, Settings
-from luce.model.options import MAX_U32, How, Loading, Range, require, require_known
+from luce.model.options import MAX_U32, How, HowChat, HowReply, Loading, Range, require, require_known
 from luce.model.prompting import Asked, Message, Prompting, Schema, tool_of
 from luce.model.stream import Stream
 from luce.planning.opened import Files
@@ -72,8 +72,9 @@ class Model:
     It is a context manager. Closed, by close() or as nobody holds it any more, it ends what runs, which raises
     Cancelled for who waits for it, and frees all memory; who asks it then gets StateError.
 
-    Options of all methods are those of luce.How. What is wrong with them raises ArgumentError, a prompt that
-    does not fit ContextFull, and Busy where as many requests wait as `max_waiting` allows."""
+    Options of all methods are those of luce.How, and in conversations those of luce.HowChat too. What is wrong
+    with them raises ArgumentError, a prompt that does not fit ContextFull, and Busy where as many requests wait as
+    `max_waiting` allows."""
 
     def __init__(self, files: Files, loaded: Loaded, prompting: Prompting, opened: ExitStack):
         self.loaded, self._prompting, self._path = loaded, prompting, str(files.file.path)
@@ -109,41 +110,21 @@ class Model:
 
     # ---- conversations
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[dict[str, Any]] = (),
-        tool_choice: str = "auto",
-        schema: Schema | None = None,
-        think: bool | None = None,
-        **how: Unpack[How],
-    ) -> Answer:
+    def chat(self, messages: Sequence[Message], **how: Unpack[HowChat]) -> Answer:
         """Answers messages, each {"role", "content"}, in the file's chat template. The model may call `tools`,
         {"name", "description", "parameters"} each: `tool_choice` is "auto", "none", "required" or the name of
         one. `schema` is what the text has to fit, after all reasoning; `think` turns that on or off, and None
         leaves it to the template. Sampling is by default what the file asks for. Raises UnsupportedError where
         the file has no chat template, and TemplateFailed where that refuses the messages."""
-        return self.chat_stream(
-            messages, tools=tools, tool_choice=tool_choice, schema=schema, think=think, **how
-        ).answer
+        return self.chat_stream(messages, **how).answer
 
-    def chat_stream(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[dict[str, Any]] = (),
-        tool_choice: str = "auto",
-        schema: Schema | None = None,
-        think: bool | None = None,
-        **how: Unpack[How],
-    ) -> Stream:
+    def chat_stream(self, messages: Sequence[Message], **how: Unpack[HowChat]) -> Stream:
         """Answers as chat() does, and returns the pieces as they come."""
-        return self._streams([self.conversation(messages, tools, tool_choice, schema, think, how)])[0]
+        return self._streams([self.conversation(messages, how)])[0]
 
     # ---- beginnings
 
-    def prefix(self, beginning: str | Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> Prefix:
+    def prefix(self, beginning: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> Prefix:
         """Reads the beginning of a text, or of a conversation with `tools`, and keeps it: what begins with it is
         read from its end on. It is kept until it is closed, be it on the device or in host memory. Raises
         ArgumentError where the model was loaded with no checkpoints."""
@@ -207,20 +188,12 @@ class Model:
         self._require_open()
         return self._prompting.text(prompt, schema, how)
 
-    def conversation(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        tool_choice: str,
-        schema: Schema | None,
-        think: bool | None,
-        how: How,
-    ) -> Asked:
+    def conversation(self, messages: Sequence[Message], how: HowChat) -> Asked:
         """Returns the request that chat_stream() hands to the engine."""
         self._require_open()
-        return self._prompting.chat(messages, tools, tool_choice, schema, think, how)
+        return self._prompting.chat(messages, how)
 
-    def pinned(self, beginning: str | Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Pin, Asked]:
+    def pinned(self, beginning: str | Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[Pin, Asked]:
         """Returns what keeps a beginning, and the request that reads it."""
         self._require_open()
         if self.loaded.cache is None:
@@ -260,7 +233,7 @@ class Prefix:
     more, it is evicted when room lacks. Its methods are Model's."""
 
     def __init__(
-        self, model: Model, beginning: str | Sequence[Message], tools: Sequence[dict[str, Any]], pin: Pin
+        self, model: Model, beginning: str | Sequence[Message], tools: Sequence[Mapping[str, Any]], pin: Pin
     ):
         self._model, self.beginning, self._tools = model, beginning, tools
         self.kept_tokens = pin.at
@@ -283,12 +256,13 @@ class Prefix:
             return self._model.generate(self.text(rest), schema=schema, **how)
         return self._model.generate([self.text(each) for each in rest], schema=schema, **how)
 
-    def chat(self, messages: Sequence[Message], **how: Any) -> Answer:
+    def chat(self, messages: Sequence[Message], **how: Unpack[HowReply]) -> Answer:
         """Answers the beginning and more messages, with its tools."""
-        return self._model.chat(self.messages(messages), tools=self._tools, **how)
+        return self.chat_stream(messages, **how).answer
 
-    def chat_stream(self, messages: Sequence[Message], **how: Any) -> Stream:
+    def chat_stream(self, messages: Sequence[Message], **how: Unpack[HowReply]) -> Stream:
         """Answers the beginning and more messages, with its tools, and returns the pieces as they come."""
+        require_known(how, HowReply)
         return self._model.chat_stream(self.messages(messages), tools=self._tools, **how)
 
     def text(self, rest: str) -> str:

@@ -54,6 +54,28 @@ class How(TypedDict, total=False):
     ignore_eos: bool
 
 
+class HowReply(How, total=False):
+    """How a message is answered in a conversation whose tools are known: as luce.How says, and
+
+    tool_choice: "auto" (the default), "none", "required" or the name of a tool that has to be called
+    schema: a JSON schema, or its text, that the answer fits after all reasoning
+    think: turns reasoning on or off; None leaves it to the chat template
+    """
+
+    tool_choice: str
+    schema: Mapping[str, Any] | str | None
+    think: bool | None
+
+
+class HowChat(HowReply, total=False):
+    """How messages are answered: as luce.HowReply says, and
+
+    tools: what the model may call, {"name", "description", "parameters"} each, which may stand below "function"
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+
+
 class Loading(TypedDict, total=False):
     """How a model is opened: luce.load says what each of these is."""
 
@@ -132,11 +154,15 @@ class Chosen:
 
 
 def chosen(
-    how: How, n_vocab: int, max_tokens: int, recommended: Callable[[], Mapping[str, Any]] = dict
+    how: How,
+    n_vocab: int,
+    max_tokens: int,
+    recommended: Callable[[], Mapping[str, Any]] = dict,
+    kind: type[How] = How,
 ) -> Chosen:
-    """Checks options, and fills in what is not given: `max_tokens`, and what `recommended` returns of the
-    others. ArgumentError names an option that has no such value, TypeError one that there is not."""
-    require_known(how, How, "schema")
+    """Checks options of a `kind`, and fills in what is not given: `max_tokens`, and what `recommended` returns of
+    the others. ArgumentError names an option that has no such value, TypeError one that there is not."""
+    require_known(how, kind)
     given: dict[str, Any] = {**how}
     for name, allowed in RANGES.items():
         if name in given and not (given[name] is None and name in NONE_MEANS):
@@ -175,9 +201,9 @@ def require(name: str, value: object, allowed: Range) -> None:
         raise ArgumentError(f"{name} is {value!r:.80}: it is {allowed}")
 
 
-def require_known(how: Mapping[str, Any], kind: Any, *also: str) -> None:
-    """Raises TypeError, as of any call, where an option has no such name. `also` are names beside those of kind."""
-    known = [*kind.__annotations__, *also]
+def require_known(how: Mapping[str, Any], kind: Any) -> None:
+    """Raises TypeError, as of any call, where an option has no such name."""
+    known = list(kind.__annotations__)
     for name in how:
         if name not in known:
             near = get_close_matches(name, known, 1)

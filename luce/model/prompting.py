@@ -14,7 +14,7 @@ from luce.decode.request import Request
 from luce.errors import ArgumentError, ContextFull, UnsupportedError, about
 from luce.model.defaults import penalties_of, sampling_of
 from luce.model.loaded import Loaded
-from luce.model.options import Chosen, How, chosen
+from luce.model.options import Chosen, How, HowChat, chosen
 from luce.planning.opened import Files
 from luce.text.conversation import arguments_of, ordered
 from luce.text.held import Held
@@ -71,25 +71,18 @@ class Prompting:
 
     # ---- conversations
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        tool_choice: str,
-        schema: Schema | None,
-        think: bool | None,
-        how: How,
-    ) -> Asked:
+    def chat(self, messages: Sequence[Message], how: HowChat) -> Asked:
         """Returns the request that answers messages. Raises as text() does, UnsupportedError where the file has
         no chat template, and TemplateFailed where it refuses them."""
-        options = chosen(how, self._tokenizer.n_vocab, MAX_CHAT_TOKENS, self._recommended)
-        declared = [tool_of(tool) for tool in tools]
+        options = chosen(how, self._tokenizer.n_vocab, MAX_CHAT_TOKENS, self._recommended, HowChat)
+        declared = [tool_of(tool) for tool in how.get("tools", ())]
+        tool_choice, think = how.get("tool_choice", "auto"), how.get("think")
         names = [tool.name for tool in declared]
         if tool_choice not in ("auto", "none", "required", *names):
             raise ArgumentError(f"tool_choice is {tool_choice!r:.80}: it is auto, none, required or a tool's name")
         if tool_choice not in ("auto", "none") and not declared:
             raise ArgumentError(f"tool_choice is {tool_choice}, and there are no tools")
-        held = Held(declared, tool_choice, constraint=_constraint(schema, options))
+        held = Held(declared, tool_choice, constraint=_constraint(how.get("schema"), options))
         shown = [] if tool_choice == "none" else declared
         ids = self.messages(messages, shown, {} if think is None else {"enable_thinking": think})
         if think is not None and ids == self.messages(messages, shown, {"enable_thinking": not think}):

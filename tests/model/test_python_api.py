@@ -24,7 +24,7 @@ from luce.decode.request import Request
 from luce.decode.stats import Tally
 from luce.files.tokenizer import Tokenizer
 from luce.model.answer import Reader
-from luce.model.options import How, Loading
+from luce.model.options import How, HowChat, HowReply, Loading
 from luce.native import File
 from luce.text.parser import Parser
 from luce.text.prompt import BoundedTemplate
@@ -363,6 +363,9 @@ def test_a_prefix_of_a_conversation():
         with model.prefix(system, tools=[WEATHER]) as prefix:
             answer = prefix.chat(ASKED, max_tokens=5, temperature=0)
             assert 0 < prefix.kept_tokens == answer.cached_tokens
+            for ask in (prefix.chat, prefix.chat_stream):  # It has its tools already.
+                with pytest.raises(TypeError, match="there is no option 'tools'"):
+                    ask(ASKED, tools=[WEATHER])
         with pytest.raises(luce.ArgumentError, match="the beginning is a conversation"):
             prefix.stream("a")
         cold = load(KEEPS, checkpoints=0)
@@ -468,14 +471,14 @@ def test_thinking_is_turned_off_and_on(model, device, monkeypatch):
     with load(device) as other:
         ends = {}
         for think in (None, True, False):
-            asked = other.conversation(ASKED, (), "auto", None, think, {})
+            asked = other.conversation(ASKED, {"think": think})
             ends[think] = other.decode(asked.request.prompt, special=True).split()[-1], asked.parser.reasoning
         assert ends == {None: ("<think>", True), True: ("<think>", True), False: ("</think>", False)}
 
 
 def test_a_chat_samples_as_the_file_asks(model):
-    assert model.conversation(ASKED, (), "auto", None, None, {}).request.sampling.temperature == 0.6
-    assert model.conversation(ASKED, (), "auto", None, None, {"temperature": 0}).request.sampling.temperature == 0
+    assert model.conversation(ASKED, {}).request.sampling.temperature == 0.6
+    assert model.conversation(ASKED, {"temperature": 0}).request.sampling.temperature == 0
     assert model.text("a", None, {}).request.sampling.temperature == 0
 
 
@@ -642,6 +645,11 @@ def test_an_option_that_there_is_not_is_a_type_error(model):
         model.generate("a", shema={"type": "string"})
     with pytest.raises(TypeError, match="there is no option 'zzz'; there are max_tokens, temperature"):
         model.chat(ASKED, zzz=1)
+    with pytest.raises(TypeError, match="there is no option 'thinks': did you mean 'think'?"):
+        model.chat_stream(ASKED, thinks=True)
+    for name in ("think", "tools", "tool_choice"):
+        with pytest.raises(TypeError, match=f"there is no option '{name}'"):
+            model.generate("a", **{name: None})
     with pytest.raises(TypeError):
         luce.load(temperature=1)
 
@@ -688,7 +696,7 @@ def test_the_document_names_all_that_is_public():
     text = DOCUMENT.read_text()
     named = set(re.findall(r"`(?:luce\.)?(\w+)", text))
     assert set(luce.__all__) - named == set()
-    assert set(How.__annotations__) - named == set()
+    assert set(HowChat.__annotations__) - named == set()
     assert set(Loading.__annotations__) - named == set()
 
 
@@ -697,4 +705,8 @@ def test_the_types_of_options_are_those_of_the_functions():
     assert set(taken) == set(Loading.__annotations__)
     documented = How.__doc__.split("\n\n")[1]
     assert all(f"{name}" in documented for name in How.__annotations__)
+    assert {*How.__annotations__} < {*HowReply.__annotations__} < {*HowChat.__annotations__}
+    for kind, above in ((HowReply, How), (HowChat, HowReply)):
+        own = {*kind.__annotations__} - {*above.__annotations__}
+        assert own and all(f"\n    {name}: " in kind.__doc__ for name in own)
     assert (Path(luce.__file__).parent / "py.typed").exists()

@@ -31,10 +31,24 @@ async def many() -> list[str]:
 
 def main() -> None:
     how: luce.How = {"max_tokens": 3}
+    reply: luce.HowReply = {"max_tokens": 2, "think": None, "tool_choice": "auto"}
+    chat: luce.HowChat = {"schema": {"type": "string"}, "tools": [], **reply}
+    hi = [{"role": "user", "content": "Hi"}]
     with luce.load(device="cpu", draft="auto") as model:
         print("".join(pieces(model.stream("def f(", **how))), whole(model, ["a"]), model.info.ctx)
         with model.prefix("import os") as prefix:
             print(prefix.generate("\n", **how).text, prefix.generate(["\n"], **how)[0].text)
+        print(model.chat(hi, **chat).text, model.chat(hi, **reply).reason)
+        with model.prefix(hi) as begun:
+            print(begun.chat(hi, **reply).text)
+            try:
+                begun.chat(hi, tools=[])  # type: ignore[call-arg] # They are those of the prefix.
+            except TypeError as error:
+                print(error)
+            try:
+                model.chat(hi, thinks=True)  # type: ignore[call-arg] # mypy has to find it.
+            except TypeError as error:
+                print(error)
         try:
             model.generate("a", temprature=1)  # type: ignore[call-overload] # mypy has to find it.
         except (TypeError, luce.Error) as error:
