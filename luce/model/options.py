@@ -162,7 +162,7 @@ def chosen(
 ) -> Chosen:
     """Checks options of a `kind`, and fills in what is not given: `max_tokens`, and what `recommended` returns of
     the others. ArgumentError names an option that has no such value, TypeError one that there is not."""
-    require_known(how, kind)
+    require_known(how, kind, "schema")
     given: dict[str, Any] = {**how}
     for name, allowed in RANGES.items():
         if name in given and not (given[name] is None and name in NONE_MEANS):
@@ -201,9 +201,9 @@ def require(name: str, value: object, allowed: Range) -> None:
         raise ArgumentError(f"{name} is {value!r:.80}: it is {allowed}")
 
 
-def require_known(how: Mapping[str, Any], kind: Any) -> None:
-    """Raises TypeError, as of any call, where an option has no such name."""
-    known = list(kind.__annotations__)
+def require_known(how: Mapping[str, Any], kind: Any, *also: str) -> None:
+    """Raises TypeError, as of any call, where an option has no such name. `also` are names beside those of kind."""
+    known = list(dict.fromkeys([*kind.__annotations__, *also]))
     for name in how:
         if name not in known:
             near = get_close_matches(name, known, 1)

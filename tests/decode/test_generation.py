@@ -4,12 +4,12 @@ import itertools
 
 import fake_core
 import pytest
-from fake_core import EOS, N_VOCAB, PROMPT, FakeEngine, expected, finish, generation, hashed, run, scripted
+from fake_core import EOS, N_VOCAB, PROMPT, FakeEngine, drive, expected, finish, generation, hashed, run, scripted
 from fake_sources import Chain, Faulty, OnDevice, Trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.decode.events import Failed, Finished, Prefilled, Started, State, Tokens, Warned
+from luce.decode.events import Event, Failed, Finished, Prefilled, Started, State, Tokens, Warned
 from luce.decode.loop import Loop
 from luce.decode.request import Request
 from luce.errors import ArgumentError, ContextFull, InternalError, NumericError
@@ -39,6 +39,61 @@ def test_events_come_in_order():
         Started, Prefilled, Prefilled, Prefilled, Tokens, Round, Tokens, Finished,
     ]  # fmt: skip
     assert [event.done for event in events[1:4]] == [3, 6, 8]
+
+
+SOURCES = {"plain": None, "drafts": OnDevice(2), "broken": Faulty(RuntimeError("broken"))}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_events_are_data(source):
+    """Text is made by the end of a turn, whoever reads its events and when."""
+    events = run(FakeEngine(n_chunk=3), source)
+    assert len(events) > 5 and all(isinstance(event, Event) and not callable(event) for event in events)
+
+
+MOVES = {  # By what comes in which state: the states that may follow.
+    ("begin", State.IDLE): {State.PREFILL, State.FAILED},
+    ("chunk", State.PREFILL): {State.PREFILL, State.DRAFT, State.VERIFY, State.DONE, State.FAILED},
+    ("offer", State.DRAFT): {State.DRAFT, State.VERIFY, State.FAILED},
+    ("landed", State.DRAFT): {State.VERIFY, State.FAILED},
+    ("landed", State.VERIFY): {State.DRAFT, State.VERIFY, State.DONE, State.FAILED},
+    ("fail", State.DRAFT): {State.VERIFY, State.FAILED},
+    ("fail", State.VERIFY): {State.VERIFY, State.FAILED},
+    ("cancel", State.PREFILL): {State.DONE},
+    ("cancel", State.DRAFT): {State.DONE},
+    ("cancel", State.VERIFY): {State.DONE},
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(["plain", "device", "trees", "faulty"]),
+    fail=st.none() | st.tuples(st.sampled_from(["prefill", "draft", "verify", "commit"]), st.integers(0, 6)),
+    error=st.sampled_from([NumericError("nan"), ArgumentError("args"), InternalError("defect")]),
+    cancelled=st.integers(0, 30),
+)
+def test_states_follow_each_other_as_the_table_says(kind, fail, error, cancelled):
+    asked, answers, moves = ("begin", "chunk", "offer", "landed", "fail", "cancel"), itertools.count(), []
+    core = FakeEngine(n_chunk=3, fail={fail[0]: (fail[1], error)} if fail else {})
+    source = {"plain": None, "device": OnDevice(2), "faulty": Faulty(RuntimeError("broken"), "learn"),
+              "trees": Trees(core, [[(0, True), (0, False)], []])}[kind]  # fmt: skip
+    one = generation(core, Request(PROMPT, 9), source, lambda: next(answers) == cancelled)
+
+    def watched(verb, call):
+        def run(*given):
+            before, events = one.state, call(*given)
+            moves.append((verb, before, one.state))
+            return events
+
+        return run
+
+    for verb in asked:
+        setattr(one, verb, watched(verb, getattr(one, verb)))
+    drive(core, [one])
+    for verb, before, after in moves:
+        assert after in MOVES[verb, before]
+    assert moves[0][:2] == ("begin", State.IDLE) and one.over
+    assert [after for *_, after in moves if after in (State.DONE, State.FAILED)] == [one.state]
 
 
 def test_prompt_is_committed_in_whole_chunks():
