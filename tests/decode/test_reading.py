@@ -322,7 +322,7 @@ def test_ollamas_routes_have_the_same_vectors(server):
         ({"input": "a", "dimensions": 8}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a 1\n" * 600}, "messages"),
-        ({}, None),
+        ({}, "input"),
     ],
 )
 def test_bad_requests_for_vectors_get_one_clear_error(server, asked, param):

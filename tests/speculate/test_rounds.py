@@ -5,6 +5,7 @@ import pytest
 from fake_core import PROMPT, FakeEngine, drive, generation, hashed
 from machines import STEPS_27B
 
+from luce.decode.choosing import Chooser
 from luce.decode.request import Request
 from luce.native import Source
 from luce.native.structs import Cost
@@ -176,11 +177,11 @@ def test_rounds_tell_what_they_take(name):
     assert turn == pytest.approx(sizes["steps"][1] + apart - floor, abs=0.1 * floor)
 
 
-def test_a_text_whose_rounds_cannot_be_begun_ahead_loses_nothing_by_that():
+def test_a_text_whose_rounds_cannot_be_begun_ahead_loses_nothing_by_that(monkeypatch):
     """Plain decoding of it takes as long: of a text with logprobs, penalties or a grammar."""
     device = Device(**DEVICES["27b, a busy host"])
     one = generation(device, Request(PROMPT, TOKENS))
-    one._by_itself = False
+    monkeypatch.setattr(Chooser, "by_step", False)
     one._source = auto = auto_of(device)(one.sequence)
     (events,) = drive(device, [one])
     rounds = [event for event in events if isinstance(event, Round)]

@@ -20,7 +20,6 @@ import box_model
 import drive
 import pytest
 import tiny
-from luce.speculate.prices import Costs
 from nan_model import BAD, open_engine, tokens_of
 from op_run import Fault, fault
 
@@ -28,6 +27,7 @@ import luce
 from luce.errors import DeviceError, NumericError
 from luce.native import File, Library, Model, Rows
 from luce.native.structs import EngineParams
+from luce.speculate.prices import Costs
 
 # ---- seconds
 
