@@ -98,9 +98,10 @@ class Search:
                     alone = Search(steps, self.terms._replace(stake=inf), 0.0).tries_each(of)
                     if alone:
                         self.tries(joined(offers, by, alone.depth, steps))
-        if self.found and (by := self.found.family.drafter) is not None and steps.drafters[by].ranks > 1:
+        drafter = self.found.family.drafter if self.found else None
+        if self.found and drafter is not None and steps.drafters[drafter].ranks > 1:
             depth, taken = self.found.depth, [choice.lookup for choice in self.found.choices]
-            self.tries(trees(offers, by, depth, taken, steps))
+            self.tries(trees(offers, drafter, depth, taken, steps))
         return self.found
 
     def _can_pay(self, by: int, depth: int, gain: float) -> bool:

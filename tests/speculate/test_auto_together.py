@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import STEPS_27B, Repeats, line, runner
+from machines import STEPS_27B, Repeats, line
 
 from luce.native import Source
 from luce.planning.plan import AUTO_BUDGET, MAX_GAMMA
@@ -108,9 +108,10 @@ def together(costs, rights, rounds, tokens=256, looked=None):
     for _ in range(rounds):
         for source in sources:
             source.propose(7, limits)
-        drafts = [source.draft(7, limits) for source in sources]
+        for source in sources:
+            source.draft(7, limits)
         shape.append([source.choice for source in sources])
-        for source, draft, right, text in zip(sources, drafts, rights, texts, strict=True):
+        for source, right, text in zip(sources, rights, texts, strict=True):
             choice = source.choice
             accepted = max(choice.drafts if right else 0, min(choice.lookup, text.right))
             source.learn(Round(choice.candidates, accepted, 0.0, 0.0, 0.0, (1,) * (accepted + 1)))

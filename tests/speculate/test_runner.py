@@ -326,10 +326,12 @@ def test_the_choice_is_the_best_of_all_chains_and_lookups(steps, draft, chains, 
 @pytest.mark.parametrize(("lookup", "chain"), [((), [0.95]), ([0.95], [])], ids=["drafts", "lookup"])
 def test_a_round_that_feeds_what_plain_ones_left_has_to_gain_that_too(lookup, chain):
     """The whole price is held against what may be lost, too."""
-    steps, offers = Steps(line((1, 1.0), (2, 1.1), draft=0.05), [Drafter(Fresh(), Source.NEXTN, 1)], 1), [Offer(9, lookup, [chain])]
+    offers = [Offer(9, lookup, [chain])]
+    steps = Steps(line((1, 1.0), (2, 1.1), draft=0.05), [Drafter(Fresh(), Source.NEXTN, 1)], 1)
 
     def found(feed, stake=9.0):
-        return Search(steps, Terms(1.0, 1.0, 0.0, feed=feed, stake=stake), MARGIN).tries_all(offers, chains_of(offers, steps))
+        terms = Terms(1.0, 1.0, 0.0, feed=feed, stake=stake)
+        return Search(steps, terms, MARGIN).tries_all(offers, chains_of(offers, steps))
 
     one = found(0.0)
     most = one.tokens / MARGIN - one.device  # With such a feed it gains nothing.
