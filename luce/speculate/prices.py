@@ -168,6 +168,8 @@ class Prices:
         """Learns from what a round took, from the end of the one before it."""
         key, self._observes = (of.sequences, of.hidden), True
         scale, floor, _ = self.terms(*key)
+        if of.turns > 1 and self._turn[key].value is not None:
+            return  # It shows less well what one turn takes.
         if of.turns:
             known = max(scale * of.device if of.drafted else 0.0, floor)
             self._turn[key].add((seconds - known) / of.turns)
