@@ -178,22 +178,6 @@ uint64_t Cache::bytes(const Stage &stage) const {
     return stage.kv_bytes + stage.state_bytes + (counts_host ? host_bytes_ : 0);
 }
 
-uint64_t Cache::kv_bytes() const {
-    uint64_t sum = 0;
-    for (const Stage &stage : stages_) {
-        sum += stage.kv_bytes;
-    }
-    return sum;
-}
-
-uint64_t Cache::state_bytes() const {
-    uint64_t sum = 0;
-    for (const Stage &stage : stages_) {
-        sum += bytes(stage) - stage.kv_bytes;
-    }
-    return sum;
-}
-
 const Stage *Cache::stage_of(size_t layer) const {
     const auto has = [&](const Stage &stage) { return layer < stage.end; };
     return &*std::find_if(stages_.begin(), stages_.end(), has);

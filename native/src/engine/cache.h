@@ -103,9 +103,7 @@ public:
     std::deque<Stage> &stages() { return stages_; }
     const std::deque<Stage> &stages() const { return stages_; }
     const Stage &last() const { return stages_.back(); }
-    uint64_t kv_bytes() const;
-    uint64_t state_bytes() const;
-    // What a stage takes. On a CPU the tables that steps write for the host are of the device's memory too.
+    // What a stage's caches take. On a CPU the tables that steps write for the host are of the device's memory too.
     uint64_t bytes(const Stage &stage) const;
     const CacheParams &params() const { return params_; }
     uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many

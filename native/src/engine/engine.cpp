@@ -118,33 +118,30 @@ luce_memory Engine::plan(const Model &model, const EngineParams &params) {
 luce_memory Engine::memory_of(const Model &model, const Cache &cache, const StepSizes &sizes) {
     luce_memory m{};
     m.weights = model.weight_bytes();
-    m.kv = cache.kv_bytes();
-    m.state = cache.state_bytes();
     for (size_t i = 0; i < cache.stages().size(); i++) {
+        const Stage &stage = cache.stages()[i];
+        m.kv += stage.kv_bytes;
+        m.state += cache.bytes(stage) - stage.kv_bytes;
         m.compute += sizes.compute[i].bytes + sizes.inputs;
         m.other += sizes.other;
         uint64_t free = 0, total = 0;
-        cache.stages()[i].device.memory(&free, &total);
+        stage.device.memory(&free, &total);
         m.device_free += free;
     }
     m.total = m.kv + m.state + m.compute + m.other + (model.gpu() ? m.weights : 0);
     return m;
 }
 
-void Engine::check_stages(const StepSizes &sizes) const {
+Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
+    : model_(std::move(model)), params_(params), cache_(*model_, params.cache) {
+    const StepSizes sizes = Step::measure(*model_, cache_, params);
     const std::string what =
-        format("an engine of %u sequences with %u positions", params_.cache.n_sequences, params_.cache.n_ctx);
+        format("an engine of %u sequences with %u positions", params.cache.n_sequences, params.cache.n_ctx);
     for (size_t i = 0; i < cache_.stages().size(); i++) {
         const Stage &stage = cache_.stages()[i];
         check_memory(stage.device, cache_.bytes(stage) + sizes.compute[i].bytes + sizes.inputs + sizes.other,
                      what.c_str());
     }
-}
-
-Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
-    : model_(std::move(model)), params_(params), cache_(*model_, params.cache) {
-    const StepSizes sizes = Step::measure(*model_, cache_, params);
-    check_stages(sizes);
     cache_.allocate();
     step_ = std::make_unique<Step>(*model_, cache_, params_, sizes);
 }
@@ -152,7 +149,10 @@ Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
 luce_engine_info Engine::info() const {
     const CacheParams &c = params_.cache;
     luce_engine_info out{};
-    out.memory_bytes = cache_.kv_bytes() + cache_.state_bytes() + step_->allocated();
+    out.memory_bytes = step_->allocated();
+    for (const Stage &stage : cache_.stages()) {
+        out.memory_bytes += cache_.bytes(stage);
+    }
     out.n_ctx = c.n_ctx;
     out.n_sequences = c.n_sequences;
     out.n_checkpoints = c.n_checkpoints;

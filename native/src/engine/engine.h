@@ -64,7 +64,6 @@ public:
 
 private:
     static luce_memory memory_of(const Model &model, const Cache &cache, const StepSizes &sizes);
-    void check_stages(const StepSizes &sizes) const;
 
     std::shared_ptr<const Model> model_;
     EngineParams params_;

@@ -172,6 +172,10 @@ std::vector<int> Step::Graph::stages_of_nodes(const Cache &cache) const {
     return stages;
 }
 
+std::vector<int> Step::Graph::stages_of_leaves(const Cache &cache) const {
+    return std::vector<int>(size_t(nodes->n_leafs), int(cache.stages().size()) - 1);
+}
+
 GraphAllocator step_allocator(const Cache &cache) {
     std::vector<const Device *> devices;
     for (const Stage &stage : cache.stages()) {
@@ -180,12 +184,10 @@ GraphAllocator step_allocator(const Cache &cache) {
     return new_graph_allocator(devices);
 }
 
-// What a graph has of leaves without memory is a drafter's.
 std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, const Step::Graph &graph) {
     std::vector<size_t> sizes(cache.stages().size(), 0);
-    const std::vector<int> nodes = graph.stages_of_nodes(cache),
-                           leaves(size_t(graph.nodes->n_leafs), int(sizes.size()) - 1);
-    ggml_gallocr_reserve_n_size(galloc, graph.nodes, nodes.data(), leaves.data(), sizes.data());
+    ggml_gallocr_reserve_n_size(galloc, graph.nodes, graph.stages_of_nodes(cache).data(),
+                                graph.stages_of_leaves(cache).data(), sizes.data());
     for (size_t i = 1; i < sizes.size(); i++) { // stages on one device share a buffer
         sizes[i] = &cache.stages()[i].device == &cache.stages()[i - 1].device ? 0 : sizes[i];
     }

@@ -66,9 +66,8 @@ uint64_t Step::allocated() const {
 
 // Places a graph's tensors in the buffers of its stages, which grow where they have no room.
 bool Step::reserve(const Graph &g) {
-    const std::vector<int> nodes = g.stages_of_nodes(cache_),
-                           leaves(size_t(g.nodes->n_leafs), int(cache_.stages().size()) - 1);
-    return ggml_gallocr_reserve_n(galloc_.get(), g.nodes, nodes.data(), leaves.data());
+    return ggml_gallocr_reserve_n(galloc_.get(), g.nodes, g.stages_of_nodes(cache_).data(),
+                                  g.stages_of_leaves(cache_).data());
 }
 
 // Every step asks for its graph first.
