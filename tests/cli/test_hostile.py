@@ -359,7 +359,7 @@ def test_a_generation_needs_neither_numpy_nor_a_parser(tiny_gguf):
         "import sys\n"
         "from luce.cli.commands import cli\n"
         "cli(['generate', '-n', '3', '--gguf', sys.argv[1], '--json', 'ab'], standalone_mode=False)\n"
-        "slow = {'numpy', 'cffi', 'pycparser', 'rich', 'jinja2'}\n"
+        "slow = {'numpy', 'cffi', 'pycparser', 'rich', 'jinja2', 'urllib.request', 'luce.text.structured'}\n"
         "print(*sorted(slow & set(sys.modules)), file=sys.stderr)\n"
     )
     done = run(program, str(tiny_gguf))
