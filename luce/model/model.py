@@ -14,7 +14,6 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, overload
 
 from luce.data import BOX, BOX_DRAFTER
-from luce.decode.loop import MAX_ROWS
 from luce.decode.scheduler import Happened, Job, put_all
 from luce.errors import ArgumentError, Busy, StateError, about
 from luce.model.answer import Answer
@@ -25,6 +24,7 @@ from luce.model.prompting import Asked, Message, Prompting, Schema, tool_of
 from luce.model.stream import Stream
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, SPECS, Options, require_supported
+from luce.speculate.prices import MAX_ROWS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
