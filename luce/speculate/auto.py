@@ -199,7 +199,8 @@ class Source:
         return self.ledger.rest(prices, sequences, self.auto.hidden, fed)
 
     def missed(self) -> float:
-        """Returns the chance that a lookup is worth it in the next round."""
+        """Returns the chance that a lookup is worth it in the next round: as often as so far, which starts from a
+        tenth that is worth two rounds, and the less the longer none was."""
         return min(1 / (self._unlooked + 2), (self._looked + 0.2) / (self._rounds + 2))
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
@@ -241,7 +242,8 @@ class Source:
             priced.learned = True
         self.ledger.tokens += came
         shared = work.sequences, auto.hidden
-        if done.seconds is not None and priced.observed:  # A machine that stood still is no draft's fault.
+        if done.seconds is not None and priced.observed:
+            # What is beyond twice the price is a machine that stood still, and no draft's fault.
             self.ledger.book(*shared, min(done.seconds, 2 * price), 0, came)
         elif work.drafted:
             self.ledger.book(*shared, auto.prices.seconds(work._replace(turns=0)), work.turns, came)

@@ -52,8 +52,8 @@ class Ledger:
 
     def rest(self, prices: Prices, sequences: int, hidden: bool, fed: float) -> float:
         """Returns how many plain rounds may still be lost. `fed` seconds of one keep a head ready to draft, which
-        plain decoding without drafts would not take. Until a plain round was seen, it may take less than steps
-        that were measured alone, and half is kept back."""
+        plain decoding without drafts would not take; a quarter is left for trials whatever that takes. Until a
+        plain round was seen, it may take less than steps that were measured alone, and half is kept back."""
         plain = prices.plain(sequences, hidden)
         feeding = fed / plain if plain else 0.0
         within, beyond = min(HORIZON, self.most) - 1, max(self.tokens - HORIZON, 0)  # The prompt gives one.
