@@ -122,18 +122,21 @@ def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, press, cal
 @pytest.mark.parametrize("call", ["draft", "verify"])
 def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, press, call):
     """It does so between the draft and the verify of a round too, where the generation itself is not asked. On a GPU,
-    rounds are begun, some of them behind the round ahead with their drafts in the same call."""
-    steps = []
+    rounds are begun: some behind the round ahead with their drafts in one call, and in a turn that ends a round the
+    next one too, before anybody is asked."""
+    steps, begun = [], []
 
     def step(name, original):
         def run(self, items):
             steps.append(name)
+            begun.extend(["begin"] if original is begin else [])
             if name == call and steps.count(name) == 2:
                 press()
             return original(self, items)
 
         return run
 
+    begin = _native.Engine.begin
     for name, verb in (("draft", "draft"), ("verified", "verify"), ("begin", "verify")):
         monkeypatch.setattr(_native.Engine, name, step(verb, getattr(_native.Engine, name)))
     head = ["--mtp-gguf", endless, "--mtp-gamma", "2"]
