@@ -227,8 +227,8 @@ def test_a_server_is_loaded_once_for_each_configuration() -> None:
 
 def test_a_round_of_luce_is_all_of_its_decoding() -> None:
     def record(mode: str, decode_s: float, rounds: int, tokens: list[int]) -> Record:
-        tally = Tally(rounds=[rounds], draft_s=0.01)
-        return Record(Case("random", (5,)), mode, 0, tuple(tokens), "", tally.stats(mode, 0.1, decode_s, 3))
+        tally = Tally(mode, began=-0.1, first=0.0, rounds=[rounds], draft_s=0.01)
+        return Record(Case("random", (5,)), mode, 0, tuple(tokens), "", tally.stats(decode_s, 3))
 
     turns = Turns("cpu", 2)
     turns.records = [record("plain", 0.3, 3, [6, 7, 8, 9]), record("plain", 0.9, 3, [6, 7, 8, 9])]
