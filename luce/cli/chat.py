@@ -31,14 +31,13 @@ from luce.cli.options import (
     sampling_of,
 )
 from luce.cli.terminal import Display
-from luce.decode.engine import Engine
 from luce.decode.events import Failed, Finished, Tokens
 from luce.decode.request import Request
 from luce.errors import ContextFull, Error, OutputError, about
 from luce.files.tokenizer import NFC_SHRINKS
+from luce.model.loaded import Loaded, Settings
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
-from luce.prompts.cache import PrefixCache
 from luce.text.parser import END_THINK, Parser
 from luce.text.pieces import Reasoning, Text
 from luce.text.prompt import BoundedTemplate, chat_template, ends_in_thoughts, prompt_ids, thinks
@@ -98,11 +97,11 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
             if problem := idle_thinking(template, [{"role": "user", "content": "Hello"}], flags["think"]):
                 raise click.UsageError(problem)
             display.spin("loading the model")
-            engine = opened.enter_context(Engine.open(files, asked, display.loading))
+            loaded = opened.enter_context(Loaded(files, asked, Settings(asked, host_bytes=0), display.loading))
             display.clear()
-            talk = Talk(engine, template, flags, display)
-            display.note(f"{files.facts.name or path.name}, a context of {engine.info.n_ctx} tokens; /help")
-            for said in lines(engine.info.n_ctx * engine.tokenizer.longest * NFC_SHRINKS):
+            talk = Talk(loaded, template, flags, display)
+            display.note(f"{files.facts.name or path.name}, a context of {loaded.info.n_ctx} tokens; /help")
+            for said in lines(loaded.info.n_ctx * loaded.tokenizer.longest * NFC_SHRINKS):
                 if not talk.hear(said):
                     break
 
@@ -170,11 +169,10 @@ def piped_line(most: int) -> str:
 
 
 class Talk:
-    """This is a conversation: what was said, and the beginnings of its prompts that are kept."""
+    """This is a conversation: what was said, and how it is answered."""
 
-    def __init__(self, engine: Engine, template: BoundedTemplate, flags: dict[str, Any], display: Display):
-        self._engine, self._template, self._flags, self._display = engine, template, flags, display
-        self._cache = PrefixCache(engine.native, engine.tokenizer)
+    def __init__(self, loaded: Loaded, template: BoundedTemplate, flags: dict[str, Any], display: Display):
+        self._loaded, self._template, self._flags, self._display = loaded, template, flags, display
         self._think: bool | None = flags["think"]
         self._system: str | None = flags["system"]
         self._messages: list[dict[str, Any]] = []
@@ -223,16 +221,18 @@ class Talk:
     def _answer(self) -> dict[str, Any]:
         """Returns the model's message, which is printed as it comes."""
         system = [{"role": "system", "content": self._system}] if self._system else []
-        tokenizer, flags = self._engine.tokenizer, self._flags
+        tokenizer, flags, n_ctx = self._loaded.tokenizer, self._flags, self._loaded.info.n_ctx
         ids = prompt_ids(self._template, tokenizer, [*system, *self._messages], enable_thinking=self._think)
-        if len(ids) >= self._engine.info.n_ctx:
-            raise ContextFull(f"{len(ids)} tokens were said, a context of {self._engine.info.n_ctx}")
+        if len(ids) >= n_ctx:
+            raise ContextFull(f"{len(ids)} tokens were said, a context of {n_ctx}")
         parser = Parser(reasoning=ends_in_thoughts(tokenizer, ids))
         thought, text, finished = "", "", None
         with CtrlC() as ctrl_c, quiet_keys():
-            ctrl_c.on_press = self._engine.cancel
-            request = Request(tuple(ids), flags["max_tokens"], sampling_of(flags))
-            for event in self._engine.generate(request, lambda: ctrl_c.pressed, self._cache):
+            running = self._loaded.run(Request(tuple(ids), flags["max_tokens"], sampling_of(flags)))
+            ctrl_c.on_press = running.cancel
+            if ctrl_c.pressed:
+                running.cancel()
+            for event in running:
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Tokens):
