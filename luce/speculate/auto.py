@@ -242,7 +242,9 @@ class Source:
             priced.learned = True
         self.ledger.tokens += came
         shared = work.sequences, auto.hidden
-        if done.seconds is not None and priced.observed:
+        if not work.drafted and not work.turns:
+            pass  # It is a round of plain decoding: that it varies is no loss of drafts.
+        elif done.seconds is not None and priced.observed:
             # What is beyond twice the price is a machine that stood still, and no draft's fault.
             self.ledger.book(*shared, min(done.seconds, 2 * price), 0, came)
         elif work.drafted:

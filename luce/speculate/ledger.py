@@ -8,6 +8,7 @@ PROMISE = 0.03  # A text whose drafts all fail takes at most this part longer th
 # The promise is given over so many tokens, the length of an answer: trials come first, so what a whole answer
 # may lose is there at its start. BEYOND is given for each token after that: such texts seldom improve.
 HORIZON, BEYOND = 256, 0.01
+BOOKED = 0.97  # So much of it is for rounds that are booked; plain ones behind drafts are a little late, and are not.
 BET = 0.5  # One round may lose this part of what is left, so that three misses still leave an eighth.
 
 
@@ -58,4 +59,5 @@ class Ledger:
         feeding = fed / plain if plain else 0.0
         within, beyond = min(HORIZON, self.most) - 1, max(self.tokens - HORIZON, 0)  # The prompt gives one.
         allowed = sum(max(part - feeding, part / 4) * n for part, n in ((PROMISE, within), (BEYOND, beyond)))
+        allowed *= BOOKED
         return (allowed if prices.seen(sequences, hidden) else allowed / 2) - self.lost(prices)
