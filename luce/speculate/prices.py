@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from math import sqrt
 from typing import NamedTuple
 
 from luce.native.structs import Cost
@@ -14,6 +15,9 @@ from luce.native.structs import Cost
 # The median of so many rounds is believed: up to seven that were disturbed change it by nothing, and a machine
 # that got slower is known within eight.
 WINDOW = 15
+# The table of costs counts as so many rounds, so that the first one that drafts, if it was disturbed, does not keep
+# others from being tried.
+TABLE = 3
 MAX_ROWS = 64  # luce.h calls it LUCE_MAX_ROWS.
 
 
@@ -95,13 +99,15 @@ class Work(NamedTuple):
 
 
 class Median:
-    """The median of the last WINDOW values, and one that an eighth of them is below: `least`. Both are None before
-    the first."""
+    """The median of the last WINDOW values, and a lower bound of what it would be of many: `least`. Both are None
+    before the first.
 
-    def __init__(self) -> None:
-        self._last = deque[float](maxlen=WINDOW)
-        self.value: float | None = None
-        self.least: float | None = None
+    Of n values about n / 2 are below the median of all there are, and more than sqrt(n) fewer in one case of fifty."""
+
+    def __init__(self, *values: float) -> None:
+        self._last = deque(values, maxlen=WINDOW)
+        self.value: float | None = values[0] if values else None
+        self.least = self.value
 
     @property
     def full(self) -> bool:
@@ -110,8 +116,8 @@ class Median:
 
     def add(self, value: float) -> None:
         self._last.append(value)
-        values = sorted(self._last)
-        self.value, self.least = values[len(values) // 2], values[len(values) // 8]
+        values, n = sorted(self._last), len(self._last)
+        self.value, self.least = values[n // 2], values[max(int(n / 2 - sqrt(n)), 0)]
 
 
 class Prices:
@@ -127,16 +133,14 @@ class Prices:
 
     def __init__(self, costs: Costs):
         self.costs, self._observes = costs, False
-        self._scale = defaultdict[bool, Median](Median)
+        self._scale = defaultdict[bool, Median](lambda: Median(*[1.0] * TABLE))
         self._floor = defaultdict[tuple[int, bool], Median](Median)
         self._turn = defaultdict[tuple[int, bool], Median](Median)
 
     def terms(self, sequences: int, hidden: bool) -> tuple[float, float, float]:
         """Returns (scale, floor, turn) of rounds of so many sequences."""
         key = sequences, hidden
-        scale, floor, turn = self._scale[hidden].value, self._floor[key].value, self._turn[key].value
-        if scale is None:
-            scale = 1.0
+        scale, floor, turn = self._scale[hidden].value or 1.0, self._floor[key].value, self._turn[key].value
         if floor is None:
             floor = scale * self.costs.verify(sequences)
         return scale, floor, turn if turn is not None and turn > 0 else 0.0
@@ -147,8 +151,8 @@ class Prices:
 
     def least(self, sequences: int, hidden: bool) -> tuple[float, bool]:
         """Returns the seconds that a plain round takes at least, and whether that is all that will be known. Of
-        rounds that vary, the median of a few may be above what others take, so an eighth of them is below this.
-        Before there are as many as that needs, steps that were measured alone count too, if they took less."""
+        rounds that vary, the median of a few may be above what others take, so the lower bound is taken. Before
+        WINDOW of them were seen, steps that were measured alone count too, if they took less."""
         floor = self._floor[sequences, hidden]
         alone = min(self._scale[hidden].value or 1.0, 1.0) * self.costs.verify(sequences)
         if floor.least is None:

@@ -151,9 +151,10 @@ def cost_of(
     way: Way,
     learn: Callable[[Round], None] = lambda done: None,
     between: float = 0.0,
+    seen: Callable[[float], float] = lambda took: took,
 ) -> float:
     """Returns what the rounds of a text cost, from its first token to its last. The host takes `between`
-    before each, unless it was begun ahead."""
+    before each, unless it was begun ahead. Who learns sees that a round took `seen(took)`."""
     text, end, seconds, begun = Text(trace), len(trace.drafts), 0.0, None
     while text.at < end:
         depth = end - text.at - 1  # The last token is chosen, not drafted.
@@ -169,7 +170,7 @@ def cost_of(
         took += costs.verify(1 + candidates) + drafts * costs.draft(1)
         seconds += took
         came = range(text.at + 1, text.at + 2 + max(right))
-        learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came), ahead, not ahead, took))
+        learn(Round(candidates, max(right), 0.0, 0.0, 0.0, tuple(came), ahead, not ahead, seen(took)))
         text.at += len(came)
     return seconds
 
@@ -179,7 +180,9 @@ def auto_of(costs: Costs) -> Auto:
     return Auto(costs, AUTO_BUDGET, hidden=True)
 
 
-def auto_cost(trace: Trace, costs: Costs, auto: Auto, between: float = 0.0) -> float:
+def auto_cost(
+    trace: Trace, costs: Costs, auto: Auto, between: float = 0.0, seen: Callable[[float], float] = lambda took: took
+) -> float:
     """Returns the same, of auto, which has decoded other texts before."""
     source: list[Decided] = []
 
@@ -194,7 +197,7 @@ def auto_cost(trace: Trace, costs: Costs, auto: Auto, between: float = 0.0) -> f
         if source:
             source[0].learn(done)
 
-    return cost_of(trace, costs, way, learn, between)
+    return cost_of(trace, costs, way, learn, between, seen)
 
 
 def rates(traces: Sequence[Trace], cost: Callable[[Trace], float]) -> dict[str, float]:
