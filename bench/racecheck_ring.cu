@@ -68,7 +68,9 @@ template <Fill FILL, int LANES, int WAIT, bool EARLY> __device__ void run_ring(c
         if (FILL == BULK && lane == 0) {
             copy_slot(slots[i], from, filled);
         } else if (FILL == COPIES) {
-            copy_16(&slots[i][lane], from + lane);
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(&slots[i][lane])),
+                         "l"(from + lane)
+                         : "memory");
             asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(filled) : "memory");
         } else if (FILL == STORES) {
             slots[i][lane] = from[lane];

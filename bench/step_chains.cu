@@ -120,7 +120,7 @@ struct Chain {
     }
     void attend(int layer, const RowmmArgs &in) {
         const AttentionArgs a = attention(layer);
-        must(cuda::attention_heads({&in, a.pool, T, H, KV_TRUNK, D / 4, 1e7f, 1e-6f, positions.p, norm.p,
+        must(cuda::attention_heads({&in, a.pool, T, H, D / 4, 1e7f, 1e-6f, positions.p, norm.p,
                                     norm.p, ctl.p, pages.p, wide.p, wide.p + T * H * D},
                                    stream));
         must(cuda::attention(a, stream));
