@@ -142,7 +142,8 @@ def test_ctrl_c_cancels_the_next_step_of_the_core(luce_, endless, monkeypatch, p
     head = ["--mtp-gguf", endless, "--mtp-gamma", "2"]
     result = luce_("generate", "--gguf", endless, "ab", *head, "--json")
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
-    assert steps[:2] == ["draft", "verify"] and steps[-1] == call and steps.count(call) == 2
+    assert steps[:2] == ["draft", "verify"] and steps[-1] == call
+    assert 2 <= steps.count(call) <= 2 + bool(begun), "at most the round that was begun meanwhile ends"
 
 
 def test_ctrl_c_stays_ignored_in_the_background(luce_, monkeypatch):
