@@ -213,7 +213,7 @@ void check_heads(const Shape &s) {
 } // namespace
 
 void check_attention_heads(bool all) {
-    for (const int D : {32, 64, 128, 256}) {
+    for (const int D : {64, 128, 256}) {
         for (const int rope_dim : {D, D / 4, 0}) {
             check_norm_rope(D, rope_dim);
         }

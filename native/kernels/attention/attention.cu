@@ -107,13 +107,8 @@ cudaError_t launch_parts(const AttentionParams &a, const DeviceLimits &device, c
 
 template <int D>
 cudaError_t launch_type(const AttentionParams &a, const DeviceLimits &device, cudaStream_t stream) {
-    switch (a.pool.type) {
-        case KV_F32: return launch_parts<D, KV_F32>(a, device, stream);
-        case KV_F16: return launch_parts<D, KV_F16>(a, device, stream);
-        case KV_Q4_0: return launch_parts<D, KV_Q4_0>(a, device, stream);
-        case KV_Q8_0: return launch_parts<D, KV_Q8_0>(a, device, stream);
-        default: return cudaErrorInvalidValue;
-    }
+    return KvTypes::with(a.pool.type, cudaErrorInvalidValue,
+                         [&](auto type) { return launch_parts<D, type()>(a, device, stream); });
 }
 
 int32_t most_chunks(const AttentionArgs &args) {
@@ -227,12 +222,8 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
     a.sums = reinterpret_cast<float2 *>(args.scratch + attention_scratch(args)) -
              int64_t(args.T) * args.H * a.chunks;
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    switch (pool.D) {
-        case 64: return launch<64>(a, device, st);
-        case 128: return launch<128>(a, device, st);
-        case 256: return launch<256>(a, device, st);
-        default: return int(cudaErrorInvalidValue);
-    }
+    return HeadSizes::with(pool.D, int(cudaErrorInvalidValue),
+                           [&](auto D) { return launch<D()>(a, device, st); });
 }
 
 } // namespace luce

@@ -212,12 +212,8 @@ template <int TYPE, int D> int run(const AttentionArgs &a, cudaStream_t stream) 
 }
 
 template <int TYPE> int run(const AttentionArgs &a, cudaStream_t stream) {
-    switch (a.pool.D) {
-        case 64: return run<TYPE, 64>(a, stream);
-        case 128: return run<TYPE, 128>(a, stream);
-        case 256: return run<TYPE, 256>(a, stream);
-        default: return int(cudaErrorInvalidValue);
-    }
+    return HeadSizes::with(a.pool.D, int(cudaErrorInvalidValue),
+                           [&](auto D) { return run<TYPE, D()>(a, stream); });
 }
 
 } // namespace
@@ -228,13 +224,8 @@ int cuda::block_attention(const AttentionArgs &args, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    switch (args.pool.type) {
-        case KV_F32: return run<KV_F32>(args, st);
-        case KV_F16: return run<KV_F16>(args, st);
-        case KV_Q4_0: return run<KV_Q4_0>(args, st);
-        case KV_Q8_0: return run<KV_Q8_0>(args, st);
-        default: return int(cudaErrorInvalidValue);
-    }
+    return KvTypes::with(args.pool.type, int(cudaErrorInvalidValue),
+                         [&](auto type) { return run<type()>(args, st); });
 }
 
 } // namespace luce

@@ -168,7 +168,8 @@ template <int TYPE, int D> cudaError_t launch(const Params &a, const RowmmParts 
 }
 
 template <int TYPE> cudaError_t launch(const Params &a, const RowmmParts &parts, cudaStream_t stream) {
-    return a.pool.D == 128 ? launch<TYPE, 128>(a, parts, stream) : launch<TYPE, 256>(a, parts, stream);
+    return SummedHeadSizes::with(a.pool.D, cudaErrorInvalidValue,
+                                 [&](auto D) { return launch<TYPE, D()>(a, parts, stream); });
 }
 
 bool valid(const AttentionHeadsArgs &a) {
@@ -176,7 +177,7 @@ bool valid(const AttentionHeadsArgs &a) {
     const RowmmArgs *parts = a.parts;
     const int k = a.H > 0 ? 1 : 0;
     return parts != nullptr && parts->T == a.T && parts->n_weights == k + 2 && a.T > 0 && a.T <= MAX_ROWS &&
-           (pool.D == 128 || pool.D == 256) && pool.Hkv > 0 && aligned(pool.k) && aligned(pool.v) &&
+           pool.Hkv > 0 && aligned(pool.k) && aligned(pool.v) &&
            parts->weights[k].N == int64_t(pool.Hkv) * pool.D &&
            parts->weights[k + 1].N == int64_t(pool.Hkv) * pool.D &&
            (k == 0 ||
@@ -197,13 +198,8 @@ int cuda::attention_heads(const AttentionHeadsArgs &args, void *stream) {
     Params a{};
     static_cast<AttentionHeadsArgs &>(a) = args;
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    switch (a.pool.type) {
-        case KV_F32: return int(launch<KV_F32>(a, parts, st));
-        case KV_F16: return int(launch<KV_F16>(a, parts, st));
-        case KV_Q4_0: return int(launch<KV_Q4_0>(a, parts, st));
-        case KV_Q8_0: return int(launch<KV_Q8_0>(a, parts, st));
-        default: return int(cudaErrorInvalidValue);
-    }
+    return KvTypes::with(a.pool.type, int(cudaErrorInvalidValue),
+                         [&](auto type) { return int(launch<type()>(a, parts, st)); });
 }
 
 } // namespace luce

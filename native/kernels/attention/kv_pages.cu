@@ -248,13 +248,8 @@ int cuda::kv_move(const KvMoveArgs &args, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    switch (args.pools[0].type) {
-        case KV_F32: return move<KV_F32>(args, st);
-        case KV_F16: return move<KV_F16>(args, st);
-        case KV_Q4_0: return move<KV_Q4_0>(args, st);
-        case KV_Q8_0: return move<KV_Q8_0>(args, st);
-        default: return int(cudaErrorInvalidValue);
-    }
+    return KvTypes::with(args.pools[0].type, int(cudaErrorInvalidValue),
+                         [&](auto type) { return move<type()>(args, st); });
 }
 
 int cuda::kv_store(const KvStoreArgs &args, void *stream) {
@@ -262,13 +257,8 @@ int cuda::kv_store(const KvStoreArgs &args, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    switch (args.pool.type) {
-        case KV_F32: return store<KV_F32>(args, st);
-        case KV_F16: return store<KV_F16>(args, st);
-        case KV_Q4_0: return store<KV_Q4_0>(args, st);
-        case KV_Q8_0: return store<KV_Q8_0>(args, st);
-        default: return int(cudaErrorInvalidValue);
-    }
+    return KvTypes::with(args.pool.type, int(cudaErrorInvalidValue),
+                         [&](auto type) { return store<type()>(args, st); });
 }
 
 int cuda::kv_gather(const KvGatherArgs &args, void *stream) {
@@ -279,13 +269,8 @@ int cuda::kv_gather(const KvGatherArgs &args, void *stream) {
         return 0;
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    switch (args.pool.type) {
-        case KV_F32: return gather<KV_F32>(args, st);
-        case KV_F16: return gather<KV_F16>(args, st);
-        case KV_Q4_0: return gather<KV_Q4_0>(args, st);
-        case KV_Q8_0: return gather<KV_Q8_0>(args, st);
-        default: return int(cudaErrorInvalidValue);
-    }
+    return KvTypes::with(args.pool.type, int(cudaErrorInvalidValue),
+                         [&](auto type) { return gather<type()>(args, st); });
 }
 
 int cuda::prefill_mask(const MaskArgs &args, void *stream) {

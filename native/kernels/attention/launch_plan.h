@@ -37,29 +37,28 @@ inline bool unpacks_ahead(const DeviceLimits &device, const AttentionArgs &a) {
     return packed && a.T * head_groups(a.H, a.pool.Hkv).size <= AHEAD_PAIRS && device.wgmma;
 }
 
-template <int D, int TYPE> int tensor_bytes(bool wgmma, bool ahead) {
-    if constexpr (TYPE != KV_F16) {
-        if (ahead) {
-            return BlockLayout<D, TYPE, true, true>::BYTES;
+template <int D, int TYPE> int block_bytes([[maybe_unused]] bool wgmma, [[maybe_unused]] bool ahead) {
+    if constexpr (TYPE == KV_F32) {
+        return f32_bytes(D);
+    } else {
+        if constexpr (TYPE != KV_F16) {
+            if (ahead) {
+                return BlockLayout<D, TYPE, true, true>::BYTES;
+            }
         }
+        return wgmma ? BlockLayout<D, TYPE, true, false>::BYTES : BlockLayout<D, TYPE, false, false>::BYTES;
     }
-    return wgmma ? BlockLayout<D, TYPE, true, false>::BYTES : BlockLayout<D, TYPE, false, false>::BYTES;
-}
-template <int D> int attention_bytes(int type, bool wgmma, bool ahead) {
-    return type == KV_F16    ? tensor_bytes<D, KV_F16>(wgmma, ahead)
-           : type == KV_Q4_0 ? tensor_bytes<D, KV_Q4_0>(wgmma, ahead)
-           : type == KV_Q8_0 ? tensor_bytes<D, KV_Q8_0>(wgmma, ahead)
-                             : f32_bytes(D);
 }
 
-// Plans the kernel that leaves partial results. D is 64, 128 or 256.
+// Plans the kernel that leaves partial results.
 inline LaunchPlan plan_attention(const DeviceLimits &device, const AttentionArgs &a) {
     const bool ahead = unpacks_ahead(device, a);
-    const int D = a.pool.D, type = a.pool.type;
-    const int bytes = D == 64    ? attention_bytes<64>(type, device.wgmma, ahead)
-                      : D == 128 ? attention_bytes<128>(type, device.wgmma, ahead)
-                                 : attention_bytes<256>(type, device.wgmma, ahead);
-    return {attention_workers(device), 1, 1, type == KV_F32 ? F32_THREADS : MMA_THREADS, bytes};
+    const int bytes = HeadSizes::with(a.pool.D, 0, [&](auto D) {
+        return KvTypes::with(a.pool.type, 0, [&](auto type) {
+            return block_bytes<decltype(D)::value, decltype(type)::value>(device.wgmma, ahead);
+        });
+    });
+    return {attention_workers(device), 1, 1, a.pool.type == KV_F32 ? F32_THREADS : MMA_THREADS, bytes};
 }
 
 // ---- adding up ----

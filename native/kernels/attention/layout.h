@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/chunks.h"
+#include "attention/sizes.h"
 #include "common/warp.cuh"
 
 namespace luce {

@@ -1,6 +1,7 @@
 // Norms and rotates query and key heads. A warp has a head of a row.
 #include "attention/norm_rope.cuh"
 
+#include "attention/sizes.h"
 #include "common/kernels.h"
 #include "common/overlap.cuh"
 
@@ -58,13 +59,7 @@ int cuda::norm_rope(const NormRopeArgs &args, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    switch (args.D) {
-        case 32: return launch<32>(args, st);
-        case 64: return launch<64>(args, st);
-        case 128: return launch<128>(args, st);
-        case 256: return launch<256>(args, st);
-        default: return int(cudaErrorInvalidValue);
-    }
+    return HeadSizes::with(args.D, int(cudaErrorInvalidValue), [&](auto D) { return launch<D()>(args, st); });
 }
 
 } // namespace luce

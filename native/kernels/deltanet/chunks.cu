@@ -362,7 +362,7 @@ template <int S> int launch(const DeltaArgs &args, void *scratch, cudaStream_t s
 } // namespace
 
 int64_t deltanet_chunks_scratch(const DeltaShape &s) {
-    return s.S == 64 ? scratch_bytes<64>(s) : s.S == 128 ? scratch_bytes<128>(s) : 0;
+    return ChunkedStateSizes::with(s.S, int64_t(0), [&](auto S) { return scratch_bytes<S()>(s); });
 }
 
 int cuda::deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream) {
@@ -372,7 +372,8 @@ int cuda::deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    return s.S == 64 ? launch<64>(args, scratch, st) : launch<128>(args, scratch, st);
+    return ChunkedStateSizes::with(s.S, int(cudaErrorInvalidValue),
+                                   [&](auto S) { return launch<S()>(args, scratch, st); });
 }
 
 } // namespace luce

@@ -75,13 +75,7 @@ int cuda::deltanet(const DeltaArgs &args, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    switch (s.S) {
-        case 16: return launch<16>(args, st);
-        case 32: return launch<32>(args, st);
-        case 64: return launch<64>(args, st);
-        case 128: return launch<128>(args, st);
-        default: return int(cudaErrorInvalidValue);
-    }
+    return StateSizes::with(s.S, int(cudaErrorInvalidValue), [&](auto S) { return launch<S()>(args, st); });
 }
 
 } // namespace luce

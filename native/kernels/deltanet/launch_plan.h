@@ -17,11 +17,10 @@ struct DeltaBlock {
     int threads, blocks, state_bytes; // a head has so many blocks
 };
 inline DeltaBlock delta_block(int S) {
-    const auto of = [](auto layout) { return DeltaBlock{layout.THREADS, layout.BLOCKS, layout.STATE_BYTES}; };
-    return S == 16   ? of(Layout<16>())
-           : S == 32 ? of(Layout<32>())
-           : S == 64 ? of(Layout<64>())
-                     : of(Layout<128>());
+    return StateSizes::with(S, DeltaBlock{}, [](auto size) {
+        using L = Layout<decltype(size)::value>;
+        return DeltaBlock{L::THREADS, L::BLOCKS, L::STATE_BYTES};
+    });
 }
 
 // Returns a block's bytes of shared memory: the states that a tree saves. Of one sequence they are as many as let a multiprocessor
@@ -63,7 +62,8 @@ inline LaunchPlan plan_prepare(const DeltaShape &s) {
     return {delta_chunks(s), s.Hk, 1, PREPARE_THREADS, 0};
 }
 inline LaunchPlan plan_walk(const DeltaShape &s) {
-    const int stage = s.S == 64 ? ChunkLayout<64>::STAGE : ChunkLayout<128>::STAGE;
+    const int stage =
+        ChunkedStateSizes::with(s.S, 0, [](auto S) { return ChunkLayout<decltype(S)::value>::STAGE; });
     return {s.Hv * (s.S / SPAN), 1, 1, SPAN_WARPS * WARP, 2 * stage};
 }
 

@@ -4,6 +4,7 @@
 
 #include "common/kernels.h"
 #include "common/warp.cuh"
+#include "deltanet/sizes.h"
 
 namespace luce {
 namespace {
@@ -64,7 +65,7 @@ template <int S> struct ChunkLayout {
 
 // ---- the conv ----
 
-constexpr int TAPS = 4, WINDOW = TAPS - 1;
+constexpr int TAPS = CONV_TAPS, WINDOW = TAPS - 1;
 constexpr int GROUP = 16; // a block of a verify has at most so many sequences
 constexpr int APPEND_WARPS = 4;
 constexpr int APPEND_RUN = 16; // a warp has so many neighbouring rows, and slides the taps in registers

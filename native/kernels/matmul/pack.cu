@@ -71,7 +71,7 @@ bool valid(const RowmmPackArgs &a) {
     if (a.parts != nullptr) {
         const int64_t n = a.input == ROWMM_RMS ? 1 : 2;
         if ((a.input != ROWMM_RMS && a.input != ROWMM_SWIGLU) || a.parts->n_weights != n ||
-            a.parts->T != a.T || a.K % OWN != 0 || !aligned(a.copy)) {
+            a.parts->T != a.T || !rowmm_adds_up(a.K) || !aligned(a.copy)) {
             return false;
         }
         for (int i = 0; i < n; i++) {

@@ -91,7 +91,7 @@ struct RowmmPackArgs {
     int64_t y_row;
     // Null, or the launch that left parts (RowmmArgs.parts), of which this one makes the sums. With ROWMM_RMS
     // it packs x, if there is one, plus the results of that launch's one weight. With ROWMM_SWIGLU the results of its two
-    // weights stand for x and y. K % 8 == 0.
+    // weights stand for x and y. K is what rowmm_adds_up takes.
     const RowmmArgs *parts;
     // Null, or [T][K]. ROWMM_RMS writes x here, summed; the others write the values that are packed. With ROWMM_HEAD_RMS, and
     // with parts, rowmm_pack needs x, y, w and this aligned to 16, and x_row and y_row to be multiples of 4.
@@ -102,6 +102,12 @@ struct RowmmPackArgs {
 // Returns the bytes of packed activations, which grow with T. The last [T][K / 256] F32, of ROWMM_RMS, are
 // sums of squares of x.
 int64_t rowmm_x_bytes(int32_t T, int64_t K);
+
+// Returns whether parts of products with weights of so many rows can be added up, here and by other chapters' kernels: lanes
+// have 8 neighbouring results.
+constexpr bool rowmm_adds_up(int64_t N) {
+    return N % 8 == 0;
+}
 
 // ---- the product ----
 

@@ -4,6 +4,8 @@
 #include "cpu/exponential.h"
 #include "cpu/simd.h"
 
+#include "deltanet/sizes.h"
+
 #include <cmath>
 #include <cstring>
 
@@ -15,7 +17,7 @@ using lanes::Floats;
 using lanes::fma;
 using lanes::LANES;
 
-constexpr int TAPS = 4;
+constexpr int TAPS = CONV_TAPS;
 constexpr int MAX_S = 128;
 
 float softplus(float x) {

@@ -1,5 +1,6 @@
 #include "engine/cache.h"
 
+#include "deltanet/sizes.h"
 #include "graph/drafter.h"
 
 #include <algorithm>

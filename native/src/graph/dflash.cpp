@@ -271,7 +271,7 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     refuse_keys(f);
     check_target(f, trunk);
     auto d = std::make_shared<DFlash>();
-    d->form = Form::independent;
+    d->form = Candidates::independent;
     d->reads = READS_TAPS;
     d->n_block = f.size("block_size", 65536);
     if (d->n_block < 2 || d->n_block > MAX_ROWS) {

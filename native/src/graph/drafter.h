@@ -10,7 +10,7 @@ namespace luce {
 
 // What the candidates of a draft are (luce_form): a chain, each from those before it; a list for each depth, whatever was
 // chosen above.
-enum class Form { chain, independent };
+enum class Candidates { chain, independent };
 
 // What a drafter reads of the target's rows, in bits.
 enum Reads : uint8_t {
@@ -31,7 +31,7 @@ struct Drafter {
     const DrafterKind *kind = nullptr;
     uint32_t index = 0;
 
-    Form form = Form::chain;
+    Candidates form = Candidates::chain;
     uint8_t reads = 0;
     uint32_t n_draft = 0; // so many drafts of a round at most
     // Rows of the step that drafts all at once: the anchor's and one a draft. 0: each draft is a step of one row.

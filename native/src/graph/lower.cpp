@@ -33,15 +33,8 @@ StepOutputs Lowering::run() {
         while (!n.dead && n.stage >= outputs_.first_nodes.size()) {
             next_stage();
         }
-        switch (n.dead ? Op::any : n.op) {
-            case Op::kv_write:
-            case Op::heads:
-            case Op::norm_rope:
-            case Op::keep_hidden:
-            case Op::compute:
-            case Op::choose:
-            case Op::keep_best: emit(i); break;
-            default: break; // it comes where a reader asks for it
+        if (!n.dead && has(n.op, RUNS_IN_ORDER)) {
+            emit(i);
         }
     }
     while (outputs_.first_nodes.size() <= plain.last_stage()) {
@@ -88,7 +81,7 @@ ggml_tensor *Lowering::rows(Val v) {
         t = norm_rows(rows(norm.x), norm.w, norm.eps);
     }
     if (t == nullptr) {
-        fail(LUCE_E_INTERNAL, "op %d of a plain graph has no rows", int(plain.at(v).op));
+        fail(LUCE_E_INTERNAL, "%s of a plain graph has no rows", name_of(plain.at(v).op));
     }
     if (const auto name = plain.names.find(v); name != plain.names.end()) {
         ggml_set_name(t, name->second.c_str());

@@ -197,7 +197,7 @@ protected:
             case Op::add_shared:
                 set(ops::add_shared(ctx, {flat(n.in[0]), flat(n.in[1]), flat(n.in[2])}));
                 break;
-            default: fail(LUCE_E_INTERNAL, "a CPU has no op %d of a plain graph", int(n.op));
+            default: fail(LUCE_E_INTERNAL, "a CPU has no op %s of a plain graph", name_of(n.op));
         }
     }
 };

@@ -121,18 +121,20 @@ protected:
                                 {in->tokens, plain.cache.drafts(), part(n, "E").w[0], plain.cache.hidden(),
                                  in->hidden_from, e_norm.w[0], h_norm.w[0]},
                                 a);
-        } else if (packs_attention(n)) {
+        } else if (const auto *op = packs_attention(n)) {
             const auto [plan, layer] = plan_of(n);
-            t = attention(ops::attention_packed, n, plan, layer).node;
+            t = attention(*op, n, plan, layer).node;
         } else {
             t = packed_rows(v);
         }
         return t;
     }
 
-    // A drafter's block has no such form.
-    bool packs_attention(const Node &n) const {
-        return (n.op == Op::attend || n.op == Op::gated_attend) && !plain.prefill() && !plain.drafts_blocks();
+    // The op that leaves a node's attention packed: a prompt's has none, nor has a drafter's block.
+    const OpRow<AttentionArgs> *packs_attention(const Node &n) const {
+        const Attends *attends = std::get_if<Attends>(&n.params);
+        return attends == nullptr || plain.prefill() || plain.drafts_blocks() ? nullptr
+                                                                              : &ops::attention_packed;
     }
 
     // SwiGLU adds partial sums up where the product behind it leaves such sums too. A shared expert's does not, beside experts
@@ -150,9 +152,8 @@ protected:
         };
         return all_read_by(index_of(glu), [&](int32_t down) {
             const Node &n = plain.nodes[size_t(down)];
-            return n.op == Op::matmul && target.leaves_partials(n.w) && all_read_by(down, [&](int32_t sum) {
-                       return plain.nodes[size_t(sum)].op == Op::add_norm;
-                   });
+            return n.op == Op::matmul && target.leaves_partials(n.w) &&
+                   all_read_by(down, [&](int32_t sum) { return has(plain.nodes[size_t(sum)].op, ADDS_UP); });
         });
     }
     int32_t index_of(const Node &n) const { return int32_t(&n - plain.nodes.data()); }
@@ -449,7 +450,7 @@ protected:
             case Op::route:
             case Op::experts:
             case Op::mix: fail(LUCE_E_UNSUPPORTED, "a GPU has no op of experts but by the rules mixture..");
-            default: fail(LUCE_E_INTERNAL, "a GPU has no op %d of a plain graph", int(n.op));
+            default: fail(LUCE_E_INTERNAL, "a GPU has no op %s of a plain graph", name_of(n.op));
         }
     }
 

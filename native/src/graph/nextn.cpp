@@ -14,7 +14,7 @@ static std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const H
         fail(LUCE_E_UNSUPPORTED, "%s: luce has no NextN heads of %s", file.path().c_str(), target.name);
     }
     std::shared_ptr<NextN> head = target.read_head(model, file, trunk, weights);
-    head->form = Form::chain;
+    head->form = Candidates::chain;
     head->reads = READS_HIDDEN;
     head->n_draft = LUCE_MAX_DRAFT;
     head->kv = {head->block.attention()->shape};

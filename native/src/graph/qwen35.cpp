@@ -3,6 +3,7 @@
 #include "graph/qwen35.h"
 
 #include "cpu/experts.h"
+#include "deltanet/sizes.h"
 #include "graph/blocks.h"
 #include "graph/nextn.h"
 

@@ -1,5 +1,7 @@
 #include "graph/rules.h"
 
+#include "attention/sizes.h"
+#include "deltanet/sizes.h"
 #include "matmul/layout.h"
 #include "matmul/quantised.h"
 
@@ -86,7 +88,7 @@ bool both_normed(const Target &t, const Match &m) {
 bool of_partials(const Target &t, const Match &m, size_t n_weights) {
     const Node &product = node(t, m, "M");
     const int64_t D = node(t, m, "k_norm").w[0]->ne[0];
-    return (D == 128 || D == 256) && no_yarn(t, m) && product.w.size() == n_weights &&
+    return SummedHeadSizes::has(D) && no_yarn(t, m) && product.w.size() == n_weights &&
            t.leaves_partials(product.w);
 }
 bool heads_of_partials(const Target &t, const Match &m) {
@@ -97,8 +99,8 @@ bool keys_of_partials(const Target &t, const Match &m) {
 }
 bool delta_of_partials(const Target &t, const Match &m) {
     const Node &delta = node(t, m, "D"), &product = node(t, m, "M");
-    return std::get<Recurs>(delta.params).w->shape.state_size == 128 && product.w.size() == 4 &&
-           t.leaves_partials(product.w);
+    return SummedStateSizes::has(std::get<Recurs>(delta.params).w->shape.state_size) &&
+           product.w.size() == 4 && t.leaves_partials(product.w);
 }
 // A mixture reads rows and norms them itself. Of few rows the product ahead has whole sums (matmul_add), so that there is
 // nothing to add up.
@@ -116,7 +118,7 @@ bool sum_of_partials(const Target &t, const Match &m) {
     const std::vector<int32_t> readers = t.graph.readers(m["N"].node);
     return one_of_partials(t, m) && !rows_for_mixture(t, m) &&
            std::all_of(readers.begin(), readers.end(),
-                       [&](int32_t r) { return t.graph.nodes[size_t(r)].op != Op::own_rows; });
+                       [&](int32_t r) { return has(t.graph.nodes[size_t(r)].op, TAKES_PACKED); });
 }
 bool one_packed(const Target &t, const Match &m) {
     const Node &product = node(t, m, "M");
@@ -131,12 +133,11 @@ bool looked_up(const Target &t, const Match &m) {
     const ggml_tensor *table = node(t, m, "E").w[0];
     return t.gpu && t.step() && packed && table->ne[0] % CHUNK == 0 && t.looks_up(table->type);
 }
-// On a GPU packed weights lie in tiles of 128 rows. Behind the last row of F32 and BF16 ones lie the scales of all rows
-// (matmul/layout.h), so that a part of them is no matrix.
+// On a GPU packed weights lie in tiles of 128 rows. Where the scales of all rows lie behind the last one (matmul/layout.h), a
+// part of them is no matrix.
 bool has_first_rows(const Target &t, const Match &m) {
     const ggml_tensor *w = node(t, m, "M").w[0];
-    return node(t, m, "M").w.size() == 1 &&
-           !(is_packed(w) && (w->type == GGML_TYPE_F32 || w->type == GGML_TYPE_BF16));
+    return node(t, m, "M").w.size() == 1 && !(is_packed(w) && has_output_scale(w->type));
 }
 
 // ---- the table ----
@@ -334,7 +335,7 @@ void apply(Plain &g, const Rule &rule, const Match &m) {
 
 bool Target::leaves_partials(const std::vector<ggml_tensor *> &weights) const {
     return gpu && step() && std::all_of(weights.begin(), weights.end(), [](const ggml_tensor *w) {
-               return is_packed(w) && w->ne[1] % 8 == 0;
+               return is_packed(w) && rowmm_adds_up(w->ne[1]);
            });
 }
 

@@ -17,7 +17,6 @@
 
 namespace luce {
 
-constexpr uint32_t CONV_TAPS = 4;
 constexpr uint32_t MAX_DRAFTERS = 16; // of a model, and of an engine
 
 // Yarn stretches RoPE beyond the trained context, by frequency (Peng et al., YaRN). Factor 1 means that it
