@@ -28,6 +28,9 @@ inline std::string moe_lacks(const DeviceLimits &device, const std::string &name
         return "rows of " + number(d.E) + " values are more than luce's experts take on a GPU (" +
                number(MOE_MAX_E) + ")";
     }
+    if (d.E % 4 != 0) {
+        return "rows of " + number(d.E) + " values: luce's experts take a multiple of 4 on a GPU";
+    }
     if (d.FF_shared > MOE_MAX_FF) {
         return "a shared expert of " + number(d.FF_shared) + " values is more than luce has on a GPU (" +
                number(MOE_MAX_FF) + ")";

@@ -2,27 +2,6 @@
 
 namespace luce {
 
-void check_heads(const GgufFile &file, const AttentionShape &a, int64_t value_dim) {
-    const auto refuse = [&](const std::string &what) {
-        fail(LUCE_E_UNSUPPORTED, "%s: %s", file.path().c_str(), what.c_str());
-    };
-    if (value_dim != a.head_dim) {
-        refuse(format("attention.key_length is %u and attention.value_length %lld: they must be equal",
-                      a.head_dim, (long long) value_dim));
-    }
-    if (a.head_dim != 64 && a.head_dim != 128 && a.head_dim != 256) {
-        refuse(format("attention.key_length is %u: luce runs 64, 128 and 256", a.head_dim));
-    }
-    if (a.n_head % a.n_head_kv != 0) {
-        refuse(format("attention.head_count is %u, no multiple of attention.head_count_kv, which is %u",
-                      a.n_head, a.n_head_kv));
-    }
-    if (a.rope_dim % 2 != 0 || !(a.rope_base > 0)) {
-        refuse(format("rope.dimension_count is %u and rope.freq_base %g: expected an even and a positive one",
-                      a.rope_dim, double(a.rope_base)));
-    }
-}
-
 Attention read_attention(WeightReader &r, const std::string &p, const AttentionShape &shape, int64_t E,
                          bool gated) {
     const int64_t D = shape.head_dim, H = shape.n_head, Hkv = shape.n_head_kv;

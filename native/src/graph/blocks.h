@@ -1,13 +1,10 @@
-// The blocks that architectures and drafters are made of: how their tensors are named and taken, what of their shapes luce
-// has kernels for, and their graphs. What one family alone has stands in its own file.
+// The blocks that architectures and drafters are made of: how their tensors are named and taken, and their graphs. What one
+// family alone has stands in its own file.
 #pragma once
 
 #include "graph/drafter.h"
 
 namespace luce {
-
-// E_UNSUPPORTED names the keys of a file's attention that luce has no kernels for. value_dim: the length of a head of V.
-void check_heads(const GgufFile &file, const AttentionShape &shape, int64_t value_dim);
 
 // Takes the tensors of attention and of SwiGLU that begin with `prefix` ("blk.0."), over rows of E values.
 Attention read_attention(WeightReader &reader, const std::string &prefix, const AttentionShape &shape,

@@ -12,6 +12,7 @@
 #include "graph/dflash.h"
 
 #include "graph/blocks.h"
+#include "ops/shapes.h"
 
 #include <cmath>
 
@@ -132,7 +133,8 @@ AttentionShape read_attention(const Found &f) {
     a.rope_dim = uint32_t(f.file.integer_or(f.key("rope.dimension_count"), a.head_dim, 2, a.head_dim));
     a.rope_base = float(f.file.number(f.key("rope.freq_base")));
     a.yarn = read_yarn(f);
-    check_heads(f.file, a, f.file.integer_or(f.key("attention.value_length"), a.head_dim, 1, 1024));
+    a.value_dim = uint32_t(f.file.integer_or(f.key("attention.value_length"), a.head_dim, 1, 1024));
+    check_attention(f.file.path().c_str(), a);
     return a;
 }
 

@@ -2,10 +2,9 @@
 // file's names, which follow llama.cpp's GGUF conventions for the two, and the graph of a step at the end.
 #include "graph/qwen35.h"
 
-#include "cpu/experts.h"
-#include "deltanet/sizes.h"
 #include "graph/blocks.h"
 #include "graph/nextn.h"
+#include "ops/shapes.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -13,19 +12,6 @@
 
 namespace luce {
 namespace {
-
-// Qwen35 is what blocks need beyond HParams.
-struct Qwen35 {
-    HParams hp;
-    uint32_t n_ff = 0; // it is the FF of a dense layer
-    MoeShape moe; // with n_expert 0 the model is dense
-    uint32_t n_ff_shared = 0;
-    // They are in the order of blocks, heads' after the trunk's; DeltaNet's are not used.
-    std::vector<AttentionShape> attention;
-    DeltaNetShape deltanet;
-    // It says of each trunk block whether it is DeltaNet; else it is full attention.
-    std::vector<bool> recurrent;
-};
 
 // Returns what stands before the names of an architecture's own keys.
 std::string prefix_of(const GgufFile &file) {
@@ -82,47 +68,26 @@ void check_rope_scaling(const GgufFile &file) {
     }
 }
 
-// Fails with E_UNSUPPORTED where luce has no kernels for a shape.
-void check(const GgufFile &file, const Qwen35 &q, const AttentionShape &a) {
+MoeShape read_experts(const GgufFile &file) {
     const std::string p = prefix_of(file);
-    const DeltaNetShape &d = q.deltanet;
-    const auto bad = [&](const std::string &what) {
-        fail(LUCE_E_UNSUPPORTED, "%s: %s", file.path().c_str(), what.c_str());
-    };
-    const uint32_t inner = uint32_t(file.integer(p + "ssm.inner_size", 1, 1 << 20));
-    const uint32_t taps = uint32_t(file.integer(p + "ssm.conv_kernel", 1, 64));
-    check_heads(file, a, file.integer_or(p + "attention.value_length", a.head_dim, 1, 1024));
-    if (!(q.hp.rms_eps > 0)) {
-        bad("the RMS epsilon must be positive");
-    }
-    if (d.n_v_heads % d.n_k_heads != 0) {
-        bad(format("ssm.time_step_rank is %u, no multiple of ssm.group_count, which is %u", d.n_v_heads,
-                   d.n_k_heads));
-    }
-    if (d.state_size != 16 && d.state_size != 32 && d.state_size != 64 && d.state_size != 128) {
-        bad(format("ssm.state_size is %u: luce runs 16, 32, 64 and 128", d.state_size));
-    }
-    if (inner != d.n_v_heads * d.state_size) {
-        bad(format("ssm.inner_size is %u, expected time_step_rank * state_size = %u", inner,
-                   d.n_v_heads * d.state_size));
-    }
-    if (taps != CONV_TAPS) {
-        bad(format("ssm.conv_kernel is %u: luce runs %u", taps, CONV_TAPS));
-    }
-    check_rope_scaling(file);
+    MoeShape m;
+    m.n_expert = uint32_t(file.integer(p + "expert_count", 1, 1 << 16));
+    m.n_used = uint32_t(file.integer(p + "expert_used_count", 1, m.n_expert));
+    m.n_ff = uint32_t(file.integer(p + "expert_feed_forward_length", 1, 1 << 20));
+    m.n_ff_shared = uint32_t(file.integer_or(p + "expert_shared_feed_forward_length", m.n_ff, 0, 1 << 20));
+    return m;
 }
 
-void read_experts(const GgufFile &file, Qwen35 &q) {
+DeltaNetShape read_deltanet(const GgufFile &file) {
     const std::string p = prefix_of(file);
-    q.moe.n_expert = uint32_t(file.integer(p + "expert_count", 1, 1 << 16));
-    q.moe.n_used = uint32_t(file.integer(p + "expert_used_count", 1, q.moe.n_expert));
-    q.moe.n_ff = uint32_t(file.integer(p + "expert_feed_forward_length", 1, 1 << 20));
-    q.n_ff_shared =
-        uint32_t(file.integer_or(p + "expert_shared_feed_forward_length", q.moe.n_ff, 0, 1 << 20));
-    if (q.moe.n_used > uint32_t(MAX_USED)) {
-        fail(LUCE_E_UNSUPPORTED, "%s: key %sexpert_used_count is %u: luce runs up to %d", file.path().c_str(),
-             p.c_str(), q.moe.n_used, int(MAX_USED));
-    }
+    const auto u = [&](const char *key, int64_t hi) { return uint32_t(file.integer(p + key, 1, hi)); };
+    DeltaNetShape d;
+    d.state_size = u("ssm.state_size", 1024);
+    d.n_k_heads = u("ssm.group_count", 1024);
+    d.n_v_heads = u("ssm.time_step_rank", 1024);
+    d.conv_taps = u("ssm.conv_kernel", 64);
+    d.n_inner = u("ssm.inner_size", 1 << 20);
+    return d;
 }
 
 // Returns the blocks that have tensors of a NextN head, "blk.N.nextn...".
@@ -176,52 +141,50 @@ void count_blocks(const GgufFile &file, HParams &hp) {
     hp.n_layer = first;
 }
 
-Qwen35 read(const GgufFile &file) {
+HParams read(const GgufFile &file) {
     const std::string p = prefix_of(file);
     const auto u = [&](const char *key, int64_t lo, int64_t hi) {
         return uint32_t(file.integer(p + key, lo, hi));
     };
-    Qwen35 q;
-    HParams &hp = q.hp;
+    HParams hp;
     count_blocks(file, hp);
+    check_rope_scaling(file);
     const uint32_t n_all = u("block_count", 1, 1024); // arrays have so many entries
     hp.n_ctx_train = u("context_length", 1, int64_t(1) << 30);
     hp.n_embd = u("embedding_length", 1, 1 << 20);
     hp.rms_eps = float(file.number(p + "attention.layer_norm_rms_epsilon"));
     if (p == "qwen35moe.") {
-        read_experts(file, q);
+        hp.moe = read_experts(file);
     } else {
-        q.n_ff = u("feed_forward_length", 1, 1 << 20);
+        hp.n_ff = u("feed_forward_length", 1, 1 << 20);
     }
     const std::string heads = p + "attention.head_count", heads_kv = p + "attention.head_count_kv";
     const std::vector<uint32_t> n_head = per_block(file, heads, n_all, 1, 4096);
     const std::vector<uint32_t> n_head_kv =
         file.find(heads_kv) == nullptr ? n_head : per_block(file, heads_kv, n_all, 1, 4096);
     AttentionShape a;
-    a.n_head = n_head[0];
-    a.head_dim = uint32_t(file.integer_or(p + "attention.key_length", hp.n_embd / a.n_head, 1, 1024));
+    a.head_dim = uint32_t(file.integer_or(p + "attention.key_length", hp.n_embd / n_head[0], 1, 1024));
+    a.value_dim = uint32_t(file.integer_or(p + "attention.value_length", a.head_dim, 1, 1024));
     a.rope_dim = uint32_t(file.integer_or(p + "rope.dimension_count", a.head_dim, 0, a.head_dim));
     a.rope_base = float(file.number(p + "rope.freq_base"));
-    DeltaNetShape &d = q.deltanet;
-    d.state_size = u("ssm.state_size", 1, 1024);
-    d.n_k_heads = u("ssm.group_count", 1, 1024);
-    d.n_v_heads = u("ssm.time_step_rank", 1, 1024);
-    q.recurrent = recurrent_layers(file, hp.n_layer, n_all);
+    const DeltaNetShape deltanet = read_deltanet(file);
+    const std::vector<bool> recurrent = recurrent_layers(file, hp.n_layer, n_all);
     for (uint32_t il = 0; il < hp.n_layer + hp.n_nextn; il++) {
         a.n_head = n_head[std::min(il, n_all - 1)];
         a.n_head_kv = n_head_kv[std::min(il, n_all - 1)];
-        q.attention.push_back(a);
-        if (il == 0 || il >= hp.n_layer || !q.recurrent[il]) {
-            check(file, q, a);
+        if (il < hp.n_layer && recurrent[il]) {
+            hp.mixers.emplace_back(deltanet);
+        } else {
+            hp.mixers.emplace_back(a);
         }
     }
-    return q;
+    return hp;
 }
 
-Moe read_moe(WeightReader &r, const Qwen35 &q, const std::string &p, bool in_ram) {
-    const int64_t E = q.hp.n_embd, FF = q.moe.n_ff, n = q.moe.n_expert, shared = q.n_ff_shared;
+Moe read_moe(WeightReader &r, const HParams &hp, const std::string &p, bool in_ram) {
+    const int64_t E = hp.n_embd, FF = hp.moe.n_ff, n = hp.moe.n_expert;
     Moe m{};
-    m.shape = q.moe;
+    m.shape = hp.moe;
     m.in_ram = in_ram;
     m.router = r.router(p + "ffn_gate_inp.weight", E, n);
     if (r.has(p + "ffn_gate_up_exps.weight")) {
@@ -233,49 +196,53 @@ Moe read_moe(WeightReader &r, const Qwen35 &q, const std::string &p, bool in_ram
     m.down = r.experts(p + "ffn_down_exps.weight", FF, E, n, in_ram);
     if (r.has(p + "ffn_gate_inp_shexp.weight")) {
         m.shared_gate = r.router(p + "ffn_gate_inp_shexp.weight", E, 1);
-        m.shared = read_ffn(r, p, E, shared, "_shexp");
+        m.shared = read_ffn(r, p, E, hp.moe.n_ff_shared, "_shexp");
     }
     return m;
 }
 
-Block read_block(WeightReader &r, const Qwen35 &q, uint32_t il, bool recurrent) {
+DeltaNet read_deltanet(WeightReader &r, const std::string &p, const DeltaNetShape &shape, int64_t E) {
+    const int64_t Hv = shape.n_v_heads, S = shape.state_size, C = shape.conv_dim();
+    DeltaNet d{};
+    d.shape = shape;
+    d.qkv = r.matrix(p + "attn_qkv.weight", E, C);
+    d.gate = r.matrix(p + "attn_gate.weight", E, Hv * S);
+    d.conv = r.f32(p + "ssm_conv1d.weight", {shape.conv_taps, C});
+    d.dt = r.f32(p + "ssm_dt.bias", {Hv});
+    d.a = r.f32(p + "ssm_a", {Hv});
+    d.alpha = r.matrix(p + "ssm_alpha.weight", E, Hv);
+    d.beta = r.matrix(p + "ssm_beta.weight", E, Hv);
+    d.norm = r.f32(p + "ssm_norm.weight", {S});
+    d.out = r.matrix(p + "ssm_out.weight", Hv * S, E);
+    return d;
+}
+
+Block read_block(WeightReader &r, const HParams &hp, uint32_t il) {
     const std::string p = "blk." + std::to_string(il) + ".";
-    const int64_t E = q.hp.n_embd;
+    const int64_t E = hp.n_embd;
     Block b{};
     b.attn_norm = r.f32(p + "attn_norm.weight", {E});
     b.post_norm = r.f32(p + "post_attention_norm.weight", {E});
-    if (q.moe.n_expert > 0) {
-        b.ffn = read_moe(r, q, p, il < q.hp.n_layer && r.in_ram(il));
+    if (hp.moe.n_expert > 0) {
+        b.ffn = read_moe(r, hp, p, il < hp.n_layer && r.in_ram(il));
     } else {
-        b.ffn = read_ffn(r, p, E, q.n_ff);
+        b.ffn = read_ffn(r, p, E, hp.n_ff);
     }
-    if (recurrent) {
-        const int64_t Hv = q.deltanet.n_v_heads, S = q.deltanet.state_size, C = q.deltanet.conv_dim();
-        DeltaNet d{};
-        d.shape = q.deltanet;
-        d.qkv = r.matrix(p + "attn_qkv.weight", E, C);
-        d.gate = r.matrix(p + "attn_gate.weight", E, Hv * S);
-        d.conv = r.f32(p + "ssm_conv1d.weight", {CONV_TAPS, C});
-        d.dt = r.f32(p + "ssm_dt.bias", {Hv});
-        d.a = r.f32(p + "ssm_a", {Hv});
-        d.alpha = r.matrix(p + "ssm_alpha.weight", E, Hv);
-        d.beta = r.matrix(p + "ssm_beta.weight", E, Hv);
-        d.norm = r.f32(p + "ssm_norm.weight", {S});
-        d.out = r.matrix(p + "ssm_out.weight", Hv * S, E);
-        b.mixer = d;
+    if (const auto *deltanet = std::get_if<DeltaNetShape>(&hp.mixers[il])) {
+        b.mixer = read_deltanet(r, p, *deltanet, E);
     } else {
-        b.mixer = read_attention(r, p, q.attention[il], E, /*gated=*/true);
+        b.mixer = read_attention(r, p, std::get<AttentionShape>(hp.mixers[il]), E, /*gated=*/true);
     }
     return b;
 }
 
 // Reads the NextN block il. What it does not hold is the trunk's.
-NextN read_nextn(WeightReader &r, const Qwen35 &q, uint32_t il, const Weights &trunk) {
+NextN read_nextn(WeightReader &r, const HParams &hp, uint32_t il, const Weights &trunk) {
     const std::string p = "blk." + std::to_string(il) + ".nextn.";
-    const int64_t E = q.hp.n_embd, V = q.hp.n_vocab;
+    const int64_t E = hp.n_embd, V = hp.n_vocab;
     NextN n;
-    n.block = read_block(r, q, il, false);
-    n.rms_eps = q.hp.rms_eps;
+    n.block = read_block(r, hp, il);
+    n.rms_eps = hp.rms_eps;
     n.eh_proj = r.matrix(p + "eh_proj.weight", 2 * E, E);
     n.enorm = r.f32(p + "enorm.weight", {E});
     n.hnorm = r.f32(p + "hnorm.weight", {E});
@@ -299,12 +266,10 @@ HParams hparams(const GgufFile &file) {
              "%s holds only a NextN head (there is no blk.0): it drafts for a model, it is not one",
              file.path().c_str());
     }
-    return read(file).hp;
+    return read(file);
 }
 
 Weights read_trunk(WeightReader &reader, const HParams &hp) {
-    Qwen35 q = read(reader.file());
-    q.hp.n_vocab = hp.n_vocab;
     Weights w{};
     w.token_embd = reader.table("token_embd.weight", hp.n_embd, hp.n_vocab);
     w.output_norm = reader.f32("output_norm.weight", {hp.n_embd});
@@ -313,12 +278,12 @@ Weights read_trunk(WeightReader &reader, const HParams &hp) {
         w.output = reader.tied("token_embd.weight", w.token_embd);
     }
     for (uint32_t il = 0; il < hp.n_layer; il++) {
-        w.blocks.push_back(read_block(reader, q, il, q.recurrent[il]));
+        w.blocks.push_back(read_block(reader, hp, il));
     }
     WeightReader unloaded = reader.checking();
     for (uint32_t il = hp.n_layer; il < hp.n_layer + hp.n_nextn; il++) {
         const std::string prefix = "blk." + std::to_string(il) + ".";
-        read_nextn(unloaded, q, il, w);
+        read_nextn(unloaded, hp, il, w);
         unloaded.finish(prefix);
         reader.forget(prefix);
     }
@@ -327,14 +292,14 @@ Weights read_trunk(WeightReader &reader, const HParams &hp) {
 
 // Reads a head's hyperparameters, from a file that may hold nothing else. The error has both values where the
 // head does not fit the trunk.
-Qwen35 read_head_shape(const GgufFile &file, const char *expected, const HParams &trunk) {
+HParams read_head_shape(const GgufFile &file, const char *expected, const HParams &trunk) {
     const char *path = file.path().c_str();
     const std::string arch = file.string("general.architecture");
     if (arch != expected) {
         fail(LUCE_E_FILE, "%s: the head's architecture is %s, the model's %s", path, arch.c_str(), expected);
     }
-    Qwen35 q = read(file);
-    HParams &hp = q.hp;
+    HParams hp = read(file);
+    check_shapes(path, hp);
     if (hp.n_nextn == 0) {
         fail(LUCE_E_FILE, "%s holds no NextN head: %s.nextn_predict_layers is %lld, and no block has nextn.*",
              path, expected, (long long) file.integer_or(arch + ".nextn_predict_layers", 0, 0, 1024));
@@ -353,18 +318,18 @@ Qwen35 read_head_shape(const GgufFile &file, const char *expected, const HParams
         fail(LUCE_E_FILE, "%s: the head's vocabulary has %llu tokens, the model's %u", path,
              (unsigned long long) n_vocab, trunk.n_vocab);
     }
-    return q;
+    return hp;
 }
 
 std::shared_ptr<NextN> read_head(Model &model, const GgufFile &file, const HParams &trunk,
                                  const Weights &weights) {
-    const Qwen35 q = read_head_shape(file, model.architecture().name, trunk);
+    const HParams hp = read_head_shape(file, model.architecture().name, trunk);
     if (&file != &model.file()) { // the model's own file is checked with its trunk
         WeightReader checking(model, file, /*loading=*/false);
         if (holds_trunk(file)) {
-            read_trunk(checking, q.hp);
+            read_trunk(checking, hp);
         } else {
-            read_nextn(checking, q, q.hp.n_layer, weights);
+            read_nextn(checking, hp, hp.n_layer, weights);
             for (const char *unused : {"token_embd.weight", "output_norm.weight", "output.weight"}) {
                 checking.forget(unused);
             }
@@ -372,7 +337,7 @@ std::shared_ptr<NextN> read_head(Model &model, const GgufFile &file, const HPara
         checking.finish();
     }
     WeightReader reader(model, file);
-    return std::make_shared<NextN>(read_nextn(reader, q, q.hp.n_layer, weights));
+    return std::make_shared<NextN>(read_nextn(reader, hp, hp.n_layer, weights));
 }
 
 } // namespace

@@ -33,6 +33,7 @@ struct AttentionShape {
     uint32_t n_head = 0; // H; it counts query heads
     uint32_t n_head_kv = 0; // Hkv
     uint32_t head_dim = 0; // D
+    uint32_t value_dim = 0; // of a head of V
     uint32_t rope_dim = 0; // the first dims of a head rotate
     float rope_base = 0;
     uint32_t window = 0; // a row sees so many keys, itself included; 0 means all
@@ -44,6 +45,8 @@ struct DeltaNetShape {
     uint32_t n_k_heads = 0; // Hk
     uint32_t n_v_heads = 0; // Hv
     uint32_t state_size = 0; // S
+    uint32_t n_inner = 0; // Hv*S, as the file says it
+    uint32_t conv_taps = 0;
     uint32_t conv_dim() const { return (2 * n_k_heads + n_v_heads) * state_size; } // C
 };
 
@@ -62,7 +65,7 @@ struct DeltaNet {
     DeltaNetShape shape;
     ggml_tensor *qkv; // {E, C}  q, k, v
     ggml_tensor *gate; // {E, Hv*S}  z
-    ggml_tensor *conv; // {4, C}  tap 0 is the oldest row
+    ggml_tensor *conv; // {CONV_TAPS, C}  tap 0 is the oldest row
     ggml_tensor *dt; // {Hv}
     ggml_tensor *a; // {Hv}  it holds -exp(A_log)
     ggml_tensor *alpha; // {E, Hv}
@@ -81,6 +84,7 @@ struct MoeShape {
     uint32_t n_expert = 0;
     uint32_t n_used = 0; // a row has so many experts
     uint32_t n_ff = 0; // it is the FF of an expert
+    uint32_t n_ff_shared = 0; // of the shared expert, where there is one
 };
 
 // This is a mixture of experts. Each row has the experts to which the router gives the largest logits. If
@@ -116,6 +120,10 @@ struct HParams {
     uint32_t n_nextn = 0; // it counts the NextN blocks in the file
     uint32_t n_ctx_train = 0;
     float rms_eps = 0;
+    // What luce has to have kernels for: of each block, the trunk's and then the heads', its mixer.
+    std::vector<std::variant<AttentionShape, DeltaNetShape>> mixers;
+    uint32_t n_ff = 0; // the FF of a dense block
+    MoeShape moe; // with n_expert 0 the model is dense
 };
 
 struct Drafter; // drafter.h defines it

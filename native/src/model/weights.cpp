@@ -1,8 +1,10 @@
 // Takes tensors by their names from a file, checks and places them.
 #include "model/weights.h"
 
+#include "common/kernels.h"
 #include "graph/architecture.h"
 #include "graph/drafter.h"
+#include "ops/shapes.h"
 #include "step/host_experts.h"
 
 #ifdef LUCE_USE_CUDA
@@ -272,6 +274,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     const GgufFile &trunk = *model->file_;
     HParams &hp = model->hp_;
     hp = model->architecture_->read_hparams(trunk);
+    check_shapes(trunk.path().c_str(), hp);
     if (n_cpu_experts > hp.n_layer) {
         fail(LUCE_E_ARG, "n_cpu_experts is %u, %s has %u layers", n_cpu_experts, trunk.path().c_str(),
              hp.n_layer);
@@ -282,9 +285,14 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         model->placements_ = {{&device, 0, layer}, {&device, layer, hp.n_layer}};
     }
     const GgufTensor *embd = trunk.tensor("token_embd.weight");
-    if (embd == nullptr || embd->n_dims != 2 || embd->ne[1] > (1 << 24)) {
+    if (embd == nullptr || embd->n_dims != 2) {
         fail(LUCE_E_FILE, "%s: tensor token_embd.weight is %s", trunk.path().c_str(),
              embd == nullptr ? "missing" : ("of shape " + shape_text(embd->ne, embd->n_dims)).c_str());
+    }
+    if (embd->ne[1] > CHOICE_MAX_IDS) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: tensor token_embd.weight has %lld rows: luce runs vocabularies of up to %lld",
+             trunk.path().c_str(), (long long) embd->ne[1], (long long) CHOICE_MAX_IDS);
     }
     hp.n_vocab = uint32_t(embd->ne[1]);
     for (const GgufTensor &t : trunk.tensors()) {
@@ -306,6 +314,9 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     for (const DrafterFile &from : drafters) {
         const DrafterKind &kind = drafter_kind(from.kind, *from.file);
         const std::shared_ptr<Drafter> drafter = kind.read(*model, *from.file, hp, model->weights_);
+        for (const AttentionShape &shape : drafter->kv) {
+            check_attention(from.file->path().c_str(), shape);
+        }
         drafter->kind = &kind;
         drafter->index = uint32_t(model->weights_.drafters.size());
         model->weights_.drafters.push_back(drafter);

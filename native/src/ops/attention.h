@@ -1,6 +1,7 @@
 // Rows of the ops of attention (ops/row.h says how to read them).
 #pragma once
 
+#include "attention/sizes.h"
 #include "cpu/attention.h"
 #include "ops/matmul.h"
 #include "ops/row.h"
@@ -28,6 +29,7 @@ inline const auto &norm_rope = row<NormRopeArgs>("norm_rope", [](auto &op, auto 
             a.q.n_heads, H);
     op.derive([](auto &args) { args.q.x_head = args.q.x == nullptr ? 0 : 2 * args.D; });
     op.params(FIELD(rope_dim), FIELD(base), FIELD(eps));
+    op.lacks([](const auto &args) { return rope_lacks(args.rope_dim, args.D, args.base); });
     op.out(FIELD(k.out), {D * Hkv, T});
     op.out(FIELD(q.out), {D * H, T});
     op.runs(cpu_norm_rope, LUCE_CUDA(norm_rope));
@@ -66,6 +68,7 @@ template <class Row, class A> void attends(Row &op, A &a) {
     op.dims(a.T, T, a.H, H);
     // max_pages is 0 on a CPU, which needs no room for partial results
     op.params(FIELD(first), FIELD(window), FIELD(max_pages), FIELD(scale), FIELD(softcap));
+    op.lacks([](const auto &args) { return attention_lacks(args.pool.D, args.H, args.pool.Hkv); });
 }
 #ifdef LUCE_USE_CUDA
 inline int64_t partial_bytes(const AttentionArgs &args) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/deltanet.h"
+#include "deltanet/sizes.h"
 #include "ops/matmul.h"
 #include "ops/row.h"
 
@@ -15,12 +16,13 @@ template <class Row, class Shape> void takes_shape(Row &op, Shape &a) {
 // The conv over a row's ancestors, SiLU, and the norms of q and k.
 inline const auto &deltanet_conv = row<ConvArgs>("deltanet_conv", [](auto &op, auto &a) {
     op.in(FIELD(x), {C, T});
-    op.in(FIELD(w), {4, C});
-    op.in(FIELD(window), {C, 3, slots});
+    op.in(FIELD(w), {CONV_TAPS, C});
+    op.in(FIELD(window), {C, CONV_TAPS - 1, slots});
     op.in(FIELD(log), {log_size, seqs});
     op.in(FIELD(ctl));
     op.dims(a.shape.T, T);
     takes_shape(op, a.shape);
+    op.lacks([](const auto &args) { return delta_lacks(args.shape.S, args.shape.Hk, args.shape.Hv); });
     op.out(FIELD(out), {C, T});
     op.runs(cpu_conv, LUCE_CUDA(conv));
 });
@@ -36,6 +38,7 @@ template <class Row, class A> void takes_delta(Row &op, A &a) {
     op.in(FIELD(ctl));
     op.dims(a.shape.T, T);
     takes_shape(op, a.shape);
+    op.lacks([](const auto &args) { return delta_lacks(args.shape.S, args.shape.Hk, args.shape.Hv); });
     op.out(FIELD(out), {S * Hv, T});
 }
 inline const auto &deltanet = row<DeltaArgs>("deltanet", [](auto &op, auto &a) {
@@ -57,8 +60,8 @@ inline const auto &deltanet_chunks = row<DeltaArgs>("deltanet_chunks", [](auto &
 // deltanet_conv and deltanet of the parts of qkv, z, beta and alpha. Its results are the rule's, then z.
 inline const auto &deltanet_parts = row<DeltaLayerArgs>("deltanet_parts", [](auto &op, auto &a) {
     op.launch(FIELD(conv.parts));
-    op.in(FIELD(conv.w), {4, C});
-    op.in(FIELD(conv.window), {C, 3, slots});
+    op.in(FIELD(conv.w), {CONV_TAPS, C});
+    op.in(FIELD(conv.window), {C, CONV_TAPS - 1, slots});
     op.in(FIELD(conv.log), {log_size, seqs});
     op.in(FIELD(conv.ctl));
     op.in(FIELD(delta.dt), {Hv});

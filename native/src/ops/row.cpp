@@ -299,6 +299,9 @@ OpNode CustomOp::add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensor
         params_[i].second.set(call.args, params[i]);
     }
     const Extents known = fill(sources, call);
+    if (const std::string lack = lacks_ ? lacks_(call.args) : ""; !lack.empty()) {
+        fail(LUCE_E_UNSUPPORTED, "%s: %s", name, lack.c_str());
+    }
     OpNode made = lay_out(call.args, known, NOT_PLACED);
     // One result has its own type and shape. Several, or one with room behind it, are F32.
     ggml_type type = results_.size() > 1 ? GGML_TYPE_F32 : GGML_TYPE_I32;

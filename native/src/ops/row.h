@@ -124,7 +124,8 @@ public:
     const char *const name;
 
     // Adds the op to a graph over tensors in the row's order, with null for one that is left out; `args` has the params.
-    // It fails with E_ARG, naming the tensor, where shapes and types do not fit the row.
+    // It fails with E_ARG, naming the tensor, where shapes and types do not fit the row, and with E_UNSUPPORTED where they
+    // fit and no kernel takes them.
     OpNode add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, const void *args) const;
     // The same, where params are the bits of numbers in the row's order.
     OpNode add(ggml_context *ctx, const std::vector<ggml_tensor *> &tensors, const int32_t *params,
@@ -193,6 +194,7 @@ protected:
     std::vector<std::pair<Symbol, std::function<int64_t(const void *)>>> known_;
     std::vector<Result> results_;
     std::function<void(void *)> derive_;
+    std::function<std::string(const void *)> lacks_;
 
 private:
     friend const CustomOp *find_op(const char *name);
@@ -302,6 +304,10 @@ public:
     // Sets fields that follow from others, pointers to tensors among them, before there are results.
     template <class Derive> void derive(const Derive &derive) {
         derive_ = [derive](void *args) { derive(*static_cast<A *>(args)); };
+    }
+    // What the op has no kernel for: lacks(a) says what, or "". Then a graph that asks for it is refused.
+    template <class Lacks> void lacks(const Lacks &lacks) {
+        lacks_ = [lacks](const void *args) { return lacks(*static_cast<const A *>(args)); };
     }
     // A result of these extents; where one of them is not known, it is not there.
     template <class V> Result &out(const char *, V *&pointer, std::initializer_list<Extent> shape) {

@@ -29,6 +29,17 @@ void plan_attention(const Card &card) {
             }
         }
     }
+    // What has no plan is refused, and the reason is named.
+    for (const int D : {1, 16, 32, 33, 63, 65, 96, 192, 255, 257, 512}) {
+        expect(attention_lacks(D, 8, 2) == "attention.key_length is " + std::to_string(D) + ": luce runs 64, 128 and 256", "heads are named");
+        expect(!SummedHeadSizes::has(D), "partial sums of heads of " + std::to_string(D));
+    }
+    expect(attention_lacks(64, 8, 2).empty() && attention_lacks(128, 7, 7).empty() && attention_lacks(256, 17, 1).empty(), "heads that there are");
+    for (const auto &[H, Hkv] : {std::pair<int, int>{5, 2}, {2, 4}, {0, 1}, {4, 0}}) {
+        expect(attention_lacks(64, H, Hkv).find("head_count is " + std::to_string(H) + ", no multiple of") != std::string::npos, "groups are named");
+    }
+    expect(rope_lacks(0, 64, 1e4).empty() && rope_lacks(64, 64, 1e4).empty(), "rotations that there are");
+    expect(!rope_lacks(7, 64, 1e4).empty() && !rope_lacks(66, 64, 1e4).empty() && !rope_lacks(8, 64, 0).empty(), "rotations are named");
     // An H200 is what the plans were measured on.
     AttentionArgs a{};
     a.H = 24;

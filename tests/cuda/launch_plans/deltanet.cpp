@@ -31,4 +31,12 @@ void plan_deltanet(const Card &card) {
     // An H200 is what the plans were measured on.
     const DeltaShape tree = {16, MAX_ROWS, 1, 16, 48, 128, DELTA_VERIFY}, many = {16, MAX_ROWS, 16, 16, 48, 128, DELTA_VERIFY};
     expect(plan_delta(H200, tree, 1).x == 192 && plan_delta(H200, many, 3).x == 395, "blocks of the delta rule");
+    // What has no plan is refused, and the reason is named.
+    for (const int S : {1, 8, 17, 24, 48, 96, 256}) {
+        expect(delta_lacks(S, 2, 4) == "ssm.state_size is " + std::to_string(S) + ": luce runs 16, 32, 64 and 128", "states are named");
+        expect(delta_block(S).threads == 0, "no block has states of " + std::to_string(S));
+    }
+    expect(delta_lacks(16, 3, 3).empty() && delta_lacks(128, 16, 48).empty(), "states that there are");
+    expect(!delta_lacks(64, 2, 3).empty() && !delta_lacks(64, 0, 2).empty() && !delta_lacks(64, 4, 2).empty(), "groups are named");
+    expect(conv_lacks(4).empty() && !conv_lacks(1).empty() && !conv_lacks(9).empty(), "taps are named");
 }

@@ -81,6 +81,9 @@ void plan_moe(const Card &card) {
     expect(names(lack({1, 256, 8, 2048, 8192, 512}), "experts of 8192 values"), "too long experts are named");
     expect(names(lack({1, 256, 8, 2048, 512, 8192}), "a shared expert of 8192 values"), "a too long shared expert is named");
     expect(names(lack({1, 256, 8, 8192, 512, 512}), "rows of 8192 values"), "too long rows are named");
+    expect(names(lack({1, 256, 8, 2046, 512, 512}), "rows of 2046 values: luce's experts take a multiple of 4"), "odd rows are named");
+    expect(names(lack({1, 256, 33, 2048, 512, 512}), "33 of 256 experts") && names(lack({1, 4, 5, 2048, 512, 512}), "5 of 4 experts"),
+           "too many experts of a row are named");
     const std::string memory = lack({1, 256, 8, 6144, 512, 512}), have = std::to_string(device.shared_block);
     expect(device.shared_block > 200 * KiB ? memory.empty() : names(memory, "shared memory, " + std::string(card.name) + " has " + have),
            "too little shared memory is named");
