@@ -18,7 +18,7 @@ import pytest
 from drive import open_engine, open_model, prefill
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from saved_bytes import ARITHMETIC, BUILD, changed
+from saved_bytes import ARITHMETIC, BUILD, changed, former
 from serving import HANG_S, Gate, serving, until
 from serving import settings as serve_settings
 
@@ -176,6 +176,15 @@ def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_evicted(opened
     for field in (BUILD, ARITHMETIC):
         assert after_a_start(partial(elsewhere, field=field)) == (0, True)
         assert after_a_start() == (768, True), "it was written anew"
+
+    def of_before(path):
+        """Makes the file one that luce of the former version left."""
+        data = path.read_bytes()
+        core = _HEAD.size + 4 * _HEAD.unpack_from(data)[1]
+        path.write_bytes(data[:core] + former(data[core:]))
+
+    assert after_a_start(of_before) == (0, True)
+    assert after_a_start() == (768, True), "it was written anew"
     assert after_a_start(lambda path: path.write_bytes(path.read_bytes()[:5000])) == (0, True)
     assert after_a_start(lambda path: path.unlink()) == (0, True)
     path.write_bytes(b"none of ours")

@@ -3,6 +3,8 @@ layout, would write them."""
 
 from __future__ import annotations
 
+import struct
+
 HEADER = 320  # A saved checkpoint has so many bytes before its tokens.
 # The header's fields begin at these bytes. The last two are text.
 VERSION, KV_TYPE, MODEL, CHECKSUM, N_PAST, N_CHUNK, BUILD, ARITHMETIC = 8, 12, 16, 32, 40, 44, 56, 80
@@ -25,3 +27,13 @@ def changed(saved: bytes, at: int, value: int) -> bytes:
     checksum = total(bytes(data[:HEADER])) ^ total(bytes(data[HEADER:]))
     data[CHECKSUM : CHECKSUM + 8] = checksum.to_bytes(8, "little")
     return bytes(data)
+
+
+def former(saved: bytes) -> bytes:
+    """Returns the checkpoint as luce wrote it until 2026-11-29, in version 4: two numbers said whether there was a
+    NextN head and a DFlash drafter, where bits name the model's drafters now. All else lay as it does."""
+    magic, version, kv_type, model, size, _, n_past, n_chunk, drafters, _ = struct.unpack_from("<8sIIQQQIIII", saved)
+    assert (magic, version) == (b"LUCECHKP", 5)
+    has_head, has_drafter = drafters & 1, drafters >> 1 & 1
+    head = struct.pack("<8sIIQQQIIII", magic, 4, kv_type, model, size, 0, n_past, n_chunk, has_head, has_drafter)
+    return changed(head + saved[len(head) :], VERSION, 4)

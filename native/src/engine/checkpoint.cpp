@@ -186,8 +186,14 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
         fail(LUCE_E_ARG, "%llu bytes are no saved checkpoint", (unsigned long long) size);
     }
     memcpy(&h, data, sizeof(h));
-    if (memcmp(h.magic, MAGIC, sizeof(MAGIC)) != 0 || h.version != VERSION) {
-        fail(LUCE_E_ARG, "these bytes are no checkpoint saved by this version of luce");
+    if (memcmp(h.magic, MAGIC, sizeof(MAGIC)) != 0) {
+        fail(LUCE_E_ARG, "these bytes are no checkpoint that luce saved");
+    }
+    if (h.version != VERSION) {
+        fail(LUCE_E_ARG,
+             "the checkpoint has version %u, this version of luce has %u: read its prompt again and save it "
+             "anew",
+             h.version, VERSION);
     }
     if (h.size != size || h.checksum != checksum(h, data)) {
         fail(LUCE_E_ARG, "the saved checkpoint is damaged: %llu of %llu bytes, or its checksum is wrong",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from nan_model import SMALL, tokens_of
-from saved_bytes import ARITHMETIC, BUILD, HEADER, KV_TYPE, MODEL, N_CHUNK, N_PAST, VERSION, changed
+from saved_bytes import ARITHMETIC, BUILD, HEADER, KV_TYPE, MODEL, N_CHUNK, N_PAST, VERSION, changed, former
 
 from luce.errors import ArgumentError
 from luce.native import Engine
@@ -22,8 +22,9 @@ def saved(engine: Engine) -> bytes:
 
 
 CHANGES: dict[str, tuple[int, Callable[[int], int], str]] = {
-    "an older version": (VERSION, lambda old: old - 1, "this version of luce"),
-    "a newer version": (VERSION, lambda old: old + 1, "this version of luce"),
+    "an older version": (VERSION, lambda old: old - 2, "has version 3, this version of luce has 5: read its prompt"),
+    "a newer version": (VERSION, lambda old: old + 1, "has version 6, this version of luce has 5: read its prompt"),
+    "none of luce's": (0, lambda _: 0, "no checkpoint that luce saved$"),
     "another build": (BUILD, lambda _: ord("x"), "was saved by build x of luce, this is build [0-9a-f]{16}$"),
     "other arithmetic": (ARITHMETIC, lambda _: 0x58545020, "was computed on .*PTX.*, this engine is on"),
     "another model": (MODEL, lambda old: old ^ 1, "another model"),
@@ -46,4 +47,12 @@ def test_a_right_checksum_does_not_make_bytes_right(what: str, engine: Engine, s
     before = engine.info
     with pytest.raises(ArgumentError, match=said):
         engine.load_checkpoint(changed(saved, at, change(old)))
+    assert engine.info == before
+
+
+def test_a_checkpoint_of_the_former_version_is_named_with_what_to_do(engine: Engine, saved: bytes) -> None:
+    before = engine.info
+    said = "has version 4, this version of luce has 5: read its prompt again and save it anew$"
+    with pytest.raises(ArgumentError, match=said):
+        engine.load_checkpoint(former(saved))
     assert engine.info == before
