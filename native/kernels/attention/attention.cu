@@ -6,6 +6,7 @@
 #include "attention/launch_plan.h"
 #include "attention/mma.cuh"
 #include "attention/sm90/wgmma.cuh"
+#include "common/pointers.h"
 
 #include <algorithm>
 
@@ -160,10 +161,6 @@ AttentionParams params_of(const AttentionArgs &args, const DeviceLimits &device)
     return a;
 }
 
-bool aligned(const void *p, size_t bytes) {
-    return reinterpret_cast<uintptr_t>(p) % bytes == 0;
-}
-
 } // namespace
 
 int64_t attention_scratch(const AttentionArgs &args) {
@@ -181,7 +178,7 @@ int cuda::attention_plan(const AttentionArgs &args, void *plan, void *stream) {
         return 0;
     }
     if (args.T < 0 || args.T > MAX_ROWS || args.pool.Hkv <= 0 || args.H % args.pool.Hkv != 0 ||
-        !aligned(plan, 16)) {
+        !aligned(plan)) {
         return int(cudaErrorInvalidValue);
     }
     DeviceLimits device;
@@ -203,10 +200,9 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
         return 0;
     }
     if (args.T < 0 || args.T > MAX_ROWS || args.max_pages <= 0 || pool.Hkv <= 0 || args.H % pool.Hkv != 0 ||
-        !aligned(args.q, 16) || !aligned(args.out, 16) || !aligned(args.packed, 16) ||
-        (args.out == nullptr) == (args.packed == nullptr) || !aligned(args.scratch, 16) ||
-        !aligned(args.plan, 16) || args.layer < 0 || args.layer >= PLAN_LAYERS || !aligned(pool.k, 16) ||
-        !aligned(pool.v, 16)) {
+        !aligned(args.q) || !aligned(args.out) || !aligned(args.packed) ||
+        (args.out == nullptr) == (args.packed == nullptr) || !aligned(args.scratch) || !aligned(args.plan) ||
+        args.layer < 0 || args.layer >= PLAN_LAYERS || !aligned(pool.k) || !aligned(pool.v)) {
         return int(cudaErrorInvalidValue);
     }
     DeviceLimits device;

@@ -7,6 +7,7 @@
 #include "attention/kv_types.cuh"
 #include "attention/launch_plan.h"
 #include "common/kernels.h"
+#include "common/lanes.cuh"
 #include "common/overlap.cuh"
 
 #include <cuda_runtime.h>
@@ -25,22 +26,6 @@ template <int D> struct Shape {
     static constexpr int KEY = draft_key(D);
     static_assert(draft_bytes(D) <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
 };
-
-__device__ float warp_max(float x) {
-#pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) {
-        x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
-    }
-    return x;
-}
-
-__device__ float warp_sum(float x) {
-#pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) {
-        x += __shfl_xor_sync(~0u, x, mask);
-    }
-    return x;
-}
 
 // Returns where a part's largest score lies, with its sum of e^(score - largest) and that of e^(score -
 // largest) * v.

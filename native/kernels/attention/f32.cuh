@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/units.cuh"
+#include "common/lanes.cuh"
 #include "common/overlap.cuh"
 
 namespace luce {
@@ -81,20 +82,11 @@ template <int D> struct F32Unit {
         const int32_t to = min(p - first, L::KEYS - 1);
         const bool seen = lane >= from && lane <= to;
         const float s = seen ? score(pair) : -INFINITY;
-        float next = fmaxf(most[i], s);
-#pragma unroll
-        for (int mask = WARP / 2; mask > 0; mask /= 2) {
-            next = fmaxf(next, __shfl_xor_sync(~0u, next, mask));
-        }
+        const float next = warp_max(fmaxf(most[i], s));
         const float origin = next == -INFINITY ? 0.0f : next;
         const float weight = exp2f(s - origin), shrink = exp2f(most[i] - origin);
         most[i] = next;
-        float total = weight;
-#pragma unroll
-        for (int mask = WARP / 2; mask > 0; mask /= 2) {
-            total += __shfl_xor_sync(~0u, total, mask);
-        }
-        sum[i] = fmaf(sum[i], shrink, total);
+        sum[i] = fmaf(sum[i], shrink, warp_sum(weight));
 #pragma unroll
         for (int c = 0; c < L::COLUMNS; c++) {
             o[i][c] *= shrink;

@@ -8,7 +8,6 @@
 namespace luce {
 namespace {
 
-constexpr int WARP = 32;
 constexpr int WARPS = 4; // a block has so many
 
 // The grid is the heads of k and q in blocks of WARPS, rows.

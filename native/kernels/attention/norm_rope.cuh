@@ -2,6 +2,8 @@
 // alone.
 #pragma once
 
+#include "common/lanes.cuh"
+
 #include <cuda_runtime.h>
 #include <stdint.h>
 
@@ -32,11 +34,7 @@ template <int D> struct LaneRope {
         for (int i = 0; i < OWN; i++) {
             sum = fmaf(v[i], v[i], sum);
         }
-#pragma unroll
-        for (int mask = LANES / 2; mask > 0; mask /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, mask);
-        }
-        const float scale = 1.0f / sqrtf(sum / float(D) + eps);
+        const float scale = 1.0f / sqrtf(warp_sum(sum) / float(D) + eps);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             v[i] = v[i] * scale * norm[i];

@@ -2,6 +2,7 @@
 // values in sequence, which are 16 bytes of F16.
 #pragma once
 
+#include "common/lanes.cuh"
 #include "matmul/fields.cuh"
 #include "matmul/ptx.cuh"
 
@@ -10,13 +11,6 @@
 namespace luce {
 
 constexpr int OWN = 8; // a lane has so many values
-
-__device__ __forceinline__ float warp_sum(float x, int lanes) {
-    for (int mask = lanes / 2; mask > 0; mask /= 2) {
-        x += __shfl_xor_sync(~0u, x, mask);
-    }
-    return x;
-}
 
 // Reads values k .. k + 7 of a row of K, with zeros beyond its end.
 __device__ __forceinline__ void load_values(float (&v)[OWN], const float *row, int64_t k, int64_t K) {

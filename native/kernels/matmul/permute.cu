@@ -2,6 +2,7 @@
 // cuBLAS. A warp has a fragment: 16 outputs x 256 k (of float types a quarter or an eighth of that). Its
 // lanes hold what they hold in the product (matmul/fields.cuh). Reading ggml's blocks byte by byte costs a few
 // ms a GB, which is less than any disk takes.
+#include "common/lanes.cuh"
 #include "matmul/dequantise.cuh"
 #include "matmul/file_blocks.cuh"
 
@@ -142,10 +143,7 @@ template <int TYPE> __global__ void output_scale_kernel(RowmmPermuteArgs a) {
             const float x = fabsf(float_at<TYPE>(a.src, n * a.K + k));
             most = isfinite(x) ? fmaxf(most, x) : most;
         }
-#pragma unroll
-        for (int mask = WARP / 2; mask > 0; mask /= 2) {
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
-        }
+        most = warp_max(most);
         if (lane == 0) {
             const uint32_t exponent = max(__float_as_uint(most) >> 23, 20u);
             scales[n] = most == 0 ? 1.0f : __uint_as_float((exponent - 14) << 23);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/kernels.h"
+#include "common/lanes.cuh"
 #include "matmul/fields.cuh"
 #include "sampling/launch_plan.h"
 
@@ -211,10 +212,7 @@ __device__ void add_by_warp(int bin, uint64_t mass, uint32_t *count, unsigned lo
     }
     const int leader = __ffs(int(there)) - 1, first = __shfl_sync(~0u, bin, leader);
     if (__all_sync(~0u, bin < 0 || bin == first)) {
-#pragma unroll
-        for (int mask = WARP / 2; mask > 0; mask /= 2) {
-            mass += __shfl_xor_sync(~0u, mass, mask);
-        }
+        mass = warp_sum(mass);
         if (int(threadIdx.x) % WARP == leader) {
             if (count != nullptr) {
                 atomicAdd(&count[first], uint32_t(__popc(there)));

@@ -3,8 +3,8 @@
 // holds the logit and the complement of the id, so an order of keys is the order of candidates, ties
 // included, whatever the parts are.
 #include "common/kernels.h"
+#include "common/lanes.cuh"
 #include "common/overlap.cuh"
-#include "common/warp.cuh"
 #include "sampling/launch_plan.h"
 
 #include <climits>
@@ -49,11 +49,7 @@ __device__ void sort(Key *keys, int n) {
 }
 
 __device__ float reduce(float x, bool largest, float *shared) {
-#pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) {
-        const float other = __shfl_xor_sync(~0u, x, mask);
-        x = largest ? fmaxf(x, other) : x + other;
-    }
+    x = largest ? warp_max(x) : warp_sum(x);
     __syncthreads();
     if (threadIdx.x % WARP == 0) {
         shared[threadIdx.x / WARP] = x;

@@ -19,6 +19,15 @@ auto &g_checkpoints = Handles<luce_checkpoint, Checkpoint>::table("checkpoint", 
 
 // ---- engine ----
 
+// Runs f on an engine, while no other call does.
+template <typename F> static luce_status on_engine(luce_engine *engine, F &&f) {
+    return guarded([&] {
+        const auto e = g_engines.get(engine);
+        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+        f(e.get());
+    });
+}
+
 luce_status luce_engine_open(luce_engine **out, luce_model *model, const luce_engine_params *params) {
     return guarded([&] {
         need(out, "out");
@@ -43,9 +52,7 @@ luce_status luce_engine_close(luce_engine *engine) {
 }
 
 luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out) {
-    return guarded([&] {
-        const auto e = g_engines.get(engine);
-        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+    return on_engine(engine, [&](Engine *e) {
         check_struct(out, "out");
         e->rounds().settle_closed();
         put(out, e->info());
@@ -79,9 +86,7 @@ luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n) 
 }
 
 luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations) {
-    return guarded([&] {
-        const auto e = g_engines.get(engine);
-        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+    return on_engine(engine, [&](Engine *e) {
         need(steps, "steps");
         need(synchronisations, "synchronisations");
         *steps = e->step().steps();
@@ -90,9 +95,7 @@ luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *s
 }
 
 luce_status luce_engine_poison(luce_engine *engine) {
-    return guarded([&] {
-        const auto e = g_engines.get(engine);
-        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+    return on_engine(engine, [&](Engine *e) {
         e->rounds().settle();
         e->reclaim();
         e->step().poison();
@@ -128,16 +131,14 @@ static void check_items(const void *items, uint32_t n) {
 
 luce_status luce_engine_draft(luce_engine *engine, uint32_t drafter, const luce_draft_item *items,
                               uint32_t n_items) {
-    return guarded([&] {
-        const auto e = g_engines.get(engine);
-        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+    return on_engine(engine, [&](Engine *e) {
         check_items(items, n_items);
         struct {
             std::shared_ptr<Sequence> sequence;
         } kept[LUCE_MAX_ROWS];
         DraftItem list[LUCE_MAX_ROWS];
         for (uint32_t i = 0; i < n_items; i++) {
-            kept[i].sequence = sequence_of(items[i].sequence, e.get(), i, kept);
+            kept[i].sequence = sequence_of(items[i].sequence, e, i, kept);
             list[i] = {kept[i].sequence.get(), items[i].anchor, items[i].n};
         }
         e->rounds().draft(drafter, list, n_items);
@@ -159,11 +160,9 @@ static void check_round(const luce_round_item *items, uint32_t n_items, const En
 
 luce_status luce_engine_verify(luce_engine *engine, const luce_round_item *items, uint32_t n_items,
                                int32_t *choices, int32_t *tokens, uint32_t n_rows, luce_status *status) {
-    return guarded([&] {
-        const auto e = g_engines.get(engine);
-        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+    return on_engine(engine, [&](Engine *e) {
         RoundItems list;
-        check_round(items, n_items, e.get(), list);
+        check_round(items, n_items, e, list);
         need(choices, "choices");
         need(status, "status");
         uint64_t rows = 0;
@@ -183,20 +182,16 @@ luce_status luce_engine_verify(luce_engine *engine, const luce_round_item *items
 }
 
 luce_status luce_engine_begin(luce_engine *engine, const luce_round_item *items, uint32_t n_items) {
-    return guarded([&] {
-        const auto e = g_engines.get(engine);
-        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+    return on_engine(engine, [&](Engine *e) {
         RoundItems list;
-        check_round(items, n_items, e.get(), list);
+        check_round(items, n_items, e, list);
         e->rounds().begin(list.data(), n_items);
     });
 }
 
 luce_status luce_engine_wait(luce_engine *engine, int32_t *choices, int32_t *tokens, uint32_t n_rows,
                              luce_status *status, uint32_t n_items, uint32_t *left) {
-    return guarded([&] {
-        const auto e = g_engines.get(engine);
-        const std::lock_guard<std::recursive_mutex> lock(e->mutex());
+    return on_engine(engine, [&](Engine *e) {
         need(choices, "choices");
         need(status, "status");
         uint32_t unused = 0;

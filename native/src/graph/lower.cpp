@@ -81,7 +81,7 @@ ggml_tensor *Lowering::rows(Val v) {
         t = norm_rows(rows(norm.x), norm.w, norm.eps);
     }
     if (t == nullptr) {
-        fail(LUCE_E_INTERNAL, "%s of a plain graph has no rows", name_of(plain.at(v).op));
+        fail(LUCE_E_INTERNAL, "op %d of a plain graph has no rows", int(plain.at(v).op));
     }
     if (const auto name = plain.names.find(v); name != plain.names.end()) {
         ggml_set_name(t, name->second.c_str());
@@ -132,10 +132,14 @@ void Lowering::split_products(const OpNode &y, const std::vector<size_t> &which,
     }
 }
 
-ggml_tensor *Lowering::first_rows(ggml_tensor *w, int64_t n) {
-    ggml_tensor *part = ggml_view_2d(ctx, w, w->ne[0], n, w->nb[1], 0); // {K, n}
-    part->op_params[0] = w->op_params[0]; // is_packed reads it
-    return part;
+std::vector<ggml_tensor *> Lowering::weights_of(const Node &n) const {
+    if (n.op != Op::matmul_first) {
+        return n.w;
+    }
+    ggml_tensor *w = part(n, "M").w[0],
+                *first = ggml_view_2d(ctx, w, w->ne[0], n.n[0], w->nb[1], 0); // {K, n}
+    first->op_params[0] = w->op_params[0]; // is_packed reads it
+    return {first};
 }
 
 // In a step of a GPU each row is a matrix of its own in a batch of products with one row: ggml's kernel for one row

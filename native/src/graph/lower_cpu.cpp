@@ -91,10 +91,7 @@ protected:
 
     // ggml multiplies with the types that rows_matmul lacks.
     void matmul(const Node &n, Val y) {
-        std::vector<ggml_tensor *> w = n.w;
-        if (n.op == Op::matmul_first) {
-            w = {first_rows(part(n, "M").w[0], n.n[0])};
-        }
+        const std::vector<ggml_tensor *> w = weights_of(n);
         const Val x = n.in[0];
         values(x);
         multiply(RowsInput::packed, w, x, y);
@@ -197,7 +194,7 @@ protected:
             case Op::add_shared:
                 set(ops::add_shared(ctx, {flat(n.in[0]), flat(n.in[1]), flat(n.in[2])}));
                 break;
-            default: fail(LUCE_E_INTERNAL, "a CPU has no op %s of a plain graph", name_of(n.op));
+            default: fail(LUCE_E_INTERNAL, "a CPU has no op %d of a plain graph", int(n.op));
         }
     }
 };

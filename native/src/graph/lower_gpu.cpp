@@ -234,10 +234,7 @@ protected:
     }
 
     void matmul(const Node &n, Val y) {
-        std::vector<ggml_tensor *> w = n.w;
-        if (n.op == Op::matmul_first) {
-            w = {first_rows(part(n, "M").w[0], n.n[0])};
-        }
+        const std::vector<ggml_tensor *> w = weights_of(n);
         const Val x = n.in[0];
         ggml_tensor *residual = n.op == Op::matmul_add ? flat(n.in[1]) : nullptr;
         const auto product = [&](size_t i) -> ggml_tensor *& {
@@ -450,7 +447,7 @@ protected:
             case Op::route:
             case Op::experts:
             case Op::mix: fail(LUCE_E_UNSUPPORTED, "a GPU has no op of experts but by the rules mixture..");
-            default: fail(LUCE_E_INTERNAL, "a GPU has no op %s of a plain graph", name_of(n.op));
+            default: fail(LUCE_E_INTERNAL, "a GPU has no op %d of a plain graph", int(n.op));
         }
     }
 

@@ -50,7 +50,8 @@ protected:
     ggml_tensor *mul_mat(ggml_tensor *weight, ggml_tensor *x);
     ggml_tensor *norm_rows(ggml_tensor *x, ggml_tensor *w, float eps);
     ggml_tensor *expand(ggml_tensor *t);
-    ggml_tensor *first_rows(ggml_tensor *w, int64_t n); // of a matrix {K, N} its first n rows
+    std::vector<ggml_tensor *>
+    weights_of(const Node &n) const; // of a product: of a matrix {K, N} its first rows or all
     const Node &part(const Node &n, const char *name) const { return plain.nodes[size_t(n.part(name))]; }
     DeltaShape delta_shape(const Node &n) const;
     OpNode attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_tensor *plan, int32_t layer);

@@ -3,80 +3,30 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <iterator>
 
 namespace luce {
-namespace {
-
-struct OpTraits {
-    Op op;
-    const char *name;
-    uint8_t traits;
-};
-constexpr OpTraits OPS[] = {
-    {Op::embed, "embed", 0},
-    {Op::kept_hidden, "kept_hidden", 0},
-    {Op::previous, "previous", 0},
-    {Op::norm, "norm", 0},
-    {Op::head_norm, "head_norm", 0},
-    {Op::matmul, "matmul", TAKES_PACKED},
-    {Op::add, "add", 0},
-    {Op::mul, "mul", 0},
-    {Op::silu, "silu", 0},
-    {Op::glu, "glu", ADDS_UP},
-    {Op::gated, "gated", 0},
-    {Op::concat, "concat", 0},
-    {Op::split_heads, "split_heads", 0},
-    {Op::rope, "rope", 0},
-    {Op::kv_write, "kv_write", RUNS_IN_ORDER},
-    {Op::attend, "attend", 0},
-    {Op::conv, "conv", 0},
-    {Op::delta_rule, "delta_rule", 0},
-    {Op::route, "route", 0},
-    {Op::experts, "experts", 0},
-    {Op::mix, "mix", 0},
-    {Op::scale, "scale", 0},
-    {Op::softcap, "softcap", 0},
-    {Op::first, "first", 0},
-    {Op::last, "last", 0},
-    {Op::own_rows, "own_rows", 0},
-    {Op::spread, "spread", 0},
-    {Op::keep_hidden, "keep_hidden", RUNS_IN_ORDER | TAKES_PACKED},
-    {Op::compute, "compute", RUNS_IN_ORDER},
-    {Op::choose, "choose", RUNS_IN_ORDER},
-    {Op::keep_best, "keep_best", RUNS_IN_ORDER},
-    {Op::add_norm, "add_norm", ADDS_UP},
-    {Op::matmul_add, "matmul_add", TAKES_PACKED},
-    {Op::matmul_first, "matmul_first", TAKES_PACKED},
-    {Op::heads, "heads", RUNS_IN_ORDER | ADDS_UP},
-    {Op::norm_rope, "norm_rope", RUNS_IN_ORDER},
-    {Op::gated_attend, "gated_attend", 0},
-    {Op::gated_norm, "gated_norm", 0},
-    {Op::delta_layer, "delta_layer", ADDS_UP},
-    {Op::draft_input, "draft_input", 0},
-    {Op::experts_glu, "experts_glu", 0},
-    {Op::add_shared, "add_shared", 0},
-    {Op::host_experts, "host_experts", 0},
-    {Op::mixture, "mixture", TAKES_PACKED},
-    {Op::any, "any", 0},
-};
-constexpr bool in_order() {
-    for (size_t i = 0; i < std::size(OPS); i++) {
-        if (size_t(OPS[i].op) != i) {
-            return false;
-        }
+static int traits_of(Op op) {
+    switch (op) {
+        case Op::kv_write:
+        case Op::norm_rope:
+        case Op::compute:
+        case Op::choose:
+        case Op::keep_best: return RUNS_IN_ORDER;
+        case Op::heads: return RUNS_IN_ORDER | ADDS_UP;
+        case Op::keep_hidden: return RUNS_IN_ORDER | TAKES_PACKED;
+        case Op::matmul:
+        case Op::matmul_first:
+        case Op::matmul_add:
+        case Op::mixture: return TAKES_PACKED;
+        case Op::glu:
+        case Op::add_norm:
+        case Op::delta_layer: return ADDS_UP;
+        default: return 0;
     }
-    return std::size(OPS) == size_t(Op::any) + 1;
 }
-static_assert(in_order(), "the table has a row for each op, in the order of enum Op");
-
-} // namespace
 
 bool has(Op op, Trait trait) {
-    return (OPS[size_t(op)].traits & trait) != 0;
-}
-const char *name_of(Op op) {
-    return OPS[size_t(op)].name;
+    return (traits_of(op) & trait) != 0;
 }
 
 int32_t Node::part(const char *name) const {

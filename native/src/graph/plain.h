@@ -83,7 +83,7 @@ enum class Op : uint8_t {
     any, // of a pattern: every op fits
 };
 
-// What passes go by of an op, in bits. The table in plain.cpp says it once for each.
+// What passes go by of an op, in bits: plain.cpp alone says which ops have it.
 enum Trait : uint8_t {
     RUNS_IN_ORDER =
         1, // it writes to caches, so it runs where the builder wrote it; others come where a reader asks for them
@@ -91,7 +91,6 @@ enum Trait : uint8_t {
     ADDS_UP = 4, // on a GPU it adds the partial sums of a product up
 };
 bool has(Op op, Trait trait);
-const char *name_of(Op op);
 
 class Plain;
 
