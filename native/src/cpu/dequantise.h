@@ -63,14 +63,47 @@ LUCE_INLINE void load_nibbles(const Rows &r, Words *w) {
 
 // ---- blocks of 32 ----
 
-struct Q8_0 {
-    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32, MOST = 128;
-    static constexpr bool SIGNED = true, MIN = false;
-    static constexpr size_t BYTES = 8 * sizeof(block_q8_0);
+// What types of one scale a block, and of one and a minimum, have in common.
+template <typename Block, int BIAS_, int MOST_, bool SIGNED_> struct Scaled {
+    static constexpr int BIAS = BIAS_, GROUP = 32, MOST = MOST_;
+    static constexpr bool SIGNED = SIGNED_, MIN = false;
+    static constexpr size_t BYTES = 8 * sizeof(Block);
 
     LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
-        load_block_halves(r, n, sizeof(block_q8_0), offsetof(block_q8_0, d), s.scale);
+        load_block_halves(r, n, sizeof(Block), offsetof(Block, d), s.scale);
     }
+};
+template <typename Block, int MOST_> struct ScaledWithMin {
+    static constexpr int BIAS = 0, GROUP = 32, MOST = MOST_;
+    static constexpr bool SIGNED = false, MIN = true;
+    static constexpr size_t BYTES = 8 * sizeof(Block);
+
+    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
+        load_block_halves(r, n, sizeof(Block), offsetof(Block, data), s.scale);
+        load_block_halves(r, n, sizeof(Block), offsetof(Block, data) + 2, s.min);
+        for (int b = 0; b < n; b++) {
+            s.min[b] = -s.min[b];
+        }
+    }
+};
+
+// Calls f with each block's words, nibbles of Block::qs, after `change` of each.
+template <typename Block, typename Change, typename F>
+LUCE_INLINE void each_nibbles(const Rows &r, int n, Change change, F f) {
+    for (int b = 0; b < n; b++) {
+        Words w[8];
+        load_nibbles(r.at(b * sizeof(Block) + offsetof(Block, qs)), w);
+        for (Words &word : w) {
+            word = change(word);
+        }
+        f(b, w);
+    }
+}
+LUCE_INLINE Words unchanged(Words word) {
+    return word;
+}
+
+struct Q8_0 : Scaled<block_q8_0, SIGNED_BIAS, 128, true> {
     template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
         for (int b = 0; b < n; b++) {
             Words w[8];
@@ -83,41 +116,15 @@ struct Q8_0 {
     }
 };
 
-struct Q4_0 {
-    static constexpr int BIAS = 8, GROUP = 32, MOST = 15;
-    static constexpr bool SIGNED = false, MIN = false;
-    static constexpr size_t BYTES = 8 * sizeof(block_q4_0);
-
-    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
-        load_block_halves(r, n, sizeof(block_q4_0), offsetof(block_q4_0, d), s.scale);
-    }
+struct Q4_0 : Scaled<block_q4_0, 8, 15, false> {
     template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
-        for (int b = 0; b < n; b++) {
-            Words w[8];
-            load_nibbles(r.at(b * sizeof(block_q4_0) + offsetof(block_q4_0, qs)), w);
-            f(b, w);
-        }
+        each_nibbles<block_q4_0>(r, n, unchanged, f);
     }
 };
 
-struct Q4_1 {
-    static constexpr int BIAS = 0, GROUP = 32, MOST = 15;
-    static constexpr bool SIGNED = false, MIN = true;
-    static constexpr size_t BYTES = 8 * sizeof(block_q4_1);
-
-    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
-        load_block_halves(r, n, sizeof(block_q4_1), offsetof(block_q4_1, data), s.scale);
-        load_block_halves(r, n, sizeof(block_q4_1), offsetof(block_q4_1, data) + 2, s.min);
-        for (int b = 0; b < n; b++) {
-            s.min[b] = -s.min[b];
-        }
-    }
+struct Q4_1 : ScaledWithMin<block_q4_1, 15> {
     template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
-        for (int b = 0; b < n; b++) {
-            Words w[8];
-            load_nibbles(r.at(b * sizeof(block_q4_1) + offsetof(block_q4_1, qs)), w);
-            f(b, w);
-        }
+        each_nibbles<block_q4_1>(r, n, unchanged, f);
     }
 };
 
@@ -134,53 +141,22 @@ template <typename Block, typename F> LUCE_INLINE void each_fifth_bit(const Rows
     }
 }
 
-struct Q5_0 {
-    static constexpr int BIAS = 16, GROUP = 32, MOST = 31;
-    static constexpr bool SIGNED = false, MIN = false;
-    static constexpr size_t BYTES = 8 * sizeof(block_q5_0);
-
-    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
-        load_block_halves(r, n, sizeof(block_q5_0), offsetof(block_q5_0, d), s.scale);
-    }
+struct Q5_0 : Scaled<block_q5_0, 16, 31, false> {
     template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
         each_fifth_bit<block_q5_0>(r, n, f);
     }
 };
 
-struct Q5_1 {
-    static constexpr int BIAS = 0, GROUP = 32, MOST = 31;
-    static constexpr bool SIGNED = false, MIN = true;
-    static constexpr size_t BYTES = 8 * sizeof(block_q5_1);
-
-    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
-        load_block_halves(r, n, sizeof(block_q5_1), offsetof(block_q5_1, data), s.scale);
-        load_block_halves(r, n, sizeof(block_q5_1), offsetof(block_q5_1, data) + 2, s.min);
-        for (int b = 0; b < n; b++) {
-            s.min[b] = -s.min[b];
-        }
-    }
+struct Q5_1 : ScaledWithMin<block_q5_1, 31> {
     template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
         each_fifth_bit<block_q5_1>(r, n, f);
     }
 };
 
-struct Iq4Nl {
-    static constexpr int BIAS = SIGNED_BIAS, GROUP = 32, MOST = 128;
-    static constexpr bool SIGNED = true, MIN = false;
-    static constexpr size_t BYTES = 8 * sizeof(block_iq4_nl);
-
-    LUCE_INLINE void scales(const Rows &r, int n, Scales &s) {
-        load_block_halves(r, n, sizeof(block_iq4_nl), offsetof(block_iq4_nl, d), s.scale);
-    }
+struct Iq4Nl : Scaled<block_iq4_nl, SIGNED_BIAS, 128, true> {
     template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
-        for (int b = 0; b < n; b++) {
-            Words w[8];
-            load_nibbles(r.at(b * sizeof(block_iq4_nl) + offsetof(block_iq4_nl, qs)), w);
-            for (Words &word : w) {
-                word = from_signed(lookup(kvalues_iq4nl, word));
-            }
-            f(b, w);
-        }
+        each_nibbles<block_iq4_nl>(
+            r, n, [](Words word) { return from_signed(lookup(kvalues_iq4nl, word)); }, f);
     }
 };
 
@@ -204,14 +180,7 @@ struct Mxfp4 {
         }
     }
     template <typename F> LUCE_INLINE void each(const Rows &r, int n, F f) {
-        for (int b = 0; b < n; b++) {
-            Words w[8];
-            load_nibbles(r.at(b * sizeof(block_mxfp4) + offsetof(block_mxfp4, qs)), w);
-            for (Words &word : w) {
-                word = lookup(E2M1, word);
-            }
-            f(b, w);
-        }
+        each_nibbles<block_mxfp4>(r, n, [](Words word) { return lookup(E2M1, word); }, f);
     }
 };
 
