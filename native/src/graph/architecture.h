@@ -11,8 +11,9 @@ struct NextN; // nextn.h defines it
 struct Architecture {
     const char *name; // it is the value of general.architecture in the file
 
-    // Reads the hyperparameters except n_vocab. It fails with E_UNSUPPORTED where the file holds no model
-    // that can generate.
+    // Reads the hyperparameters except n_vocab, each block's mixer among them, whose shapes check_shapes (ops/shapes.h)
+    // then holds to what there are kernels for. It fails with E_UNSUPPORTED where the file holds no model that can
+    // generate.
     HParams (*read_hparams)(const GgufFile &file);
     // Takes the trunk from the reader. It also checks every NextN head in the file, whether or not it is
     // loaded.
