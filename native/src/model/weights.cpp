@@ -4,12 +4,12 @@
 #include "common/kernels.h"
 #include "graph/architecture.h"
 #include "graph/drafter.h"
+#include "ops/moe.h"
 #include "ops/shapes.h"
 #include "step/host_experts.h"
 
 #ifdef LUCE_USE_CUDA
 #include "matmul/quantised.h"
-#include "ops/moe.h"
 #endif
 
 #include <ggml-cpu.h>
@@ -324,31 +324,24 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         if (from.file != model->file_ && std::find(files.begin(), files.end(), from.file) == files.end()) {
             files.push_back(from.file);
         }
-#ifdef LUCE_USE_CUDA
         if (drafter->moe() != nullptr) {
             check_moe(*model->placements_.back().device, from.file->path().c_str(), *drafter->moe());
         }
-#endif
     }
     model->find_kinds();
-    for (const Block &block : model->weights_.blocks) {
-        if (n_cpu_experts > 0 && block.moe() == nullptr) {
+    for (uint32_t il = 0; il < hp.n_layer; il++) {
+        const Moe *moe = model->weights_.blocks[il].moe();
+        if (moe == nullptr && n_cpu_experts > 0) {
             fail(LUCE_E_ARG, "n_cpu_experts is %u, and %s has no experts: its architecture is %s",
                  n_cpu_experts, trunk.path().c_str(), model->architecture_->name);
         }
-        if (block.moe() != nullptr && block.moe()->in_ram) {
-            check_ram_experts(trunk.path().c_str(), *block.moe());
+        if (moe != nullptr && moe->in_ram) {
+            check_ram_experts(trunk.path().c_str(), *moe);
+        }
+        if (moe != nullptr) {
+            check_moe(*model->placements_[model->stage_of(il)].device, trunk.path().c_str(), *moe);
         }
     }
-#ifdef LUCE_USE_CUDA
-    for (const Placement &placed : model->placements_) {
-        for (uint32_t il = placed.first; il < placed.end; il++) {
-            if (const Moe *moe = model->weights_.blocks[il].moe()) {
-                check_moe(*placed.device, trunk.path().c_str(), *moe);
-            }
-        }
-    }
-#endif
     return model;
 }
 

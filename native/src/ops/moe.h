@@ -22,10 +22,10 @@ struct RamGiveArgs {
 void cpu_ram_experts(const RamExpertsArgs &args, int ith,
                      int nth); // one thread runs all; a step has its team run it
 
-#ifdef LUCE_USE_CUDA
 // E_UNSUPPORTED names what the device has no kernel for, of a mixture in the file at `path`. A CPU can run all of them.
 void check_moe(const Device &device, const char *path, const Moe &moe);
 
+#ifdef LUCE_USE_CUDA
 MoeDims dims_of(const Moe &moe, int64_t T); // those of a mixture over T rows
 
 // Returns the bytes of what route leaves of all rows, launch after launch. Then come the rows' values, where they are left.
