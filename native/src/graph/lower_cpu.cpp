@@ -116,6 +116,10 @@ protected:
     void experts(const Node &n, Val y, bool with_glu) {
         const Moe &w = *std::get<const Moe *>(n.params);
         const bool down = n.w[0] == w.down, fused = !down && w.gate_up != nullptr;
+        if (fused && !with_glu) {
+            fail(LUCE_E_UNSUPPORTED,
+                 "gate and up of experts in one tensor have no op but by the rule experts_glu");
+        }
         const int64_t used = w.shape.n_used, pairs = n.T, T = pairs / used;
         ggml_tensor *x = values(n.in[0]), *routed = rows(n.in[1]);
         const auto set = [&](int32_t out, ggml_tensor *t) { made({y.graph, y.node, out}, Form::rows) = t; };
@@ -132,15 +136,7 @@ protected:
                 return;
             }
             for (size_t i = 0; i < n.w.size(); i++) {
-                ggml_tensor *t = product(n.w[i], nullptr, 1);
-                if (!fused) {
-                    set(int32_t(i), t);
-                    continue;
-                }
-                for (int32_t half : {0, 1}) {
-                    set(half, ggml_cont(ctx, ggml_view_2d(ctx, t, w.shape.n_ff, pairs, t->nb[1],
-                                                          size_t(half) * w.shape.n_ff * sizeof(float))));
-                }
+                set(int32_t(i), product(n.w[i], nullptr, 1));
             }
             return;
         }
@@ -161,12 +157,6 @@ protected:
         const auto pairs_of = [&](ggml_tensor *t) { return ggml_reshape_2d(ctx, t, t->ne[0], pairs); };
         if (with_glu) { // {FF, n_used, T}
             set(0, pairs_of(fused ? ggml_swiglu(ctx, gate) : ggml_swiglu_split(ctx, gate, up)));
-        } else if (fused) {
-            for (int32_t half : {0, 1}) {
-                set(half, pairs_of(ggml_cont(
-                              ctx, ggml_view_3d(ctx, gate, w.shape.n_ff, used, T, gate->nb[1], gate->nb[2],
-                                                size_t(half) * w.shape.n_ff * sizeof(float)))));
-            }
         } else {
             set(0, pairs_of(gate));
             set(1, pairs_of(up));
