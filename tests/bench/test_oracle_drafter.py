@@ -9,6 +9,7 @@ from pathlib import Path
 import drive
 import numpy as np
 import pytest
+from depth import deeper
 
 from luce.bench.oracle_drafter import ACCEPT, BlockRule, amplitudes, drafter_of, make_drafter
 from luce.bench.oracle_model import SHAPES, Oracle, Rule
@@ -47,7 +48,7 @@ def test_each_depth_has_its_share_of_right_drafts(accept: float) -> None:
         assert (blocks.drafts[depth, tokens] < rule.n_cycle).all()
 
 
-@pytest.mark.parametrize(("config", "accept"), [(MINI, 0.5), (SHAPE, ACCEPT)], ids=["mini", "wide"])
+@pytest.mark.parametrize(("config", "accept"), [*deeper((MINI, 0.5)), (SHAPE, ACCEPT)], ids=["mini", "wide"])
 def test_blocks_are_accepted_as_the_rule_says(
     config: object, accept: float, native: Library, device: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,8 @@ import pytest
 import tiny
 from click.testing import CliRunner
 from command_line import one_line
-from hypothesis import HealthCheck, given, settings
+from depth import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tiny import rewritten
 
@@ -388,7 +389,7 @@ def test_control_characters_do_not_reach_the_terminal():
 
 
 @pytest.mark.sanitize
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(st.integers(0, 11_000), st.integers(0, 255)), min_size=1, max_size=4))
 def test_damaged_header_bytes_are_an_error_or_harmless(luce_, tiny_gguf, tmp_path, changes):
     raw = bytearray(tiny_gguf.read_bytes())

@@ -4,6 +4,7 @@ import json
 
 import box_model
 import pytest
+from depth import deeper_but
 
 PROMPT = "def fibonacci(n):\n"
 RUN = ("generate", "--gguf", box_model.GGUF, PROMPT, "-n", 40, "--ctx", 512, "--json")
@@ -15,7 +16,10 @@ def tokens_and_draft(result):
     return printed["tokens"], printed["stats"]["plan"]["draft"]["value"], printed["stats"]
 
 
-@pytest.mark.parametrize("sampling", [(), ("--temp", 0.7, "--top-k", 20, "--top-p", 0.95, "--seed", 3)])
+SAMPLED = ("--temp", 0.7, "--top-k", 20, "--top-p", 0.95, "--seed", 3)
+
+
+@pytest.mark.parametrize("sampling", deeper_but([(), SAMPLED], ()))
 def test_draft_prints_the_tokens_of_plain_decoding(luce_, sampling):
     plain, _, _ = tokens_and_draft(luce_(*RUN, "--spec", "off", *sampling))
     for flags, budget in (((), None), *((("--spec", "dflash", "--tree-budget", n), n) for n in (1, 6, 63))):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import tiny
 from click.testing import CliRunner
+from depth import deeper, deeper_but
 from rich.console import Console
 
 from luce.bench.oracle_model import make_oracle
@@ -62,7 +63,7 @@ def stats_of(result):
 
 
 @pytest.mark.parametrize("model", ["trunk", "combined"])
-@pytest.mark.parametrize("head", [None, "combined", "head", "trunk"])
+@pytest.mark.parametrize("head", [None, *deeper("combined"), "head", *deeper("trunk")])
 @pytest.mark.parametrize("spec", [None, "auto", "off", "mtp"])
 def test_every_flag_of_speculation_against_every_file(generate, model, head, spec):
     tokens = json.loads(generate(model, "--json").stdout)["tokens"]
@@ -98,7 +99,7 @@ def test_every_flag_of_speculation_against_every_file(generate, model, head, spe
             assert json.loads(result.stdout)["tokens"] == tokens, flags
 
 
-@pytest.mark.parametrize("gamma", range(MAX_GAMMA + 1))
+@pytest.mark.parametrize("gamma", deeper_but(range(MAX_GAMMA + 1), 0, 1, 3, MAX_GAMMA))
 def test_any_gamma_prints_the_same_tokens(generate, gamma):
     for sampling in ((), ("--temp", "1.5", "--seed", 7), ("--temp", "2", "--top-k", "50")):
         asked = ("--json", *sampling)
@@ -169,7 +170,7 @@ def test_a_drafter_that_was_not_given_is_named(generate):
 
 
 @pytest.mark.parametrize("model", ["trunk", "oracle"])
-@pytest.mark.parametrize("sampling", [(), ("--temp", "1.5", "--seed", 7)])
+@pytest.mark.parametrize("sampling", deeper_but([(), ("--temp", "1.5", "--seed", 7)], ()))
 def test_lookups_print_the_same_tokens(generate, model, sampling):
     """One model has no head, and one walks in circles."""
     asked = ("-n", 200, "--ctx", 256, "--json", *sampling)

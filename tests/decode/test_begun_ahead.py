@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from depth import examples
 from fake_core import (
     EOS,
     PROMPT,
@@ -17,7 +18,7 @@ from fake_core import (
     scripted,
 )
 from fake_sources import Chain, Source
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.decode.events import Failed, Finished, Tokens, Warned
@@ -113,7 +114,7 @@ def test_a_source_that_fails_where_it_is_asked_for_the_next_round_is_dropped():
     assert len(source.asked) == 3
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     drafts=st.lists(st.booleans(), min_size=1),
     stays=st.lists(st.booleans(), min_size=1),

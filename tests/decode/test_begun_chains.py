@@ -1,8 +1,9 @@
 """Rounds with drafts that the wait for the last round begins: which are, and what keeps them from it."""
 
 import pytest
+from depth import examples
 from fake_core import EOS, PROMPT, FakeEngine, Text, drive, expected, generation, hashed, nextn, run, scripted
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.decode.events import Failed, Finished, Tokens, Warned
@@ -52,7 +53,7 @@ def test_chains_follow_each_other():
     assert core.count("drafted") == 0, "the tokens come with the choices"
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     drafts=st.lists(st.integers(0, 8), min_size=1, max_size=5),
     follows=st.lists(st.one_of(st.none(), st.integers(0, 8)), min_size=1, max_size=5),

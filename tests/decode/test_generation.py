@@ -4,9 +4,10 @@ import itertools
 
 import fake_core
 import pytest
+from depth import examples
 from fake_core import EOS, N_VOCAB, PROMPT, FakeEngine, drive, expected, finish, generation, hashed, run, scripted
 from fake_sources import Chain, Faulty, OnDevice, Trees
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.decode.events import Event, Failed, Finished, Prefilled, Started, State, Tokens, Warned
@@ -65,7 +66,7 @@ MOVES = {  # By what comes in which state: the states that may follow.
 }
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     kind=st.sampled_from(["plain", "device", "trees", "faulty"]),
     fail=st.none() | st.tuples(st.sampled_from(["prefill", "draft", "verify", "commit"]), st.integers(0, 6)),
@@ -186,7 +187,7 @@ def test_prompt_longer_than_the_context_names_both():
 SHAPES = st.lists(st.lists(st.tuples(st.integers(0, 70), st.booleans()), max_size=70), min_size=1, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     shapes=SHAPES,
     budget=st.integers(0, 40),
@@ -391,7 +392,7 @@ def test_half_a_character_is_not_shown_until_the_end():
     assert [event.text for event in events if isinstance(event, Tokens)] == ["", "é", "", "�"]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     body=st.lists(st.sampled_from(b"abc"), max_size=12),
     stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=3),

@@ -4,9 +4,10 @@ import itertools
 
 import fake_core
 import pytest
+from depth import examples
 from fake_core import EOS, PROMPT, FakeEngine, drive, expected, finish, generation, hashed, nextn, scripted
 from fake_sources import Chain, Faulty, OnDevice, Trees
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.decode.events import Failed, Finished, Prefilled, State, Tokens, Warned
@@ -50,7 +51,7 @@ def with_source(core, request, kind, **more):
     return one
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     kinds=st.lists(st.sampled_from(sorted(SOURCES)), min_size=1, max_size=8),
     n_chunk=st.integers(1, 9),

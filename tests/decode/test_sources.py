@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash
+from depth import deeper, deeper_but, examples
 from fake_core import TOKENIZER
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from luce.decode.events import Finished, Warned
@@ -333,7 +334,7 @@ def _same_in_company(bench, company, kept, of):
     return accepted
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(20, suppress_health_check=list(HealthCheck))
 @given(
     company=st.lists(
         st.tuples(
@@ -354,7 +355,7 @@ def test_mixtures_give_the_tokens_and_bytes_of_plain_decoding(bench, company, ke
     same_in_company(bench, company, kept, ahead)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("ahead", [*deeper(False), True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("kind", sorted(set(KINDS)))
 def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, kind, ahead):
     """Eight run at once, and some of what each source proposes is accepted."""
@@ -365,7 +366,7 @@ def test_every_source_gives_the_tokens_and_bytes_of_plain_decoding(bench, kind, 
 
 
 @pytest.mark.parametrize("kind", ["dflash-tree", "mtp-tree", "auto"])
-@pytest.mark.parametrize("first", range(1, 64, 8))
+@pytest.mark.parametrize("first", deeper_but(range(1, 64, 8), 1, 17, 57))
 def test_every_budget_at_every_temperature_gives_the_tokens_of_plain_decoding(bench, first, kind):
     """Budgets 1 to 63 of trees of blocks, combs and auto, eight at once, each sampled in another way."""
     company = [

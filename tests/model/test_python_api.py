@@ -5,6 +5,7 @@ import asyncio
 import gc
 import json
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import jsonschema
 import numpy as np
 import pytest
 from checkout import ROOT
+from depth import deeper_but
 from serving import until
 
 import luce
@@ -330,13 +332,13 @@ def test_busy_where_as_many_wait_as_may(device):
 
 
 def test_a_prefix_is_resumed_by_many():
-    rests = [f"def g{n}(x):\n" for n in range(5)]
+    rests = [f"def g{n}(x):\n" for n in range(3)]
     with load(KEEPS, parallel=2, checkpoints=1) as model, model.prefix(LONG) as prefix:
         assert prefix.kept_tokens == len(model.encode(LONG)) // 256 * 256 > 0
         for n in range(3):  # Others would take its place.
             model.generate(f"x{n} = 1\n" + LONG, max_tokens=1)
         answers = prefix.generate(rests, max_tokens=10)
-        assert [each.cached_tokens for each in answers] == [prefix.kept_tokens] * 5
+        assert [each.cached_tokens for each in answers] == [prefix.kept_tokens] * 3
         assert "".join(piece.text for piece in prefix.stream(rests[0], max_tokens=10)) == answers[0].text
         assert model.generate(LONG + rests[1], max_tokens=10).cached_tokens == prefix.kept_tokens
     with load(KEEPS, draft="off", checkpoints=0) as alone:
@@ -660,13 +662,32 @@ DOCUMENT = ROOT / "docs" / "python-api.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.S | re.M)
 
 
-@pytest.mark.parametrize("n", range(len(EXAMPLES)))
-def test_the_documents_examples_run(n, tmp_path, device):
-    """Each runs as a program of its own, with the model in the box as model.gguf."""
+@pytest.fixture
+def example(tmp_path):
+    """Gives example(n), which writes the document's nth example beside the model in the box as model.gguf."""
     (tmp_path / "model.gguf").symlink_to(box_model.GGUF)
-    (tmp_path / "example.py").write_text(EXAMPLES[n])
-    run = [sys.executable, "example.py"]
-    ran = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+
+    def write(n):
+        path = tmp_path / "example.py"
+        path.write_text(EXAMPLES[n])
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("n", range(len(EXAMPLES)))
+def test_the_documents_examples_run(n, example, monkeypatch, capfd):
+    path = example(n)
+    monkeypatch.chdir(path.parent)
+    runpy.run_path(path.name, run_name="__main__")
+    printed, said = capfd.readouterr()
+    assert printed and not said
+
+
+@pytest.mark.parametrize("n", deeper_but(range(len(EXAMPLES)), 0))
+def test_each_example_is_a_program_of_its_own(n, example):
+    path = example(n)
+    ran = subprocess.run([sys.executable, path.name], cwd=path.parent, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout and not ran.stderr
 

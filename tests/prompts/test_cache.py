@@ -15,8 +15,9 @@ from unittest import mock
 import httpx
 import numpy as np
 import pytest
+from depth import examples
 from drive import open_engine, open_model, prefill
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from saved_bytes import ARITHMETIC, BUILD, changed, former
 from serving import HANG_S, Gate, serving, until
@@ -85,7 +86,7 @@ def cold(engine, prompt):
 PARTS = [words(1, 300), words(2, 520), words(3, 40), words(4, 700)]
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     prompts=st.lists(st.lists(st.sampled_from(range(4)), min_size=1, max_size=2), min_size=2, max_size=7),
     host=st.sampled_from([0, 400_000, 1 << 30]),

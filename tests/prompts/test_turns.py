@@ -6,8 +6,9 @@ import queue
 import numpy as np
 import pytest
 import tiny
+from depth import deeper, examples
 from drive import open_engine, open_model
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from paper_engine import PaperEngine, PaperLine
 from serving import HANG_S
@@ -69,7 +70,7 @@ def conversation(marked, turns, first, each):
 LENGTHS = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.integers(0, 900)), max_size=40)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(LENGTHS, LENGTHS, LENGTHS, st.integers(0, 40), st.sampled_from([256, 768, 1024, 2048]))
 def test_prompts_that_begin_alike_are_cut_alike(marked, same, one, other, torn, n_chunk):
     turns = Turns(marked, n_chunk)
@@ -90,7 +91,7 @@ def test_prompts_that_begin_alike_are_cut_alike(marked, same, one, other, torn, 
     assert {*range(n_chunk, len(first) + 1, n_chunk)} <= {*ends}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(LENGTHS)
 def test_little_is_read_again_of_a_turn(marked, messages):
     """The next prompt of a conversation goes on where the answer begins."""
@@ -142,9 +143,9 @@ def replayed(scheduler, talks, new=1):
     ("n_chunk", "slots", "talks", "how"),
     [
         (1024, 4, 4, {}),  # luce serve takes these on a GPU.
-        (2048, 4, 4, {}),
+        *deeper((2048, 4, 4, {})),
         (4096, 1, 1, {"n_pages": 119}),  # There is no page more than the longest prompt has, and one.
-        (2048, 4, 8, {"host_bytes": 1 << 40}),  # Half of them have room on the device.
+        *deeper((2048, 4, 8, {"host_bytes": 1 << 40})),  # Half of them have room on the device.
     ],
     ids=str,
 )
@@ -177,7 +178,7 @@ def prompts_of(parts, talk=0):
     return [tuple([MARK, 33 + talk, *(token for part in each for token in PART[part])]) for each in parts]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     parts=TREE,
     checkpoints=st.integers(1, 5),
@@ -216,7 +217,7 @@ def test_each_beginning_knows_the_one_before(marked, parts, checkpoints, host_by
 
 
 @pytest.mark.long
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     st.lists(SMALL, min_size=1, max_size=4), st.integers(1, 3), st.sampled_from([0, 1, 300, None]),
     st.sampled_from([512, 2048]), st.sampled_from([0, 1 << 30]), st.integers(0, 12),

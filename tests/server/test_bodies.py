@@ -10,6 +10,7 @@ import json
 import random
 
 import pytest
+from depth import deeper
 from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCHEMA, SYSTEM, TOOL
 
 from luce.data import BOX
@@ -178,8 +179,9 @@ def test_what_is_asked_of_sampling_means_the_same_in_each_api():
         assert ask.penalties == ({} if api in ("responses", "messages") else penalties)
 
 
+@pytest.mark.parametrize("n", [100, *deeper(400)])
 @pytest.mark.parametrize("api", BODIES)
-def test_a_body_that_is_spoilt_anywhere_is_an_ask_or_refused(api, tokenizer):
+def test_a_body_that_is_spoilt_anywhere_is_an_ask_or_refused(api, n, tokenizer):
     form, ask_of, bodies = BODIES[api]
 
     async def is_asked(body):
@@ -198,7 +200,7 @@ def test_a_body_that_is_spoilt_anywhere_is_an_ask_or_refused(api, tokenizer):
     async def all_of_them():
         rng = random.Random(1)
         assert [await is_asked(body) for body in bodies] == [True] * len(bodies)
-        asked = [await is_asked(spoilt(rng, rng.choice(bodies))) for _ in range(400)]
-        assert 20 < sum(asked) < 380
+        asked = [await is_asked(spoilt(rng, rng.choice(bodies))) for _ in range(n)]
+        assert 0.05 * n < sum(asked) < 0.95 * n
 
     asyncio.run(all_of_them())

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import tiny
+from depth import deeper
 from serving import HANG_S, serving, settings, until
 
 from luce.cli.command import installing
@@ -164,7 +165,7 @@ def test_a_file_of_odd_sampling_is_one_line(command, tmp_path, monkeypatch):
     assert running.returncode == 1 and said.startswith(f"Error: {path}: key general.sampling.temp: "), said
 
 
-@pytest.mark.parametrize("missing", ["uvicorn", "starlette", "prometheus_client"])
+@pytest.mark.parametrize("missing", ["uvicorn", *deeper("starlette", "prometheus_client")])
 def test_without_its_extra_the_command_says_what_to_install(missing, tmp_path):
     """Its help needs no extra. A process of its own has imported none of them yet."""
     program = f"import sys; sys.modules[{missing!r}] = None; from luce.cli.commands import main; main()"

@@ -4,7 +4,8 @@ import random
 
 import pytest
 import replay
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 TRACES, HELD_OUT = replay.recorded(), replay.recorded(replay.HELD_OUT)
@@ -62,7 +63,7 @@ def test_auto_has_it_where_the_host_takes_a_while_between_rounds(between):
     assert min(replay.against_the_best(HELD_OUT, costs, seconds).values())[0] > 0.94
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     name=st.sampled_from(sorted(MACHINES)),
     texts=st.lists(st.sampled_from(EVERY), min_size=1, max_size=6),
@@ -84,7 +85,7 @@ def test_a_text_that_begins_badly_is_tried_again():
     assert taken["narrative/letter"] < plain["narrative/letter"] / 2
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     name=st.sampled_from(sorted(MACHINES)),
     earlier=st.lists(st.sampled_from(EVERY), max_size=6),

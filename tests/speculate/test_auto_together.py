@@ -5,7 +5,8 @@ import random
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from machines import STEPS_27B, Repeats, line
 
@@ -64,7 +65,7 @@ def lost(costs, texts):
             lost -= accepted + 1
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     steps=st.lists(st.floats(0.0, 1.2), min_size=6, max_size=6),
     draft=st.floats(0, 0.5),

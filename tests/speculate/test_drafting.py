@@ -1,9 +1,10 @@
 """Drafts that stay on the device, and the NextN chain: over a fake core, with a clock of its own."""
 
 import pytest
+from depth import examples
 from fake_core import EOS, PROMPT, FakeEngine, Text, expected, finish, hashed, nextn, run, scripted
 from fake_sources import Chain, OnDevice, Trees
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.decode.events import State, Warned
@@ -116,7 +117,7 @@ def test_a_chain_is_as_long_as_asked(gamma):
     assert last.stats.acceptance == (1.0 if gamma else None)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     gammas=st.lists(st.integers(0, MAX_GAMMA), min_size=1, max_size=5),
     right=st.lists(st.booleans(), min_size=1, max_size=7),

@@ -2,6 +2,7 @@
 rounds really take there is what auto counts, and it keeps its promise where no draft is right."""
 
 import pytest
+from depth import deeper
 from fake_core import PROMPT, FakeEngine, drive, generation, hashed
 from machines import STEPS_27B
 
@@ -264,10 +265,10 @@ def test_texts_that_decode_together_are_at_most_3_percent_slower_than_plain(name
 @pytest.mark.parametrize(
     ("name", "share", "gammas", "at_first"),
     [
-        ("27b", 1.0, (7, 8), 0.97),
+        *deeper(("27b", 1.0, (7, 8), 0.97)),
         ("0.8b", 1.0, (7, 8), 0.97),
         ("27b", 0.8, (4, 5), 0.97),
-        ("0.8b", 0.8, (4, 5), 0.96),
+        *deeper(("0.8b", 0.8, (4, 5), 0.96)),
     ],
 )
 def test_texts_that_decode_together_have_the_best_number_of_drafts(name, share, gammas, at_first):

@@ -5,9 +5,10 @@ import math
 import random
 
 import pytest
+from depth import deeper, examples
 from fake_core import FakeEngine, expected, finish, hashed
 from fake_core import Text as FakeText
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from machines import BOX, CPU, GPU, MACHINES, OWED, STEEP, Fresh, Repeats, drafts, line, machine, runner
 
@@ -119,14 +120,14 @@ def test_auto_has_97_percent_of_the_best_gamma_over_256_tokens(name, accepted):
 
 
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9), (0.8, 0.3), (0.3, 0.8)])
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9), *deeper((0.8, 0.3), (0.3, 0.8))])
 def test_auto_follows_a_text_that_changes(name, before, after):
     costs = MACHINES[name]
     rate = auto_rate(costs, lambda done: before if done < 256 else after, 512, runs=15)
     assert rate > 0.97 * best_rate(costs, before, after)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     steps=st.lists(st.floats(0.0, 1.5), min_size=MAX_GAMMA, max_size=MAX_GAMMA),
     draft=st.floats(0, 0.5),
@@ -263,7 +264,7 @@ def test_a_source_that_was_not_verified_is_learned_all_the_same():
     assert learned.lookup(1, 9)[0] < 0.5 * after[0]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     steps=st.lists(st.floats(0.0, 1.2), min_size=5, max_size=5),
     draft=st.floats(0, 0.5),
@@ -286,7 +287,7 @@ def test_all_sources_are_never_slower_than_plain_by_more_than_3_percent(
     assert seconds <= 1.03 * 255
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     steps=st.lists(st.floats(0.0, 0.3), min_size=31, max_size=31),
     draft=st.floats(0, 0.3),
@@ -385,7 +386,7 @@ def test_feeding_the_head_in_each_step_of_several_sequences_is_part_of_the_3_per
         assert drafted and (0 if sequences == 1 else costs.feed(1) / plain * 255) < lost < 0.03 * 255
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     between=st.floats(0.0, 0.2), fires=st.floats(0, 1), noise=st.floats(0, 0.05), seed=st.integers(0, 2**32)
 )
@@ -402,7 +403,7 @@ def test_what_the_host_takes_is_part_of_the_3_percent(between, fires, noise, see
     assert any(any(each) for each in rounds), "something is tried all the same"
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     costs=st.sampled_from([GPU, BOX]),
     n_top=st.sampled_from([0, 4]),

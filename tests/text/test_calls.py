@@ -6,7 +6,8 @@ import re
 
 import pytest
 from call_reference import Reference, Tool
-from hypothesis import assume, example, given, settings
+from depth import examples
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from luce.text import calls
@@ -38,7 +39,7 @@ def read(parts, tools=TOOLS, cut=False, **how):
     return found, parser.cut
 
 
-STRIDE = 37  # A piece of so many letters holds several marks, and ends at any place of one.
+STRIDE = 17  # A piece of so many letters holds a mark and parts of others, and ends at any place of one.
 
 
 def cuts(text):
@@ -391,7 +392,7 @@ def plain_value(name, key, text):
     return int(text) if whole else text
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(st.sampled_from(WORDS), max_size=16), st.sampled_from(["", HEAD, "<tool_call>\n<function=run>\n"]),
        st.booleans(), st.data())  # fmt: skip
 @example([PATH, END, "\n", "</function>", HEAD, PATH], "", False, None)
@@ -406,7 +407,7 @@ def test_any_text_is_read_as_the_reference_reads_it_however_it_is_cut(words, beg
         assert read(each, cut=cut) == expected, each
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(st.sampled_from([*WORDS, "<think>", "</think>"]), max_size=16), st.booleans(), st.booleans(), st.data())
 def test_thoughts_do_not_depend_on_cuts_either(words, reasoning, cut, data):
     text = "".join(words)
@@ -439,7 +440,7 @@ INNER = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(INNER, INNER), min_size=1, max_size=3))
 def test_what_was_written_comes_back(values):
     found = [("put", {"path": path, "content": content}) for path, content in values]
@@ -455,7 +456,7 @@ DAMAGE = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(st.sampled_from(["ls", "a b", "x\ny", "<b>1</b>", "5"]), min_size=1, max_size=4), DAMAGE, st.data())
 def test_a_damaged_text_is_read_as_it_was_meant_or_is_text(values, damage, data):
     """One closer is damaged. Never is a mark within a value, or debris in the text, and never do calls join."""

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.text.parser import Parser
@@ -120,7 +121,7 @@ MARKS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(st.sampled_from(MARKS), max_size=14), st.booleans(), st.booleans(), st.data())
 def test_no_grouping_changes_what_is_said(words, reasoning, with_tools, data):
     text, tools = "".join(words), TOOLS if with_tools else {}
@@ -271,7 +272,7 @@ def test_types_that_a_schema_names_elsewhere(held):
     assert nothing == call("put", note=None, near=None)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.tuples(st.sampled_from(["path", "content"]), st.text(max_size=30)), max_size=2,
              unique_by=lambda each: each[0]),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from depth import examples
 from grammar_walks import accepts, walk
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.errors import ArgumentError
@@ -151,7 +152,7 @@ NODES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     rules=st.fixed_dictionaries({"root": NODES, "x": NODES, "y": NODES}),
     texts=st.lists(st.text("abc", max_size=6), min_size=6, max_size=12),

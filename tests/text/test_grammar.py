@@ -7,6 +7,7 @@ import sys
 import jsonschema
 import pytest
 from box_model import GGUF, PROMPTS
+from depth import deeper
 
 from luce.data import BOX
 from luce.decode.engine import Engine
@@ -71,7 +72,7 @@ def text(engines, grammar, sampling, prompt=PROMPTS[0], **more):
     return ends[0].text, ends[0].reason
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], *deeper(*SAMPLINGS[1:3]), SAMPLINGS[3]], ids=str)
 @pytest.mark.parametrize(
     "schema",
     [

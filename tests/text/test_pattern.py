@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.text.pattern import PatternError, languages, matches, other_than, whole
@@ -99,7 +100,7 @@ EDGES = [st.sampled_from([mark, mark, ""]) for mark in "^$"]
 WAYS = st.builds(way, EDGES[0], LOOKS, SEQUENCES, BEHIND, EDGES[1])
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(WAYS, min_size=1, max_size=2).map("|".join),
     st.lists(st.text("ab-1\n", max_size=5), min_size=3, max_size=3),
@@ -115,7 +116,7 @@ def test_random_patterns_match_as_pythons_do(pattern, texts):
         assert found(pattern, text) == (same.search(text) is not None), (pattern, text)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.text("ab", max_size=4), min_size=1, max_size=4), st.text("abc", max_size=5))
 def test_texts_other_than_some(texts, text):
     assert matches((other_than(texts),), text) == (text not in texts)

@@ -9,8 +9,9 @@ import json
 import jsonschema
 import pytest
 from checkout import GOLDENS
+from depth import examples
 from grammar_walks import accepts, walk
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.errors import ArgumentError
@@ -557,7 +558,7 @@ def ordered(value):
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(schema=SCHEMAS, seed=st.integers(0, 9), closed=st.booleans())
 def test_random_walks_never_stand_still_and_end_in_what_fits(schema, seed, closed):
     try:
@@ -570,7 +571,7 @@ def test_random_walks_never_stand_still_and_end_in_what_fits(schema, seed, close
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(schema=SCHEMAS, values=st.lists(VALUES, min_size=5, max_size=8))
 def test_a_grammar_takes_what_fits_and_nothing_else(schema, values):
     try:
@@ -585,7 +586,7 @@ def test_a_grammar_takes_what_fits_and_nothing_else(schema, values):
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(schema=SCHEMAS, value=st.dictionaries(KEY, VALUES, max_size=3), seed=st.integers(0, 9))
 def test_a_tool_that_is_not_strict_is_never_refused_and_takes_all_that_fits(schema, value, seed):
     made = calls(schema | OBJECT, closed=False)

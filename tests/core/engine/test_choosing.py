@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiny
 from box_model import DRAFTER, GGUF, PROMPTS
-from hypothesis import HealthCheck, given, settings
+from depth import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from op_run import penalise
 
@@ -45,7 +46,7 @@ def processed(logits: np.ndarray, penalties: Penalties, tokens: list[int], n_pro
     return np.where(count > 0, scores - np.float32(penalties.presence), scores)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     penalties=PENALTIES,
     tokens=st.lists(st.integers(0, N_VOCAB - 1), max_size=30),
@@ -221,7 +222,7 @@ def outcome(engine: Engine, request: Request) -> tuple[Finished, list[Logprobs]]
     return events[-1], [one for event in events if isinstance(event, Tokens) for one in event.logprobs]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(20, suppress_health_check=list(HealthCheck))
 @given(
     prompt=st.sampled_from(PROMPTS),
     penalties=PENALTIES,

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash
-from hypothesis import HealthCheck, given, settings
+from depth import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from op_run import poison
 from tiny import Config
@@ -420,11 +421,7 @@ OPERATIONS += ["stop", "restart", "cancel", "nan"]
     ("kind", "kv_type"),
     [("F32", "f32"), ("Q4_K", "q8_0"), ("Q4_K", "f16"), ("F32 experts", "f32"), ("Q4_K experts", "f16")],
 )
-@settings(
-    max_examples=settings.default.max_examples // 20,  # The gate runs more of them (.ci/run).
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     schedule=st.lists(
         st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 2**32 - 1)), min_size=40, max_size=120

@@ -12,7 +12,8 @@ import drive
 import nan_model
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from nan_model import SMALL, tokens_of
 from op_run import counts
@@ -322,7 +323,7 @@ class Random:
         return NOTHING
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(calls=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 2**32 - 1)), min_size=30, max_size=60))
 def test_nothing_between_rounds_costs_anything(large: Engine, calls: list[tuple[int, int]]) -> None:
     """Committing (paths of trees too), dropping rows, resets, checkpoints on the device and on their way to

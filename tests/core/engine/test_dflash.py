@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash
+from depth import deeper
 from tiny_dflash import CASES
 
 from luce.decode.engine import Engine
@@ -126,7 +127,7 @@ def random_round(sequence: Timeline, rng: np.random.Generator) -> list[int]:
     return [rows[row] for row in path]
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "q8_0"])
+@pytest.mark.parametrize("kv_type", [*deeper("f32"), "q8_0"])
 def test_rounds_of_both_drafters_leave_the_bytes_of_plain_decoding(model: Model, kv_type: str) -> None:
     """They run in any order, over the end of a page. Rejected rows leave nothing, and blocks draft the same
     after."""

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tiny
 from click.testing import CliRunner
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.cli.commands import cli
@@ -253,7 +254,7 @@ class Drafted:
         return [self._choices[depth]]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     target=st.lists(st.integers(0, 9), min_size=2, max_size=9),
     every=st.lists(st.integers(0, 9), min_size=8, max_size=8),

@@ -10,6 +10,7 @@ import drive
 import numpy as np
 import pytest
 import tiny
+from depth import deeper, deeper_but
 from tiny import Config
 
 from luce.errors import ArgumentError, NumericError, StateError
@@ -74,8 +75,8 @@ def random_round(sequence: Timeline, rng: np.random.Generator, n_draft: int) -> 
     return [rows[row] for row in path]
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("kind", ["F32", "Q4_K"])
+@pytest.mark.parametrize("kv_type", deeper_but(("f32", "f16", "q8_0", "q4_0"), "f16", "q8_0"))
+@pytest.mark.parametrize("kind", [*deeper("F32"), "Q4_K"])
 @pytest.mark.parametrize("n_draft", [0, 8])
 def test_any_rounds_leave_the_bytes_of_plain_decoding(
     n_draft: int, kind: str, kv_type: str, model_of: Callable[..., Model]

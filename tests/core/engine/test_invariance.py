@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ref
 import tiny
+from depth import deeper, deeper_but
 from tiny import Config
 
 from luce.errors import UnsupportedError
@@ -26,6 +27,7 @@ EXPERTS = tiny.with_experts(CONFIG)
 FUSED = replace(CONFIG, head_dim=128, state_size=128)
 SEED = 21
 WIDTHS = (2, 5, 8, 16, 33, 64)
+FEW = (5, 33)
 # They bound the relative logit error on the CPU. CUDA multiplies F32 as TF32 (measured on an H100: 1.6e-3).
 ERROR = {"F32": 1e-5, "F16": 1e-2, "BF16": 5e-2}
 
@@ -68,8 +70,8 @@ def tokens_of(seed: int, n: int) -> list[int]:
 def check_widths(
     model: Model, prompt: list[int], tried: Sequence[int] = WIDTHS, **params: int | str
 ) -> None:
-    tokens = tokens_of(2, 64)
-    n_ctx = len(prompt) + 64
+    tokens = tokens_of(2, max(tried) + 7)
+    n_ctx = len(prompt) + len(tokens)
     one, two = (drive.open_sequence(model, n_ctx=n_ctx, **params | {"n_threads": n}) for n in (1, 2))
     drive.prefill(one, prompt)
     plain = drive.chain_logits(one, tokens, 1)
@@ -104,13 +106,16 @@ def test_weight_type_computes_what_its_weights_say(
     assert np.linalg.norm(sequence.logits(0) - expected[-1]) < 2 * allowed * size
 
 
+@pytest.mark.parametrize("widths", deeper_but([FEW, WIDTHS], FEW), ids=["few", "all"])
 @pytest.mark.parametrize("kind", [*drive.WEIGHT_TYPES, "MXFP4 experts", "NVFP4 experts"])
-def test_width_changes_no_bit(kind: str, model_of: Callable[[str], Model], device: str) -> None:
+def test_width_changes_no_bit(
+    kind: str, widths: Sequence[int], model_of: Callable[[str], Model], device: str
+) -> None:
     if kind == "NVFP4 experts" and device != "cpu":
         with pytest.raises(UnsupportedError, match="no experts on a GPU"):
             model_of(kind)
         return
-    check_widths(model_of(kind), tokens_of(1, 9))
+    check_widths(model_of(kind), tokens_of(1, 9), widths)
 
 
 @pytest.mark.long
@@ -125,7 +130,7 @@ def test_width_changes_no_bit_with_kv(kv_type: str, model_of: Callable[[str], Mo
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
-@pytest.mark.parametrize("n_prompt", [240, 500, 1000])
+@pytest.mark.parametrize("n_prompt", [240, *deeper(500, 1000)])
 def test_width_changes_no_bit_far_into_the_context(
     kv_type: str, n_prompt: int, model_of: Callable[[str], Model]
 ) -> None:
@@ -133,8 +138,8 @@ def test_width_changes_no_bit_far_into_the_context(
     check_widths(model_of("Q8_0"), tokens_of(1, n_prompt), kv_type=kv_type)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q4_K", "Q6_K", "F32 experts", "Q4_K experts"])
-@pytest.mark.parametrize("n_rows", [3, 16, 23, 64])
+@pytest.mark.parametrize("kind", ["F32", "Q4_K", *deeper("Q6_K", "F32 experts"), "Q4_K experts"])
+@pytest.mark.parametrize("n_rows", [3, *deeper(16), 23, *deeper(64)])
 def test_tree_rows_equal_plain_decoding_of_their_path(
     kind: str, n_rows: int, model_of: Callable[[str], Model]
 ) -> None:
@@ -190,7 +195,7 @@ def test_accepting_all_rows_of_full_steps(kind: str, model_of: Callable[[str], M
         check_same(drive.chain_logits(wide, tokens, 64), drive.chain_logits(plain, tokens, 1))
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kv_type", deeper_but(("f32", "f16", "q8_0", "q4_0"), "f16"))
 @pytest.mark.parametrize("kind", ["F32", "Q4_K", "Q4_K experts"])
 def test_two_runs_give_the_same_bits(kind: str, kv_type: str, model_of: Callable[[str], Model]) -> None:
     """On every device there are no floating-point atomics and no races. Steps are plain and wide."""

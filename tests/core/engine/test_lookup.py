@@ -2,8 +2,9 @@
 
 import drive
 import pytest
+from depth import examples
 from fake_core import FakeEngine, Text, expected, finish, hashed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from op_run import lookup
 
@@ -32,7 +33,7 @@ def rule(tokens, most):
     return text[n:], matched
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     words=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=4),
     order=st.lists(st.integers(0, 3), min_size=1, max_size=90),
@@ -84,7 +85,7 @@ def test_a_sequence_looks_at_its_own_tokens(native, tiny_gguf, device):
         sequence.lookup(-1, 3)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     budget=st.integers(1, 63),
     period=st.integers(1, 12),

@@ -16,6 +16,7 @@ import drive
 import numpy as np
 import pytest
 import tiny
+from depth import deeper, deeper_but
 from drive import Decoded
 from identity import Identity
 from tiny import Config
@@ -52,6 +53,8 @@ HOT = {"greedy": 0.0, "top-k": 50.0, "top-p": 32.0, "min-p": 54.0}
 
 # Greedy runs try every gamma; sampled ones, whose rounds are the same but for the choice, have them in turn.
 TRIED = {"greedy": tuple(GAMMAS), "top-k": (1, 4, 8), "top-p": (2, 5, 7), "min-p": (3, 6, 8)}
+
+BOX_PROMPTS = "def fibonacci(n):\n", "import os\n\n\nclass Store:\n    def __init__(self, path):\n"
 
 Same = Callable[[Sequence[int], Sequence[int], int], None]
 
@@ -195,22 +198,22 @@ def test_every_gamma_gives_the_tokens_of_plain_decoding(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("prompt", [BOX_PROMPTS[0], *deeper(BOX_PROMPTS[1])], ids=["function", "class"])
 def test_the_box_prints_the_same_code_at_every_gamma(
-    sampling: str, native: Library, device: str, same: Same
+    prompt: str, sampling: str, native: Library, device: str, same: Same
 ) -> None:
     file = File(box_model.GGUF, native)
     tokenizer, model = Tokenizer(file.kv), Model(file, device, head=file)
-    for prompt in ("def fibonacci(n):\n", "import os\n\n\nclass Store:\n    def __init__(self, path):\n"):
-        sequence = drive.open_sequence(model, n_ctx=256, n_rows=9, n_draft=8, kv_type="f16")
-        chosen = replace(SAMPLINGS[sampling], temperature=SAMPLINGS[sampling].temperature / 2)
-        sequence.set_sampling(chosen)
-        ids, accepted = tokenizer.encode(prompt, add_bos=True), 0
-        plain = drive.decode(sequence, ids, 48).tokens
-        for gamma in TRIED[sampling]:
-            found = drive.decode(sequence, ids, 48, gamma)
-            same(found.tokens, plain, 48)
-            accepted += sum(found.accepted)
-        assert accepted > 12 * len(TRIED[sampling]), "a trained head"
+    sequence = drive.open_sequence(model, n_ctx=256, n_rows=9, n_draft=8, kv_type="f16")
+    chosen = replace(SAMPLINGS[sampling], temperature=SAMPLINGS[sampling].temperature / 2)
+    sequence.set_sampling(chosen)
+    ids, accepted = tokenizer.encode(prompt, add_bos=True), 0
+    plain = drive.decode(sequence, ids, 48).tokens
+    for gamma in TRIED[sampling]:
+        found = drive.decode(sequence, ids, 48, gamma)
+        same(found.tokens, plain, 48)
+        accepted += sum(found.accepted)
+    assert accepted > 12 * len(TRIED[sampling]), "a trained head"
 
 
 @pytest.mark.long
@@ -250,6 +253,7 @@ def test_long_prompts(
                 assert found.accepted == walk(rule_of(0.75), plain[0], gamma, n)
 
 
+@pytest.mark.long
 def test_a_prompt_far_longer_than_any_default(model_of: Callable[[str], Model], same: Same) -> None:
     """It has 9000 tokens at a context of 65536: the head's context is the sequence's."""
     model, prompt = model_of("Q4_K"), prompt_of(9000)
@@ -264,7 +268,7 @@ def test_a_prompt_far_longer_than_any_default(model_of: Callable[[str], Model], 
     same(runs[1], runs[0], 12)
 
 
-@pytest.mark.parametrize("n_chunk", [256, 512, 2048])
+@pytest.mark.parametrize("n_chunk", [256, *deeper(512), 2048])
 def test_chunks_do_not_change_acceptance(n_chunk: int, model_of: Callable[[str], Model]) -> None:
     sequence = drive.open_sequence(model_of("oracle"), n_ctx=1500, n_rows=5, n_draft=4, n_chunk=n_chunk)
     found = drive.decode(sequence, prompt_of(1300), 60, 4)
@@ -292,8 +296,8 @@ def test_layouts_of_files_decode_the_same(
 # ---- acceptance
 
 
-@pytest.mark.parametrize("accept", [0.0, 0.5, 0.75, 1.0])
-@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("accept", [0.0, *deeper(0.5), 0.75, 1.0])
+@pytest.mark.parametrize("gamma", deeper_but(GAMMAS, 1, 3, 8))
 def test_acceptance_is_what_the_file_sets(
     accept: float, gamma: int, native: Library, oracle_file: Callable[[float], Path], device: str
 ) -> None:
@@ -324,7 +328,7 @@ def test_the_same_prompt_has_the_same_acceptance_every_time(model_of: Callable[[
             assert (found, drafted) == first
 
 
-@pytest.mark.parametrize("pause", [1, 9, 63, 64, 65, 600])
+@pytest.mark.parametrize("pause", [1, *deeper(9, 63), 64, *deeper(65, 600)])
 def test_after_a_pause_acceptance_is_that_of_the_rule(pause: int, model_of: Callable[[str], Model]) -> None:
     """Drafts come, then plain rounds, then drafts again."""
     rule, sequence = rule_of(0.75), drive.open_sequence(model_of("oracle"), n_ctx=1024, n_rows=9, n_draft=8)
@@ -336,7 +340,7 @@ def test_after_a_pause_acceptance_is_that_of_the_rule(pause: int, model_of: Call
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_K"])
-@pytest.mark.parametrize("pause", [1, 9, 63, 64, 65, 600])
+@pytest.mark.parametrize("pause", [1, *deeper(9, 63), 64, *deeper(65, 600)])
 def test_a_pause_leaves_no_trace_in_the_drafts(
     kind: str, pause: int, model_of: Callable[[str], Model]
 ) -> None:
@@ -404,7 +408,7 @@ def tokenizer_of(model: Model) -> Tokenizer:
 
 
 @pytest.mark.parametrize("accept", [0.0, 0.75, 1.0])
-@pytest.mark.parametrize("n", [1, 2, 8, 9, 10, 11, 100])
+@pytest.mark.parametrize("n", [1, 2, *deeper(8, 9), 10, *deeper(11, 100)])
 def test_budgets_of_all_sizes(
     accept: float, n: int, native: Library, oracle_file: Callable[[float], Path], device: str
 ) -> None:

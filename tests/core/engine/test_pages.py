@@ -9,6 +9,7 @@ import drive
 import nan_model
 import numpy as np
 import pytest
+from depth import deeper, deeper_but
 from nan_model import state_of, tokens_of
 
 from luce.errors import OutOfMemory, StateError
@@ -68,7 +69,10 @@ def test_an_engine_without_slots_resumes_from_host_memory(model: Model) -> None:
     assert sequence.info.n_pages == 2 == engine.info.n_pages - engine.info.pages_free
 
 
-@pytest.mark.parametrize("cuts", [(256,), (256, 512, 768), (512, 768), (256, 1024)], ids=str)
+CUTS = [(256,), (256, 512, 768), (512, 768), (256, 1024)]
+
+
+@pytest.mark.parametrize("cuts", deeper_but(CUTS, CUTS[1]), ids=str)
 def test_a_prompt_is_resumed_at_any_page_that_it_is_cut_at(cuts: tuple[int, ...], model: Model) -> None:
     """Chunks have two pages here, and a prompt is cut at ends of chunks and at some pages between them. From
     each of these it goes on with the tokens, logits and state of a cold prompt that is cut at the same ones,
@@ -204,7 +208,7 @@ OPERATIONS = ["open", "close", "chunk", "chunk", "chunk", "decode", "draft", "re
 OPERATIONS += ["host", "device", "resume", "resume", "resume", "load"]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, *deeper(3, 4, 5, 6, 7)])
 def test_every_page_is_accounted_for(seed: int, model: Model, device: str) -> None:
     """Random operations run on sequences and checkpoints, with pages and slots running out. After each one
     the engine's figures are those of the books, and states are those of sequences alone. A fork takes no page

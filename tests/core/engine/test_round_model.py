@@ -16,7 +16,8 @@ import drive
 import nan_model
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from nan_model import BAD, tokens_of
 from op_run import Fault, fault, round_fault
@@ -535,7 +536,7 @@ def engines(model: Model) -> tuple[Engine, Reference]:
 
 
 # A checked build of ggml ends where a norm meets what is not finite.
-@settings(max_examples=40)
+@examples(40)
 @given(calls=st.lists(st.tuples(st.integers(0, 27), st.integers(0, 2**32 - 1)), min_size=40, max_size=80))
 def test_rounds_in_any_order_are_those_of_the_reference(
     native: Library, device: str, engines: tuple[Engine, Reference], calls: list[tuple[int, int]]

@@ -10,6 +10,7 @@ import box_model
 import drive
 import nan_model
 import pytest
+from depth import deeper
 from nan_model import BAD, started, tokens_of
 from op_run import fault, round_fault
 
@@ -98,7 +99,7 @@ def following(sequences: Items[Timeline], counts: Items[Items[int]], source: Sou
 
 @pytest.mark.parametrize(
     "counts",
-    [[[0], *([n] for n in (1, 4, 2, 2, 2, 0, 0, 3, 1))], [[0] * 3, *[[2, 0, 4], [3, 3, 3], [0, 0, 1]] * 4]],
+    [*deeper([[0], *([n] for n in (1, 4, 2, 2, 2, 0, 0, 3, 1))]), [[0] * 3, *[[2, 0, 4], [3, 3, 3], [0, 0, 1]] * 4]],
     ids=["alone", "three"],
 )
 @pytest.mark.parametrize("source", Source)

@@ -15,6 +15,7 @@ import pytest
 import ref
 import tiny
 from checkout import GOLDENS, ROOT
+from depth import deeper, deeper_but
 
 from luce.bench.oracle_tokenizer import CONTROL
 from luce.native import Library
@@ -67,6 +68,7 @@ def test_long_cases_reach_both_ways_of_a_gpus_prefill() -> None:
     assert {c.n_embd % 8 == 0 for c in configs} == {c.n_ff % 8 == 0 for c in configs} == {True, False}
 
 
+@pytest.mark.parametrize("case", deeper_but(CASES, "base", "pattern", "experts"))
 def test_reference_agrees_with_transformers(case: str, golden: dict[str, np.ndarray]) -> None:
     config, seed = CASES[case]
     weights = tiny.layout(config, seed)
@@ -85,6 +87,7 @@ def test_goldens_are_what_transformers_computes(case: str, golden: dict[str, np.
     assert made["greedy"].tolist() == golden["greedy"].tolist()
 
 
+@pytest.mark.parametrize("case", deeper_but(CASES, *make_goldens.CASES))
 def test_llamacpp_writes_the_same_tokens(
     case: str, golden: dict[str, np.ndarray], sequence: Timeline, device: str
 ) -> None:
@@ -142,6 +145,7 @@ def prefill_error(sequence: Timeline, golden: dict[str, np.ndarray]) -> float:
     return worst
 
 
+@pytest.mark.parametrize("case", deeper_but(CASES, *make_goldens.CASES))
 def test_core_agrees_with_transformers(
     sequence: Timeline,
     golden: dict[str, np.ndarray],
@@ -169,7 +173,7 @@ def test_core_agrees_with_transformers(
 @pytest.mark.parametrize(
     "case, kind",
     [*((case, "F32") for case in make_goldens.LONG_CASES),
-     *(("long-s64-uneven", kind) for kind in ("F16", "BF16"))],
+     *deeper(*(("long-s64-uneven", kind) for kind in ("F16", "BF16")))],
 )  # fmt: skip
 def test_long_prompts_in_parts(
     case: str,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ref
 import tiny
+from depth import deeper
 from tiny import Config
 
 from luce.errors import (
@@ -159,7 +160,7 @@ def test_drafts_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("option", ["own-output", "own-embedding", "own-both", "no-head-norm"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, *deeper(True)])
 def test_optional_tensors(
     option: str,
     tied: bool,
@@ -183,7 +184,7 @@ def test_optional_tensors(
     check_drafts(model, Trunk(c, weights, c, {}), bound, record_property)
 
 
-@pytest.mark.parametrize("n_prompt", [1, 256, 257, 600])
+@pytest.mark.parametrize("n_prompt", [*deeper(1, 256), 257, *deeper(600)])
 def test_the_prompt_warms_the_head_chunk_by_chunk(
     n_prompt: int, small: Model, bound: float, record_property: Callable[[str, object], None]
 ) -> None:

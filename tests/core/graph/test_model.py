@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ref
 import tiny
+from depth import deeper, deeper_but
 from tiny import Config
 
 from luce.errors import ArgumentError, ContextFull, Error, FileError, NumericError, StateError
@@ -106,7 +107,7 @@ def test_blocks_may_have_head_counts_of_their_own(
 TREE_SEEDS = {"experts-one-used": 9000, "experts-16-tied": 61000}  # Their tokens leave no router in doubt.
 
 
-@pytest.mark.parametrize("case", make_goldens.CASES)
+@pytest.mark.parametrize("case", deeper_but(make_goldens.CASES, "base", "tied-s16", "pattern", "experts"))
 def test_tree_against_the_reference(
     case: str, native: Library, write: Callable[..., Path], device: str, bound: float
 ) -> None:
@@ -174,7 +175,7 @@ def test_a_later_or_missing_part_is_an_error(native: Library, tmp_path: Path) ->
 # ---- prefill in chunks
 
 
-@pytest.mark.parametrize("n_prompt", [1, 2, 511, 512, 513, 1025])
+@pytest.mark.parametrize("n_prompt", [1, *deeper(2, 511, 512), 513, *deeper(1025)])
 def test_chunk_size_changes_rounding_only(
     n_prompt: int, model: Model, bound: float, record_property: Callable[[str, object], None]
 ) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import drive
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_run import Q4_0, Q8_0, op_run
 from step_ctl import MAX_ROWS, PAGE, Seq, step_ctl
@@ -19,7 +20,7 @@ from luce.native import Library
 
 TYPES = {"f32": np.dtype("f4"), "f16": np.dtype("f2"), "q8_0": Q8_0, "q4_0": Q4_0}
 seeds = st.integers(0, 2**32 - 1)
-few = settings(max_examples=8, deadline=None)
+few = examples(8)
 
 
 def random(rng: np.random.Generator, *shape: int) -> np.ndarray:

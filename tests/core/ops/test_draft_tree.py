@@ -6,7 +6,8 @@ import drive
 import numpy as np
 import pytest
 import tiny
-from hypothesis import given, settings
+from depth import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_run import op_run
 from step_ctl import Seq, step_ctl
@@ -50,7 +51,7 @@ def allowed(path, scores, comb):
 
 
 @pytest.mark.sanitize
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(drafts=drafts(), budget=st.integers(0, 63), comb=st.booleans())
 def test_the_tree_is_the_best_of_all_paths(native, drafts, budget, comb):
     """Its nodes have the largest sums of log-probabilities, and ties go to the smaller path."""
@@ -68,7 +69,7 @@ def test_the_tree_is_the_best_of_all_paths(native, drafts, budget, comb):
 
 
 @pytest.mark.sanitize
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(drafts=drafts(best=1.5), budget=st.integers(0, 63))
 def test_a_node_comes_after_its_parent_and_its_better_siblings(native, drafts, budget):
     """It does so also where scores hold noise and may be above 0."""
@@ -87,7 +88,7 @@ def test_a_node_comes_after_its_parent_and_its_better_siblings(native, drafts, b
 
 
 @pytest.mark.sanitize
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(drafts=drafts(), budget=st.integers(0, 40), chain=st.lists(st.integers(0, 33), max_size=20))
 def test_a_chain_is_joined_once(native, drafts, budget, chain):
     """The paths are the tree's and the chain's, no two children of a row are alike, rows are depth first."""

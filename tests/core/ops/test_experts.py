@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ref
 import tiny
+from depth import deeper, deeper_but
 from mixture import CONFIG, FUSED
 from op_run import op_run
 from tiny import Config
@@ -97,7 +98,7 @@ def test_forms_of_a_mixtures_file_say_the_same(
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", deeper_but(CASES, "Q4_K", "Q6_K"))
 def test_a_row_does_not_feel_who_shares_its_experts(
     kind: str, native: Library, path_of: Callable[[str], Path], device: str
 ) -> None:
@@ -115,7 +116,7 @@ def test_a_row_does_not_feel_who_shares_its_experts(
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=3)])
-@pytest.mark.parametrize("kind", ["F32", "Q6_K"])
+@pytest.mark.parametrize("kind", [*deeper("F32"), "Q6_K"])
 def test_drafts_change_no_token(
     kind: str, sampling: Sampling, native: Library, path_of: Callable[[str], Path], device: str
 ) -> None:

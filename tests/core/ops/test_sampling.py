@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import sampling_rule
-from hypothesis import given, settings
+from depth import deeper, examples
+from hypothesis import given
 from hypothesis import strategies as st
 from op_run import sampling_run
 
@@ -20,7 +21,7 @@ def test_accept_takes_a_chain_without_parents(native):
     assert native.accept([5], None, [9]) == ([0], 9)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(data=st.data(), n=st.integers(1, 64))
 def test_accept_walks_along_the_choices(native, data, n):
     tokens = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
@@ -43,7 +44,7 @@ def test_greedy_takes_the_lowest_id_of_the_largest(native, row):
     assert native.sample(logits, Sampling(), 0) == int(logits.argmax())
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     row=st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1, max_size=40),
     temperature=st.sampled_from([1e-45, 1e-38, 1e-30, 1e-10]),
@@ -141,7 +142,7 @@ def ulps(found, exact, floor=0.0):
     return np.abs(found - exact) / np.spacing(np.maximum(np.abs(exact), floor).astype(np.float32))
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(
     data=st.data(),
     temperature=st.sampled_from([1e-30, 0.05, 0.7, 1.0, 1.5, 100.0, 1e30]),
@@ -168,7 +169,7 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.5, *deeper(1.0, 1.5)])
 @pytest.mark.parametrize("filters", FILTERS, ids=lambda f: "-".join(map(str, f.values())))
 def test_tokens_have_the_frequencies_of_the_renormalised_softmax(native, filters, temperature):
     """A chi-square test runs over seeds and positions. The seeds are fixed, so it does not fail by chance."""

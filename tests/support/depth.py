@@ -1,0 +1,19 @@
+"""Parts what README's test command runs from what only the gate does: more examples, deeper cases (.ci/run)."""
+
+import pytest
+from hypothesis import settings
+
+
+def examples(n, **how):
+    """Settings of a property that has n examples under the gate's profile "deep", and a quarter of them else."""
+    return settings(max_examples=max(n * settings.default.max_examples // 100, 1), **how)
+
+
+def deeper(*cases):
+    """Returns cases of a parametrisation as long tests: ("a", *deeper("b", "c")). Tuples are of several arguments."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
+
+
+def deeper_but(cases, *kept):
+    """Returns all cases of a parametrisation of one argument, those that are not among `kept` as long tests."""
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.long) for case in cases]
