@@ -14,6 +14,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # Else numpy's threads wait for each o
 
 import drive
 import nan_model
+import op_run
 import tiny
 from checkout import TESTS
 from click.testing import CliRunner
@@ -105,6 +106,21 @@ def pytest_collection_finish():
 def native():
     """Gives the core under test."""
     return _native.default()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def untimed(native):
+    """Opens engines on the CPU without timing their steps, which is most of an opening; what `auto` does with made-up
+    costs does not depend on the machine."""
+    op_run.time_steps(native, False)
+
+
+@pytest.fixture
+def timed(native, untimed):
+    """Opens a test's engines as users' are opened: their steps are timed."""
+    op_run.time_steps(native, True)
+    yield
+    op_run.time_steps(native, False)
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft
 luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t *uses);
 luce_status luce_switch_rule(uint32_t index, int32_t on);
 luce_status luce_cut_models(uint32_t layer);
+luce_status luce_time_steps(int on);
 """
 # These are ggml's blocks of 32 values. The innermost dimension of an array counts blocks.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # Values i and i + 16 are the halves of byte i.
@@ -193,6 +194,12 @@ def without(native: Library, *off: Rule) -> Iterator[None]:
     finally:
         for rule in off:
             native.check(lib.luce_switch_rule(rule.index, 1))
+
+
+def time_steps(native: Library, on: bool) -> None:
+    """Lets engines that are opened on a CPU from now on time their steps, or take made-up costs."""
+    _, lib = core(native.path)
+    native.check(lib.luce_time_steps(on))
 
 
 def leave_device(native: Library, index: int = -1) -> None:

@@ -9,6 +9,7 @@
 #include "model/recode.h"
 #include "ops/row.h"
 #include "step/faults.h"
+#include "step/step.h"
 #include "step/threads.h"
 
 #ifdef LUCE_USE_CUDA
@@ -156,6 +157,11 @@ luce_status luce_switch_rule(uint32_t index, int32_t on) {
 luce_status luce_cut_models(uint32_t layer) {
     using namespace luce;
     return guarded([&] { cut_models(layer); });
+}
+
+luce_status luce_time_steps(int32_t on) {
+    using namespace luce;
+    return guarded([&] { time_steps(on != 0); });
 }
 
 luce_status luce_leave_device(int32_t index) {

@@ -63,4 +63,8 @@ LUCE_API luce_status luce_switch_rule(uint32_t index, int32_t on);
 // Models that are loaded on a CPU from now on have two stages (engine/stage.h), of which the second begins with this layer;
 // with 0 they have one again.
 LUCE_API luce_status luce_cut_models(uint32_t layer);
+
+// Engines that are opened on a CPU from now on take made-up costs instead of timing their steps, which is most of what
+// an opening takes; with 1 they time them again.
+LUCE_API luce_status luce_time_steps(int32_t on);
 }

@@ -203,4 +203,7 @@ private:
 uint32_t row_bucket(uint32_t rows, uint32_t max_rows);
 uint32_t kv_bucket(uint32_t n);
 
+// For tests: engines that are opened on a CPU from now on time their steps, or take made-up costs.
+void time_steps(bool on);
+
 } // namespace luce

@@ -66,6 +66,7 @@ def raised(make: Callable[[int], None], n: int) -> Error | None:
     return None
 
 
+@pytest.mark.usefixtures("timed")
 @pytest.mark.parametrize(
     ("kind", "error"),
     [

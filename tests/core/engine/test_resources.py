@@ -32,6 +32,7 @@ from luce.speculate.prices import Costs
 # ---- seconds
 
 
+@pytest.mark.usefixtures("timed")
 def test_costs_are_listed_by_steps_and_rows(native: Library, model: Model, device: str) -> None:
     """Each number of rows costs what the width costs that a step of them gets."""
     engine = open_engine(model, n_rows=5, n_draft=4, n_sequences=4)
