@@ -88,7 +88,7 @@ FIRST="tests/core/graph/test_goldens.py tests/core/graph/test_model.py tests/cor
 tests() {
     local name=$1 limit=$2 show=1
     shift 2
-    run "$name" "$limit" python3 -m pytest -v -m "" -p no:cacheprovider -p no:benchmark --maxprocesses 64 --luce-device "$device" \
+    run "$name" "$limit" python3 -m pytest -v -m "" --hypothesis-profile deep -p no:cacheprovider -p no:benchmark --maxprocesses 64 --luce-device "$device" \
         --luce-device-only --tb=short -o junit_family=xunit1 --junitxml "$out/$name.xml" "$@"
     local status=$?
     sed -nE 's/^(\[gw[0-9]+\] \[ *[0-9]+%\] )?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (tests\/.*[^ ]) *$/\2 \3/p;
