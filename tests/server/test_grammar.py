@@ -13,6 +13,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+from depth import deeper
 from serving import HANG_S, serving, settings
 
 from luce.data import BOX
@@ -80,7 +81,7 @@ SAID = [{"role": "user", "content": "def paint():"}]
 ASKED = {"model": "box", "messages": SAID, "seed": 3}
 
 
-@pytest.mark.parametrize("temperature", [0, 1.2])
+@pytest.mark.parametrize("temperature", [*deeper(0), 1.2])
 def test_json_of_a_schema(both, temperature):
     def ask(client):
         (choice,) = client.chat.completions.parse(
@@ -196,17 +197,17 @@ class Put(pydantic.BaseModel):
     other: Colour | None
 
 
-def test_a_required_call_fits_its_pydantic_model(both):
+@pytest.mark.parametrize("seed", [0, *deeper(1, 2)])
+def test_a_required_call_fits_its_pydantic_model(both, seed):
     tool = openai.pydantic_function_tool(Put)
 
-    def ask(client, n):
+    def ask(client):
         how = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 300}
-        found = client.chat.completions.parse(model="m", messages=SAID, seed=n, temperature=1.5, **how)
+        found = client.chat.completions.parse(model="m", messages=SAID, seed=seed, temperature=1.5, **how)
         (call,) = found.choices[0].message.tool_calls
         return call.function.parsed_arguments
 
-    found = [both(lambda client, n=n: ask(client, n)) for n in range(3)]
-    assert {type(each) for each in found} == {Put}
+    assert type(both(ask)) is Put
 
 
 def test_tools_may_be_called_before_an_answer_of_a_schema(both, claude, tokens):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from depth import examples
+from depth import deeper, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -176,7 +176,7 @@ WRITE = {"path": "ä </parameter> b", "content": '\n "日本"\n\té\\n</tool_cal
          "options": {"a": [1, 2.5]}, "append": True}  # fmt: skip
 
 
-@pytest.mark.parametrize("held", ["strict", "required"])
+@pytest.mark.parametrize("held", ["strict", *deeper("required")])
 def test_forced_calls_cut_anywhere(held):
     text = f"I see.\n</think>\n\n{forced('write', **WRITE)}\n{forced('now')}\n{READ}"
     pieces = [Reasoning("I see."), call("write", **WRITE), call("now"), call("read", path="a.py", lines=3)]
