@@ -16,7 +16,7 @@
 
 namespace luce {
 
-static constexpr int PARTS_PER_THREAD = 4; // a thread has so many parts of an even op
+static constexpr int EVEN_PARTS_PER_THREAD = 4; // a thread has so many parts of an even op
 
 Step::Step(const Model &model, Cache &cache, const EngineParams &params, const StepSizes &sizes)
     : model_(model), cache_(cache), params_(params),
@@ -177,7 +177,7 @@ void Step::run_cpu(Graph &g) {
             ram_.run(node);
             return;
         }
-        const int n_parts = is_light(node) ? 1 : team_.n_threads() * (op.even ? PARTS_PER_THREAD : 1);
+        const int n_parts = is_light(node) ? 1 : team_.n_threads() * (op.even ? EVEN_PARTS_PER_THREAD : 1);
         OpCall call;
         op.bind(node, call);
         team_.run(n_parts, [&](int part) { op.cpu(call, part, n_parts); });
