@@ -7,8 +7,8 @@
 
 namespace luce {
 
-static std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams &trunk,
-                                     const Weights &weights) {
+static std::shared_ptr<Drafter> read_nextn(Model &model, const GgufFile &file, const HParams &trunk,
+                                           const Weights &weights) {
     const Architecture &target = model.architecture();
     if (target.read_head == nullptr) {
         fail(LUCE_E_UNSUPPORTED, "%s: luce has no NextN heads of %s", file.path().c_str(), target.name);
@@ -23,7 +23,7 @@ static std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const H
 }
 
 // Any file may hold a head, beside a trunk or alone: the reader says why one does not.
-const DrafterKind NEXTN = {"nextn", "a NextN head", [](const GgufFile &) { return true; }, read};
+const DrafterKind NEXTN = {"nextn", "a NextN head", [](const GgufFile &) { return true; }, read_nextn};
 
 // eh_proj [RMS(embed(token)) * enorm ; RMS(h) * hnorm], h {E, T} -> {E, T}
 Val NextN::input(Plain &g, Val before) const {

@@ -32,7 +32,7 @@ const Pattern KEYS_OF_M = rotated("", "k_norm", part(Op::matmul, "M", 1));
 // The experts that the router chose for rows x, which may be normed, and their weighted sum.
 const Pattern ROUTE = {Op::route, "R", {part(Op::matmul, "L", 0)}};
 const Pattern NORMED = {Op::norm, "P", {any("x")}};
-Pattern experts(Pattern x) {
+Pattern expert_products(Pattern x) {
     const auto up = [&](int32_t out) { return Pattern{Op::experts, "H", {x, ROUTE}, out}; };
     return {Op::mix, "mix", {{Op::experts, "", {{Op::glu, "", {up(0), up(1)}}, ROUTE}}, ROUTE}};
 }
@@ -42,7 +42,7 @@ Pattern gate_of_shared(Pattern shared) {
 const Pattern SHARED = {
     Op::matmul, "D", {{Op::glu, "", {part(Op::matmul, "U", 0), part(Op::matmul, "U", 1)}}}};
 Pattern beside_shared(Pattern shared) {
-    return {Op::add, "", {experts(NORMED), gate_of_shared(std::move(shared))}};
+    return {Op::add, "", {expert_products(NORMED), gate_of_shared(std::move(shared))}};
 }
 // The residual stream behind a block, and the norm ahead of the next one.
 Pattern normed_sum(Pattern y) {
@@ -152,7 +152,7 @@ std::vector<Rule> table() {
         // Mixtures of experts, with the residual and the norm around them. A GPU has no other op for them.
         {"mixture", experts_on_gpu, Bits::device,
             "a row's experts are chosen, grouped and multiplied in three or four launches", "",
-            normed_sum(experts(NORMED)),
+            normed_sum(expert_products(NORMED)),
             Op::mixture, "S", {{"x"}, {"P"}}, {{"S"}, {"N"}}},
         {"mixture_shared", experts_on_gpu, Bits::device,
             "the same; the shared expert is in its launches", "",
@@ -160,7 +160,7 @@ std::vector<Rule> table() {
             Op::mixture, "S", {{"x"}, {"P"}}, {{"S"}, {"N"}}},
         {"mixture_in_ram", experts_beside_gpu, Bits::device,
             "the host computes the experts", "",
-            normed_sum(experts(NORMED)),
+            normed_sum(expert_products(NORMED)),
             Op::mixture, "S", {{"x"}, {"P"}}, {{"S"}, {"N"}}},
         {"mixture_in_ram_shared", experts_beside_gpu, Bits::device,
             "the same; the GPU computes the shared expert beside it", "",
@@ -168,7 +168,7 @@ std::vector<Rule> table() {
             Op::mixture, "S", {{"x"}, {"P"}, {"D"}}, {{"S"}, {"N"}}},
         {"host_experts", experts_in_ram, Bits::device,
             "an expert's weights are read once for all of its rows", "",
-            experts(any("x")),
+            expert_products(any("x")),
             Op::host_experts, "mix", {{"x"}, {"R"}}, {{"mix"}}},
         {"experts_glu", on_cpu, Bits::device,
             "gate and up in one pass over the row", "",
