@@ -36,7 +36,7 @@ def test_humaneval_has_its_164_problems(package):
 
 def test_canonical_solutions_pass_and_wrong_ones_fail(package):
     namespaces = sandbox.available() is None
-    for problem in problems.humaneval()[:3]:
+    for problem in problems.humaneval()[:10]:
         solution = package[problem.id]["canonical_solution"]
         right = sandbox.check(problems.program(problem, solution), namespaces=namespaces)
         assert right == sandbox.Verdict(True, "passed"), problem.id

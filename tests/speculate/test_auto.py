@@ -42,7 +42,7 @@ def test_auto_has_it_on_texts_too_that_nothing_was_chosen_on(name):
 def test_auto_is_hardly_slower_where_rounds_vary_by_a_fifth(name, seed):
     """Rounds of a busy CPU vary so much. What noise makes of the ledger and the prices costs a tenth at most of
     what auto has on a steady machine. Where the ledger took plain rounds for as short as an eighth of them, and a
-    first round of drafts that was disturbed for what they all take, it cost up to a quarter."""
+    first round of drafts that was disturbed for what they all take, it cost up to 18%."""
     costs, rng = MACHINES[name], random.Random(seed)
     varied, steady = replay.auto_of(costs), replay.auto_of(costs)
     seen = lambda took: took * rng.lognormvariate(0, 0.2)  # noqa: E731

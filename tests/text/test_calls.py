@@ -39,7 +39,7 @@ def read(parts, tools=TOOLS, cut=False, **how):
     return found, parser.cut
 
 
-STRIDE = 17  # A piece of so many letters holds a mark and parts of others, and ends at any place of one.
+STRIDE = 37  # A piece of so many letters holds several marks, and ends at any place of one.
 
 
 def cuts(text):

@@ -175,8 +175,8 @@ void Step::time_all() {
             launching_ = true;
             time(kinds[step_of(shape)], shape);
         }
-    } else if (
-        !cpu_times_steps) { // a drafter's row costs a tenth of the target's, and a further row a tenth of the first
+    } else if (!cpu_times_steps) {
+        // A drafter's row costs a tenth of the target's, and a further row a tenth of the first.
         for (auto &[step, kind] : kinds) {
             const double row = step == 0 ? 1e-3 : 1e-4;
             kind.timed = {{1, row}, {2, 1.1 * row}};

@@ -91,10 +91,10 @@ def test_weight_type_computes_what_its_weights_say(
     record_property: Callable[[str, object], None],
 ) -> None:
     """No comparison is exact: activations are rounded to 8 bits beside quantised weights."""
-    path, tokens = path_of(kind), tokens_of(1, 12)
+    path, tokens = path_of(kind), tokens_of(1, 24)
     expected = ref.Reference(CONFIG, ref.read_gguf(str(path))).feed(tokens)
     sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=64)
-    verified = drive.chain_logits(sequence, tokens, 12)
+    verified = drive.chain_logits(sequence, tokens, 24)
     sequence.reset()
     drive.prefill(sequence, tokens)
     size = np.linalg.norm(expected) / np.sqrt(len(tokens))
