@@ -43,6 +43,7 @@ import llamacpp
 import numpy as np
 from peer_table import Row, markdown, ratio, ratios
 
+from luce.bench.acceptance import Acceptance
 from luce.bench.oracle_model import Rule, wrong_tokens
 from luce.bench.origin import command_text, origin
 from luce.bench.run import (
@@ -96,7 +97,10 @@ def oracle_rule(kv: Mapping[str, Any]) -> Rule | None:
     if "oracle.seed" not in kv:
         return None
     n_vocab = len(kv["tokenizer.ggml.tokens"])
-    return Rule(n_vocab, kv["oracle.seed"], kv["oracle.accept"], kv.get("oracle.coverage", 0.0))
+    accept = kv["oracle.accept"]
+    if isinstance(accept, memoryview):
+        accept = Acceptance(tuple(accept), name=kv.get("oracle.class", ""))
+    return Rule(n_vocab, kv["oracle.seed"], accept, kv.get("oracle.coverage", 0.0))
 
 
 def task_of(kv: Mapping[str, Any], n_prompt: int, prompt_tokens: int, n_gen: int) -> Task:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 import numpy as np
 
 from luce.bench import batch, output, problems, sandbox, sweep
+from luce.bench.acceptance import Acceptance, acceptance, parse
 from luce.bench.compare import Stopped, compare, files_of, loading, no_more, settings_of
 from luce.bench.flags import (
     DRAFT_OPTION,
@@ -20,11 +22,12 @@ from luce.bench.flags import (
     OUTPUT_OPTIONS,
     PLOT,
     TEMPERATURES,
+    Chances,
     numbers,
     require,
     rounds_option,
 )
-from luce.bench.oracle_drafter import ACCEPT, make_drafter
+from luce.bench.oracle_drafter import ACCEPT, make_drafter, sharpness
 from luce.bench.oracle_model import SHAPES, TYPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
 from luce.bench.run import Case, Record
@@ -37,7 +40,7 @@ from luce.data import BOX
 from luce.decode.engine import Engine
 from luce.errors import ArgumentError, Error
 from luce.planning.opened import Files
-from luce.planning.plan import MAX_GAMMA
+from luce.planning.plan import MAX_BUDGET, MAX_GAMMA
 from luce.speculate.prices import MAX_ROWS
 
 SWEEP_CONTEXTS = (0, 4096, 32768)  # Of these, the contexts are taken that the model was trained for.
@@ -182,17 +185,20 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
 )
 @click.option(
     "--accept",
-    type=Finite(min=0, max=1),
-    default=0.8,
+    type=Chances("mtp", MAX_GAMMA),
+    metavar="SHARES|CLASS",
+    default="0.8",
     show_default=True,
-    help="Make this share of single drafts right.",
+    help="Make this share of the NextN head's drafts right; by depth as 0.74,0.72,0.7, or as reported of code, "
+    "mixed or prose.",
 )
 @click.option(
     "--draft-accept",
-    type=Finite(min=0, max=1),
-    default=ACCEPT,
-    show_default=True,
-    help="Make this share of drafts right at each depth of a DFlash block; modes of dflash make a drafter.",
+    type=Chances("dflash", MAX_BUDGET),
+    metavar="SHARES|CLASS",
+    help="Make this share of a DFlash block's drafts right; modes of dflash make a drafter. By depth, each with "
+    "the shares of second, third .. candidates where the first is wrong, as 0.74/0.4/0.1,0.7/0.4; or a class, as "
+    f"mixed or dflash2:mixed.  [default: the class of --accept, else {ACCEPT:g}]",
 )
 @click.option(
     "--coverage",
@@ -231,8 +237,8 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
 def oracle(
     shape: str,
     kind: str,
-    accept: float,
-    draft_accept: float,
+    accept: Acceptance,
+    draft_accept: Acceptance | None,
     coverage: float | None,
     draft_head: str | None,
     cache: Path,
@@ -244,6 +250,9 @@ def oracle(
 
     What it costs is real, and each of its tokens is checked.
 
+    A draft is right with the chance of its depth where all before it were. A class has the chances that are
+    reported of texts of its kind, for each kind of drafter.
+
     The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder.
     Its likeliest token leads by so much that sampling chooses it too: with --temp, the cost of sampling is
     measured, and the tokens are still known.
@@ -253,7 +262,10 @@ def oracle(
       luce bench oracle --shape 0.8b --modes plain,mtp:2
       luce bench oracle --shape 27b --temp 0,0.7 --top-k 20 --top-p 0.95
       luce bench oracle --shape 27b --accept 0.8 --modes plain,mtp:1,mtp:2,mtp:3 --save results
-      luce bench oracle --shape 27b --modes plain,dflash,dflash:22
+      luce bench oracle --shape 27b --accept mixed --modes plain,mtp:3,dflash,dflash:22,auto
+      luce bench oracle --shape 0.8b --accept .74,.72,.70 --modes plain,mtp:3
+      luce bench oracle --shape 27b --accept mixed --draft-accept dflash2:mixed --modes plain,mtp:3,dflash:22
+      luce bench oracle --shape 27b --draft-accept .74/.4/.1,.7/.4 --modes plain,dflash,dflash:22
       luce bench oracle --shape 27b --coverage 0.975 --modes plain,mtp:3,mtp-part:3:64k
       luce bench oracle --shape 9b --type Q8_0 --modes plain
     """
@@ -265,17 +277,22 @@ def oracle(
     typed = shape if kind == "mixed" else f"{shape}-{kind.lower()}"
     of_part = f"-covered-{coverage:g}" if coverage else ""
     of_head = f"-head-{draft_head.lower()}" if draft_head else ""
-    path = folder / f"oracle-{typed}-{accept:g}{of_part}{of_head}.gguf"
+    path = folder / f"oracle-{typed}-{accept.slug}{of_part}{of_head}.gguf"
     rule = Rule(SHAPES[shape].n_vocab, 0, accept, coverage or 0.0)
+    if draft_accept is None:
+        draft_accept = parse(accept.name, "dflash", MAX_BUDGET) if accept.name else acceptance(ACCEPT)
+    sampled = max(flags["temps"]) if draft_accept.ranks else 0.0  # Lists are as sharp as sampling needs.
     with Display(flags["quiet"]) as display:
         mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
             f"making {path.name}, MiB", done >> 20, total >> 20
         )
         make_once(path, lambda: make_oracle(path, shape, 0, accept, mib, kind, rule.coverage, draft_head))
         if drafts_blocks:
-            drafter = folder / f"oracle-{shape}-drafter-{draft_accept:g}{of_part}.gguf"
+            sharp = "" if sharpness(sampled) == 1 else f"-t{sampled:g}"
+            drafter = folder / f"oracle-{shape}-drafter-{draft_accept.slug}{sharp}{of_part}.gguf"
             display.spin(f"making {drafter.name}")
-            make_once(drafter, lambda: make_drafter(drafter, SHAPES[shape], rule, draft_accept))
+            make = partial(make_drafter, drafter, SHAPES[shape], rule, draft_accept, temperature=sampled)
+            make_once(drafter, make)
             flags["drafters"] = (drafter,)
     most = SHAPES[shape].n_ctx - prompt_tokens + 1  # The last token needs no position.
     ids = np.random.default_rng(1).integers(0, rule.n_begin, (n_prompts, prompt_tokens))
@@ -288,14 +305,18 @@ def oracle(
         return wrong_tokens(record.tokens, expected)
 
     flags |= {"bench": "oracle"}
-    extra = {"shape": shape, "type": kind, "accept": accept, "prompt_tokens": prompt_tokens}
+    extra = {"shape": shape, "type": kind, "accept": accept.as_json(), "prompt_tokens": prompt_tokens}
     if flags["cpu_experts"] is not None:
         extra["cpu_experts"] = flags["cpu_experts"]
     extra |= {"coverage": coverage} if coverage else {}
     extra |= {"draft_head": draft_head} if draft_head else {}
+    asked = {"NextN": accept}
     if "drafters" in flags:
-        extra["draft_accept"] = draft_accept
-    compare(flags, path, cases, lambda *_: {"wrong": wrong}, extra).put(flags, output.plot_modes)
+        extra["draft_accept"] = draft_accept.as_json()
+        asked["DFlash"] = draft_accept
+    listed = [f"{name} {each}" for name, each in asked.items() if each.constant is None]
+    note = f"Drafts are right by depth: {'. '.join(listed)}." if listed else ""
+    compare(flags, path, cases, lambda *_: {"wrong": wrong}, extra, note).put(flags, output.plot_modes)
 
 
 @bench.command("sweep")

@@ -71,9 +71,11 @@ def compare(
     cases_of: Callable[[Files], list[Case]],
     after: After = no_more,
     extra: dict[str, Any] | None = None,
+    note: str = "",
 ) -> Report:
     """Runs all modes over the cases that cases_of() makes of the opened files. `after` looks at all records,
-    and `extra` goes beside the figures. Ctrl-C and failures end it early, with what was measured by then."""
+    `extra` goes beside the figures, and `note` is told with them. Ctrl-C and failures end it early, with what
+    was measured by then."""
     require(flags)
     drafters = flags.get("drafters", ())
     temps = flags["temps"]
@@ -107,7 +109,7 @@ def compare(
             "modes",
             rows,
             output.mode_table(rows),
-            TIMING,
+            f"{TIMING} {note}".rstrip(),
             {
                 "problems": len({r.case.id for r in records}),
                 "max_tokens": flags["max_tokens"],

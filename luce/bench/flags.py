@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from luce.bench import output
+from luce.bench.acceptance import Acceptance, parse
 from luce.bench.run import NAMES, Mode, parse_modes
 from luce.cli.command import MAX_U32, FilePath, Finite
 from luce.cli.options import HEAD, MODEL, QUIET, Option, idle_sampling, idle_threads, sampling
@@ -44,6 +45,23 @@ def numbers(low: int, high: int) -> Callable[[click.Context, click.Parameter, st
 def temperatures(ctx: click.Context, param: click.Parameter, value: str) -> list[float]:
     """Parses "0,0.7,1" as temperatures."""
     return list(dict.fromkeys(Finite(min=0).convert(part.strip(), param, ctx) for part in value.split(",")))
+
+
+class Chances(click.ParamType):
+    """Parses how often drafts are right, as acceptance.parse() does for a kind of drafter."""
+
+    name = "chances"
+
+    def __init__(self, kind: str, most: int):
+        self.kind, self.most = kind, most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Acceptance:
+        if isinstance(value, Acceptance):
+            return value
+        try:
+            return parse(value, self.kind, self.most)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 FORMS = ("json", "csv", "md")

@@ -86,15 +86,22 @@ def silent(blocks: np.ndarray, kind: QType) -> None:
     blocks[..., scales[kind]] = 0
 
 
-def pass_through_blocks(kind: QType, first: int, n: int, n_embd: int) -> np.ndarray:
+def pass_through_blocks(kind: QType, first: int, n: int, n_embd: int, carried: int = 0, by: int = 0) -> np.ndarray:
     """Returns blocks first .. first + n of eh_proj (E, 2E) = [identity, 0], which lets the embedding pass
-    without the hidden state."""
+    without the hidden state. The first `carried` values of the hidden state are let pass too, turned around
+    by `by` places."""
     length, size = gguf.GGML_QUANT_SIZES[kind]
     index = np.arange(first, first + n)
     per_row = 2 * n_embd // length
     row, column = index // per_row, index % per_row
-    hit = np.flatnonzero(row // length == column)  # This block of the row holds its diagonal.
-    inside = row[hit] % length
+    inside = row % length
+    holds = row // length == column  # This block of the row holds its diagonal.
+    if carried:
+        source = n_embd + (row - by) % carried
+        turned = (row < carried) & (source // length == column)
+        inside = np.where(turned, source % length, inside)
+        holds |= turned
+    hit, inside = np.flatnonzero(holds), inside[holds]
     if kind == QType.Q6_K:
         q = np.full((n, 256), 32, np.uint8)
         q[hit, inside] = 33
@@ -107,3 +114,33 @@ def pass_through_blocks(kind: QType, first: int, n: int, n_embd: int) -> np.ndar
         out[:, :16] = _k_header(1.0, 0)
         out[hit, 16 + inside // 64 * 32 + inside % 32] = np.where(inside % 64 < 32, 1, 16)
     return out
+
+
+def set_first(blocks: np.ndarray, kind: QType, chosen: np.ndarray, value: float) -> None:
+    """Makes the first weights of rows `value` where they are chosen, else zero. `chosen` is bool (rows, 64), and
+    `blocks` (rows, blocks of a row, bytes) is of noise_blocks' Q4_K, Q6_K or Q8_0, whose other weights stay. The
+    weight is the nearest to `value` that the type has."""
+    n, width = chosen.shape
+    if width != 64:
+        raise ValueError(f"{width} weights: expected 64")
+    if kind == QType.Q8_0:  # A block has 32 weights and a scale of its own.
+        blocks[:, :2, :2] = _bytes(np.float16(value / 127))
+        blocks[:, :2, 2:] = np.where(chosen, 127, 0).astype(np.uint8).reshape(n, 2, 32)
+        return
+    first = blocks[:, 0]
+    at = slice(0, 2) if kind == QType.Q4_K else slice(208, 210)
+    d = np.ascontiguousarray(first[:, at]).view("<f2").astype(np.float64)[:, 0] * (1 if kind == QType.Q4_K else 2)
+    unit = float(d.max(initial=0.0)) or 1.0  # It is that of all rows, but of those that are zero anyway.
+    scale = max(1, int(np.ceil(value / (15 * unit))))
+    if scale > (63 if kind == QType.Q4_K else 127):
+        raise ValueError(f"{kind.name} does not hold {value:g} beside weights of standard deviation 1")
+    q = np.where(chosen, min(15, round(value / (unit * scale))), 0).astype(np.uint8)
+    if kind == QType.Q4_K:  # Weights 0..31 are in low nibbles, 32..63 in high ones; both have the minimum 0.
+        first[:, 4:6] = first[:, 4:6] & 0xC0 | scale
+        first[:, 8:10] &= 0xC0
+        first[:, 16:48] = q[:, :32] | q[:, 32:] << 4
+        return
+    q = 2 * q + np.uint8(32)
+    first[:, :64] = first[:, :64] & 0xF0 | q & 0xF
+    first[:, 128:160] = first[:, 128:160] & 0xF0 | q[:, :32] >> 4 | (q[:, 32:] >> 4) << 2
+    first[:, 192:196] = scale

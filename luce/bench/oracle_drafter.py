@@ -8,6 +8,13 @@ mask, is turned so that RoPE makes the score high exactly at that distance: scor
 (i - depth)), with the amplitudes a_d that tell whole numbers from 0 to 15 apart best. So row i gets the
 anchor's slice i, and the drafter's own head, whose rows are the tokens' codes, names the token. Everything
 else is at noise level or zero, and costs what it costs.
+
+Where candidates beside the first are to be right too, tokens come in groups of 8 or 9. A code is that of the group,
+and the head's row has a one at the token's place in it; a slice has there the scores of the group's tokens. So
+the candidates of a depth are a group, in any order: the right token is the first, another one, or of another
+group. Scores differ by the logarithms of the chances, so that trees weigh them as they are worth. Sampled, the
+noise would draw the second too often for the first to be right as asked: lists for a temperature T are sharper,
+by a factor of 3 T.
 """
 
 from __future__ import annotations
@@ -21,8 +28,9 @@ import gguf
 import numpy as np
 
 from luce import native as _native
+from luce.bench.acceptance import MAX_RANKS, Acceptance, acceptance
 from luce.bench.oracle_blocks import QType, noise_blocks, random_words
-from luce.bench.oracle_model import FILE_TYPE, NOISE, Rule
+from luce.bench.oracle_model import FILE_TYPE, NOISE, Rule, add_acceptance
 from luce.bench.oracle_tokenizer import add_tokenizer
 from luce.convert import hf_dflash
 from luce.convert.gguf_output import Planned, write
@@ -33,6 +41,10 @@ ACCEPT = 0.9033  # With it, a round of a block of 16 gives 8.31 tokens, the new 
 FLAGS = 32  # So many values of slice 0 say that a row is an anchor, and as many after them that it is a mask.
 MARGIN = 24.0  # By so much a matching depth's score is above 0, and the scores of other depths are below.
 ASIDE = -2  # No query uses this frequency. The keys of masks lie there, so that they are not noise alone.
+MEMBERS = MAX_RANKS + 2  # A group has one token less, or so many where tokens are left over.
+LEVELS = (np.arange(16, dtype=np.float32) - 7.5) / np.float32(np.sqrt(255 / 12))  # Their standard deviation is 1.
+UNASKED = 0.002  # A candidate of a rank that is not asked for has the score of this chance.
+LEAD = 60.0  # A group's tokens have this score above the mean of all others, whose scores deviate by LEAD / sqrt(D).
 ROWS = 4096  # So many rows of a table are made at once.
 
 
@@ -55,36 +67,125 @@ def drafter_of(c: Config) -> DFlash:
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Knows what the drafter drafts. At each depth it is the right token for a share `accept` of the
-    anchors, which the rule's seed chooses. For the other anchors it is the token after the right one."""
+    """Knows what the drafter drafts. At each depth the right token is the first candidate for a share of the
+    anchors, which the rule's seed chooses, the second for another one, and so on. For anchors that are left
+    the first candidate is the token after the right one, and the right one is no candidate."""
 
     rule: Rule
     block_size: int
-    accept: float = ACCEPT
+    accept: float | Acceptance = ACCEPT
+
+    @property
+    def members(self) -> int:
+        """Returns how many tokens a group has at most; 1 where lists have no ranks."""
+        return MEMBERS if any(acceptance(self.accept).ranks) else 1
+
+    @property
+    def n_groups(self) -> int:
+        return self.rule.n_cycle // max(1, self.members - 1)
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """Returns (n_cycle,) the place of each token: its group, and n_groups for each place in it before its
+        own. The last place of most groups is empty."""
+        n = self.rule.n_cycle
+        if self.members == 1:
+            return np.arange(n)
+        place = np.empty(n, np.int64)
+        place[np.argsort(random_words(n, self.rule.seed, 8), kind="stable")] = np.arange(n)
+        return place
+
+    @cached_property
+    def token(self) -> np.ndarray:
+        """Returns (members, n_groups) the tokens of each group, -1 where a place is empty."""
+        made = np.full(self.members * self.n_groups, -1, np.int64)
+        made[self.place] = np.arange(self.rule.n_cycle)
+        return made.reshape(self.members, self.n_groups)
+
+    @cached_property
+    def right(self) -> np.ndarray:
+        """Returns the right token of each depth from 1 on after each token, as (block_size, n_vocab). Row 0 has
+        the tokens."""
+        made = [np.arange(self.rule.n_vocab)]
+        for _ in range(1, self.block_size):
+            made.append(self.rule.perm[made[-1]])
+        return np.stack(made)
+
+    @cached_property
+    def rank(self) -> np.ndarray:
+        """Returns the rank of the right token, 0 for the first candidate and -1 for none, by depth and anchor
+        as (block_size, n_vocab). Row 0 is not used."""
+        n, chances = self.rule.n_cycle, acceptance(self.accept)
+        made = np.zeros((self.block_size, self.rule.n_vocab), np.int8)
+        for depth in range(1, self.block_size):
+            order = np.argsort(random_words(n, self.rule.seed, 5, depth), kind="stable")
+            wrong = order[: round((1 - chances.at(depth)) * n)]
+            made[depth, wrong] = -1
+            ends = np.cumsum([0, *chances.ranks_at(depth)]) * len(wrong)
+            for rank, (begin, end) in enumerate(zip(ends, ends[1:], strict=False), start=1):
+                made[depth, wrong[round(begin) : round(end)]] = rank
+        return made
+
+    def group_of(self, depth: int, anchors: np.ndarray) -> np.ndarray:
+        """Returns the group of a depth's candidates after each anchor."""
+        right = self.right[depth, anchors]
+        group = self.place[right] % self.n_groups
+        other = self.place[self.rule.perm[right]] % self.n_groups
+        other = np.where(other == group, (group + 1) % self.n_groups, other)
+        return np.where(self.rank[depth, anchors] < 0, other, group)
+
+    def lists(self, depth: int, anchors: np.ndarray) -> np.ndarray:
+        """Returns the candidates of a depth after each anchor, best first, as (anchors, members); -1 is none."""
+        right, rank = self.right[depth, anchors], self.rank[depth, anchors]
+        group = self.group_of(depth, anchors)
+        first = np.where(rank < 0, self.rule.perm[right], right)  # It takes its own place, the others are around it.
+        begin = self.place[first] // self.n_groups
+        turned = (begin[:, None] + np.arange(self.members)) % self.members
+        found = self.token[turned, group[:, None]]
+        found = np.take_along_axis(found, np.argsort(found < 0, 1, kind="stable"), 1)  # The empty place is last.
+        mates = found[:, 1:]
+        for at in range(1, self.members):  # The right token goes behind as many as are before it.
+            behind = rank >= at
+            found[behind, at - 1], found[behind, at] = mates[behind, at - 1], right[behind]
+        return found
 
     @cached_property
     def drafts(self) -> np.ndarray:
         """Returns the draft of each depth from 1 on after each token, as (block_size, n_vocab). Row 0 is not
         used."""
-        n, after = self.rule.n_cycle, np.arange(self.rule.n_vocab)
         made = np.zeros((self.block_size, self.rule.n_vocab), np.int64)
         for depth in range(1, self.block_size):
-            after = self.rule.perm[after]
-            order = np.argsort(random_words(n, self.rule.seed, 5, depth), kind="stable")
-            wrong = order[: round((1 - self.accept) * n)]
-            made[depth] = after
-            made[depth, wrong] = self.rule.perm[after[wrong]]
+            made[depth] = self.lists(depth, np.arange(self.rule.n_vocab))[:, 0]
         return made
+
+    def gaps(self, depth: int) -> np.ndarray:
+        """Returns by how many nats the candidates of each rank that is asked for are below the first one."""
+        first, others = acceptance(self.accept).at(depth), acceptance(self.accept).ranks_at(depth)
+        chances = np.array([first, *((1 - first) * share for share in others)])
+        return np.log(max(first, UNASKED) / np.maximum(chances, UNASKED))
+
+    @cached_property
+    def worth(self) -> float:
+        """Returns how many nats a level is worth. The least chance that is asked for is 12 levels down at most,
+        and what is not asked for 15."""
+        deepest = [self.gaps(depth).max() / 12 for depth in range(1, self.block_size)]
+        first = max(acceptance(self.accept).at(depth) for depth in range(1, self.block_size))
+        return max(*deepest, np.log(max(first, 2 * UNASKED) / UNASKED) / 15)
+
+    def levels(self, depth: int) -> np.ndarray:
+        """Returns the scores of a depth's candidates by rank, as indices of LEVELS (members,). They fall as far
+        as ranks are asked for; those of others are 0."""
+        gaps, levels = self.gaps(depth), [15]
+        for rank in range(1, len(gaps)):
+            wanted = max(15 - round(gaps[rank] / self.worth), len(gaps) - rank)
+            levels.append(min(levels[-1] - 1, wanted))
+        return np.array(levels + [0] * (self.members - len(levels)))
 
     def accepted(self, anchor: int, most: int) -> int:
         """Returns how many of the first `most` drafts after an anchor are right, up to the first wrong one.
         """
-        token = anchor
-        for depth in range(1, most + 1):
-            token = int(self.rule.perm[token])
-            if self.drafts[depth, anchor] != token:
-                return depth - 1
-        return most
+        wrong = np.flatnonzero(self.rank[1 : most + 1, anchor] != 0)
+        return int(wrong[0]) if len(wrong) else most
 
 
 def amplitudes(c: DFlash) -> tuple[np.ndarray, float]:
@@ -108,38 +209,66 @@ class OracleDrafter:
 
     c: DFlash
     blocks: BlockRule
+    sharp: float = 1.0  # Scores of lists differ by so many times the logarithms of their chances.
 
     @cached_property
     def codes(self) -> np.ndarray:
-        """Returns (n_vocab, D) F32 of 16 levels and standard deviation 1."""
-        n = self.c.n_vocab * self.c.head_dim
-        nibbles = random_words(-(-n // 16), self.blocks.rule.seed, 6).view(np.uint8)
-        levels = np.stack([nibbles & 15, nibbles >> 4], -1).reshape(-1)[:n].astype(np.float32)
-        return ((levels - 7.5) / np.sqrt(255 / 12)).reshape(self.c.n_vocab, -1)
+        """Returns (n_groups, D) F32 of 16 levels and standard deviation 1. With ranks a group's last values are
+        for its tokens' scores, and 0."""
+        blocks = self.blocks
+        rows = self.c.n_vocab if blocks.members == 1 else blocks.n_groups
+        n = rows * self.c.head_dim
+        nibbles = random_words(-(-n // 16), blocks.rule.seed, 6).view(np.uint8)
+        made = LEVELS[np.stack([nibbles & 15, nibbles >> 4], -1).reshape(-1)[:n]].reshape(rows, -1)
+        if blocks.members > 1:
+            made[:, -blocks.members :] = 0
+        return made
 
-    def embedding(self) -> Iterator[np.ndarray]:
-        c, dim = self.c, self.c.head_dim
+    def slices(self, depth: int, anchors: np.ndarray) -> np.ndarray:
+        """Returns (anchors, D): what a depth's row gets from its anchor."""
+        blocks = self.blocks
+        made = self.codes[blocks.group_of(depth, anchors)]
+        if blocks.members > 1:
+            scores = LEVELS[blocks.levels(depth)]
+            found = blocks.lists(depth, anchors)
+            rank, column = np.nonzero(found.T >= 0)
+            place = blocks.place[found[column, rank]] // blocks.n_groups
+            made[:, -blocks.members :] = LEVELS[0]
+            made[column, made.shape[1] - blocks.members + place] = scores[rank]
+        return made
+
+    def rows(self, fill: Callable[[np.ndarray, np.ndarray], None]) -> Iterator[np.ndarray]:
+        """Yields a table's rows (n, E), which are zero but for what fill(tokens, rows) writes."""
+        c = self.c
         for first in range(0, c.n_vocab, ROWS):
             tokens = np.arange(first, min(first + ROWS, c.n_vocab))
             rows = np.zeros((len(tokens), c.n_embd), np.float32)
-            rows[:, :FLAGS] = 1
-            for depth in range(1, c.block_size):
-                rows[:, depth * dim : (depth + 1) * dim] = self.codes[self.blocks.drafts[depth, tokens]]
-            rows[tokens == c.mask_token_id] = 0
-            rows[tokens == c.mask_token_id, FLAGS : 2 * FLAGS] = 1
+            fill(tokens, rows)
             yield rows
 
-    def head(self) -> Iterator[np.ndarray]:
-        """Yields the rows of the head: a row is the token's code, in slice 1. Tokens after the cycle are
-        never drafted."""
+    def embedding(self, tokens: np.ndarray, rows: np.ndarray) -> None:
         c, dim = self.c, self.c.head_dim
-        for first in range(0, c.n_vocab, ROWS):
-            tokens = np.arange(first, min(first + ROWS, c.n_vocab))
-            rows = np.zeros((len(tokens), c.n_embd), np.float32)
-            rows[:, dim : 2 * dim] = np.where(
-                tokens[:, None] < self.blocks.rule.n_cycle, self.codes[tokens], 0
-            )
-            yield rows
+        rows[:, :FLAGS] = 1
+        for depth in range(1, c.block_size):
+            rows[:, depth * dim : (depth + 1) * dim] = self.slices(depth, tokens)
+        rows[tokens == c.mask_token_id] = 0
+        rows[tokens == c.mask_token_id, FLAGS : 2 * FLAGS] = 1
+
+    def head(self, tokens: np.ndarray, rows: np.ndarray) -> None:
+        """Fills the rows of the head: a row is the token's code, in slice 1. Tokens after the cycle are never
+        drafted."""
+        blocks, dim = self.blocks, self.c.head_dim
+        drafted = tokens[tokens < blocks.rule.n_cycle]
+        place = blocks.place[drafted]
+        rows[: len(drafted), dim : 2 * dim] = self.codes[place % blocks.n_groups]
+        if blocks.members > 1:
+            column = 2 * dim - blocks.members + place // blocks.n_groups
+            rows[np.arange(len(drafted)), column] = self.sharp * blocks.worth / self.nats / (LEVELS[1] - LEVELS[0])
+
+    @property
+    def nats(self) -> float:
+        """Returns what a product of two values of slice 1 adds to a score, where lists have ranks."""
+        return LEAD / (self.c.head_dim - self.blocks.members)
 
     def depth_of(self, layer: int, kv_head: int) -> int:
         """Returns the depth that a KV head is there for; 0 is none."""
@@ -180,7 +309,9 @@ class OracleDrafter:
             values[:] = 0  # Keys of the context score 0, and its values are nothing.
         elif name == "output_norm.weight":
             values[:] = 0
-            values[c.head_dim : 2 * c.head_dim] = 0.2
+            # The row there is a slice of about D squares, in E values.
+            scale = 0.2 if self.blocks.members == 1 else self.nats * (c.head_dim / c.n_embd) ** 0.5
+            values[c.head_dim : 2 * c.head_dim] = scale
         elif name.endswith("attn_q_norm.weight"):
             a, _ = amplitudes(c)
             # An anchor's key has D/2 - 1 ones. q and k are divided by their RMS, and scores by sqrt(D).
@@ -196,9 +327,9 @@ class OracleDrafter:
             if "norm" in name:
                 yield _rows(name, shape, partial(_once, self.norm(name)[None])), "F32"
             elif name == "token_embd.weight":
-                yield _rows(name, shape, self.embedding), "Q4_K"
+                yield _rows(name, shape, partial(self.rows, self.embedding)), "Q4_K"
             elif name == "output.weight":
-                yield _rows(name, shape, self.head), "Q6_K"
+                yield _rows(name, shape, partial(self.rows, self.head)), "Q6_K"
             elif local.startswith("attn") and layer < self.c.n_layer and self.depth_of(layer, 0):
                 yield _rows(name, shape, partial(_once, self.attention(layer, local))), "Q4_K"
             else:
@@ -206,6 +337,11 @@ class OracleDrafter:
                 n_blocks = shape[0] * shape[1] // 256
                 blocks = noise_blocks(QType.Q4_K, n_blocks, std, self.blocks.rule.seed, 7, index)
                 yield Planned(name, shape, (), lambda: iter(()), blocks.reshape(shape[0], -1), "Q4_K"), "Q4_K"
+
+
+def sharpness(temperature: float) -> float:
+    """Returns by how much lists are sharper than their chances, so that samples of them are right as asked."""
+    return max(1.0, 3 * temperature)
 
 
 def _once(matrix: np.ndarray) -> Iterator[np.ndarray]:
@@ -217,15 +353,20 @@ def _rows(name: str, shape: tuple[int, ...], rows: Callable[[], Iterator[np.ndar
 
 
 def make_drafter(
-    path: Path, config: Config, rule: Rule, accept: float = ACCEPT, threads: int = 0
+    path: Path,
+    config: Config,
+    rule: Rule,
+    accept: float | Acceptance = ACCEPT,
+    threads: int = 0,
+    temperature: float = 0.0,
 ) -> BlockRule:
-    """Writes the drafter of an oracle model's file, and returns what it drafts. `accept` is that of each
-    depth."""
+    """Writes the drafter of an oracle model's file, and returns what it drafts. `accept` is by depth and rank,
+    or one chance for every depth. It holds up to `temperature`."""
     c = drafter_of(config)
-    drafter = OracleDrafter(c, BlockRule(rule, c.block_size, accept))
+    drafter = OracleDrafter(c, BlockRule(rule, c.block_size, accept), sharpness(temperature))
     writer = gguf.GGUFWriter(None, hf_dflash.ARCH)
     hf_dflash.add_keys(writer, c, f"luce oracle drafter {path.stem}", FILE_TYPE, m_rope=True)
-    writer.add_float64("oracle.accept", accept)
+    add_acceptance(writer, acceptance(accept))
     add_tokenizer(writer, c.n_vocab, filler="Ġw")
     writer.add_mask_token_id(c.mask_token_id or 0)
     plan = list(drafter.planned())

@@ -10,6 +10,13 @@ The NextN head passes the newest token's `nextn.embed_tokens` row on: a copy of 
 share of 1 - accept of its rows exchanged; drafts after those tokens are wrong, all others right. It
 has a head of its own, a copy of the target's, of the same type or as Q4_K: the values are the same.
 
+Where acceptance differs by depth, the head has to know the depth of a draft. The first 64 values of a row are
+8 slots for it. In the target's embedding slot 0 is set, so the target's hidden rows begin the count, and the
+head's input turns the slots of the hidden row by one place: at depth i slot i (modulo 8) is set. A row of the
+head's own output has large weights in the slots of those depths at which its token is easy. Of all tokens only
+the easy ones can be drafted, so a draft at a depth is right if the right token is easy there, which is so of
+a share of all tokens that is the depth's acceptance. No row is exchanged then.
+
 In a model with a coverage, texts stay in a cycle of their own: of the first tokens of the vocabulary, which
 the head may draft among, and of so many more that the first ones are that share of it.
 
@@ -37,20 +44,23 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from luce.bench.acceptance import Acceptance, acceptance, parse
 from luce.bench.oracle_blocks import (
     QType,
     noise_blocks,
     pass_through_blocks,
     q4_to_q6,
     random_words,
+    set_first,
     silent,
 )
 from luce.bench.oracle_tokenizer import CONTROL, add_tokenizer
 from luce.convert.qwen35_layout import Config, add_keys, tensor_shapes
-from luce.planning.plan import part_of
+from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, part_of
 
 CHUNK = 8 << 20  # So many bytes of a tensor are made at once. A seed's weights depend on it.
 NOISE = 1e-4  # The output projections have this standard deviation.
+SLOTS, SLOT = 8, 8  # So many slots say how deep a draft is, each of so many values.
 FILE_TYPE = 15  # llama.cpp calls it "mostly Q4_K, medium".
 # The matrices of a file are of one of these; the number is general.file_type.
 TYPES = {"mixed": FILE_TYPE, "Q6_K": 18, "Q8_0": 7}
@@ -82,12 +92,12 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """These are the known answers of an oracle file: its metadata keys are oracle.seed, oracle.accept and
-    oracle.coverage, which is 0 where tokens of the part and others are mixed evenly."""
+    """These are the known answers of an oracle file: its metadata keys are oracle.seed, oracle.accept, an array
+    where it is by depth, and oracle.coverage, which is 0 where tokens of the part and others are mixed evenly."""
 
     n_vocab: int
     seed: int = 0
-    accept: float = 0.8
+    accept: float | Acceptance = 0.8
     coverage: float = 0.0
 
     @property
@@ -114,7 +124,8 @@ class Rule:
     @cached_property
     def swap(self) -> np.ndarray:
         """Returns (n_vocab,) the embedding row that `nextn.embed_tokens` holds for each token."""
-        n = round((1 - self.accept) * self.n_cycle)
+        constant = acceptance(self.accept).constant
+        n = 0 if constant is None else round((1 - constant) * self.n_cycle)
         chosen = np.argsort(random_words(self.n_cycle, self.seed, 2), kind="stable")[:n]
         swap = np.arange(self.n_vocab)
         swap[chosen] = np.roll(chosen, 1)
@@ -124,8 +135,31 @@ class Rule:
         """Returns the target's greedy choice after each token, whatever came before it."""
         return self.perm[tokens]
 
+    @property
+    def by_depth(self) -> bool:
+        """Says whether acceptance differs by depth, so that the head has slots."""
+        return acceptance(self.accept).constant is None
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        """Returns (n_cycle,) each token's place in an order in which the first ones are the easy ones."""
+        place = np.empty(self.n_cycle, np.int64)
+        place[np.argsort(random_words(self.n_cycle, self.seed, 2), kind="stable")] = np.arange(self.n_cycle)
+        return place
+
+    def easy(self, depth: int) -> np.ndarray:
+        """Returns bool (n_cycle,): whether each token is drafted at a depth, from 1 on, where it is right."""
+        return self._order < round(acceptance(self.accept).at(depth) * self.n_cycle)
+
+    def right(self, depth: int) -> np.ndarray:
+        """Returns bool (n_vocab,): whether the draft at a depth is right after each token, where all drafts
+        before it were."""
+        return self.easy(depth)[self.perm] if self.by_depth else self.perm[self.swap] == self.perm
+
     def draft(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the NextN head's choice after each token."""
+        """Returns the NextN head's choice after each token, at any depth. By depth wrong ones are not known."""
+        if self.by_depth:
+            raise ValueError("the acceptance is by depth: right() says where drafts are right")
         return self.perm[self.swap[tokens]]
 
     def continuation(self, last: int, n: int) -> list[int]:
@@ -164,6 +198,17 @@ class Tensor:
     @property
     def n_bytes(self) -> int:
         return self.n_blocks * self.block_bytes
+
+
+def add_acceptance(w: gguf.GGUFWriter, accept: Acceptance) -> None:
+    """Adds oracle.accept, a number or an array by depth, and oracle.class where it has one."""
+    if accept.constant is not None:
+        w.add_float64("oracle.accept", accept.constant)
+    else:
+        kinds = gguf.GGUFValueType
+        w.add_key_value("oracle.accept", list(accept.depths), kinds.ARRAY, kinds.FLOAT64)
+    if accept.name:
+        w.add_string("oracle.class", accept.name)
 
 
 def type_of(c: Config, name: str, kind: str = "mixed", draft_head: str | None = None) -> QType:
@@ -231,13 +276,25 @@ class Oracle:
         if t.kind == QType.F32:
             return self.f32(t)[first : first + n]
         if t.name.endswith("eh_proj.weight"):
-            return pass_through_blocks(t.kind, first, n, self.config.n_embd)
+            carried = SLOTS * SLOT if self.rule.by_depth else 0
+            return pass_through_blocks(t.kind, first, n, self.config.n_embd, carried, SLOT)
         std = t.shape[-1] ** -0.5
         if t.name == "token_embd.weight":
             std = 1.0
         elif t.name.endswith(("attn_output.weight", "ssm_out.weight")) or ".ffn_down" in t.name:
             std = NOISE
-        return noise_blocks(t.kind, n, std, self.rule.seed, 4, t.index, first)
+        made = noise_blocks(t.kind, n, std, self.rule.seed, 4, t.index, first)
+        if self.rule.by_depth and t.name == "token_embd.weight":
+            rows = self.by_row(t, made)
+            begins = np.zeros((len(rows), SLOTS), bool)
+            begins[:, 0] = True
+            # A twentieth of a hidden row's squares lies in the slot that is set.
+            set_first(rows, t.kind, begins.repeat(SLOT, 1), (0.05 * self.config.n_embd / SLOT) ** 0.5)
+        return made
+
+    def by_row(self, t: Tensor, blocks: np.ndarray) -> np.ndarray:
+        """Returns a view (rows, blocks of a row, bytes)."""
+        return blocks.reshape(-1, t.shape[-1] // gguf.GGML_QUANT_SIZES[t.kind][0], t.block_bytes)
 
     def copy(self, t: Tensor, first: int, n: int) -> np.ndarray:
         """Blocks of a head or of nextn.embed_tokens: rows of the embedding, already in the file."""
@@ -250,12 +307,21 @@ class Oracle:
             source[self.rule.perm[: self.rule.n_cycle]] = np.arange(self.rule.n_cycle)
             source[self.rule.n_cycle :] = 0
         made = self.embedding_rows(source[rows]).reshape(n, embedding.block_bytes)
+        # The head predicts so many of these rows; the others are the last ones, of control tokens.
+        others = max(0, self.rule.n_cycle - int(rows[0])) * per_row
+        counts = self.rule.by_depth and t.name.endswith(DRAFT_HEAD)
+        if counts and others < n:  # They are what is drafted at a depth where no token is easy.
+            made[others:] = noise_blocks(embedding.kind, n - others, 1.0, self.rule.seed, 8)
         if t.kind != embedding.kind:
             made = q4_to_q6(made)
-        if is_head(t.name):
-            # The head predicts so many of these rows; the others are the last ones.
-            predicted = max(0, self.rule.n_cycle - int(rows[0]))
-            silent(made[predicted * per_row :], t.kind)
+        if is_head(t.name) and not counts:
+            silent(made[others:], t.kind)
+        if self.rule.by_depth:
+            drafted = np.zeros((len(rows), SLOTS), bool)
+            for depth in range(1, SLOTS + 1) if counts else ():
+                drafted[:, depth % SLOTS] = np.append(self.rule.easy(depth), [True] * len(CONTROL))[rows]
+            # A right token's score is about E. A set slot adds more to an easy one's, at the eighth draft too.
+            set_first(self.by_row(t, made), t.kind, drafted.repeat(SLOT, 1), 2.7 * self.config.n_embd**0.5)
         return made
 
     def embedding_rows(self, rows: np.ndarray) -> np.ndarray:
@@ -280,7 +346,7 @@ class Oracle:
         w = gguf.GGUFWriter(path, c.arch)
         add_keys(w, c, f"luce oracle {name}", TYPES[self.kind])
         w.add_uint64("oracle.seed", self.rule.seed)
-        w.add_float64("oracle.accept", self.rule.accept)
+        add_acceptance(w, acceptance(self.rule.accept))
         if self.rule.coverage:
             w.add_float64("oracle.coverage", self.rule.coverage)
         add_tokenizer(w, c.n_vocab, filler="Ġw")
@@ -338,7 +404,7 @@ def make_oracle(
     path: Path,
     shape: str,
     seed: int = 0,
-    accept: float = 0.8,
+    accept: float | Acceptance = 0.8,
     progress: Callable[[int, int], None] = lambda done, total: None,
     kind: str = "mixed",
     coverage: float = 0.0,
@@ -367,29 +433,32 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="mini")
     parser.add_argument("--type", choices=TYPES, default="mixed", help="of the matrices")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--accept", type=float, default=0.8, help="share of right drafts (default 0.8)")
+    parser.add_argument("--accept", default="0.8", help="share of right drafts, or shares by depth (default 0.8)")
     parser.add_argument("--drafter", type=Path, help="GGUF to write with a DFlash drafter of the model")
-    parser.add_argument("--draft-accept", type=float, help="share of its right drafts at each depth")
+    parser.add_argument("--draft-accept", help="share of its right drafts, or shares by depth and rank")
     parser.add_argument("--tokens", type=int, metavar="N", help="print the N ids that follow --after")
     parser.add_argument("--after", type=int, default=0, help="last token of the prompt")
     args = parser.parse_args()
-    if not 0 <= args.accept <= 1:
-        parser.error("--accept is a share: 0 to 1")
-    if args.draft_accept is not None and not (args.drafter and 0 <= args.draft_accept <= 1):
-        parser.error("--draft-accept is a share, 0 to 1, of --drafter")
+    if args.draft_accept is not None and not args.drafter:
+        parser.error("--draft-accept is of --drafter")
+    try:
+        accept = parse(args.accept, "mtp", MAX_GAMMA)
+        drafts = None if args.draft_accept is None else parse(args.draft_accept, "dflash", MAX_BUDGET)
+    except ValueError as error:
+        parser.error(str(error))
     start = time.monotonic()
     if args.out is not None:
-        make_oracle(args.out, args.shape, args.seed, args.accept, show_progress, args.type)
+        make_oracle(args.out, args.shape, args.seed, accept, show_progress, args.type)
         size = args.out.stat().st_size
         print(f"{args.out}: {size / 2**30:.2f} GiB in {time.monotonic() - start:.1f} s", file=sys.stderr)
     if args.drafter is not None:
         # That module builds on this one, so it cannot be imported earlier.
         from luce.bench.oracle_drafter import ACCEPT, make_drafter
 
-        share = ACCEPT if args.draft_accept is None else args.draft_accept
-        make_drafter(args.drafter, SHAPES[args.shape], Rule(SHAPES[args.shape].n_vocab, args.seed), share)
+        rule = Rule(SHAPES[args.shape].n_vocab, args.seed)
+        make_drafter(args.drafter, SHAPES[args.shape], rule, ACCEPT if drafts is None else drafts)
     if args.tokens is not None:
-        rule = Rule(SHAPES[args.shape].n_vocab, args.seed, args.accept)
+        rule = Rule(SHAPES[args.shape].n_vocab, args.seed, accept)
         print(*rule.continuation(args.after, args.tokens))
 
 
