@@ -239,7 +239,9 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
         for name, share in facts.quantization.items()
     ]
     if facts.dflash is not None:
-        lines += [(f"  {name}", _or_dash(value)) for name, value in vars(facts.dflash).items()]
+        lines += [("drafter", facts.dflash.what), ("drafts for", facts.dflash.fits)]
+        given = ((name, value) for name, value in vars(facts.dflash).items() if value is not None)
+        lines += [(f"  {name}", str(value)) for name, value in given]
     lines += [line for fit in fits for line in _fit_lines(fit)]
     lines.append(("supported", _supported(facts)))
     lines += [("note", note) for note in facts.notes]

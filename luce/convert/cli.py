@@ -20,6 +20,8 @@ from luce.convert.weight_types import DEFAULT, MIXES
 from luce.errors import Error, FileError
 from luce.planning import cpus
 
+DRAFTERS = ("DFlash", "DSpark", "Domino")  # Names of architectures of block drafters have one of these.
+
 
 @click.command()
 @click.argument("source", metavar="CHECKPOINT", type=FilePath(path_type=Path))
@@ -54,15 +56,17 @@ from luce.planning import cpus
 def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> None:
     """Convert CHECKPOINT to OUT.gguf, a new file.
 
-    CHECKPOINT is the folder of a Qwen3.5/3.6 model or of a DFlash drafter: config.json, *.safetensors and,
-    but for a drafter, the tokenizer; sampling is kept as generation_config.json has it. Or it is the GGUF of
-    one, whose matrices get another type. The file is written whole, read back and compared, or not at all.
+    CHECKPOINT is the folder of a Qwen3.5/3.6 model or of a drafter (DFlash, DFlash2 or DSpark, as their authors
+    or speculators publish them): config.json, *.safetensors and, but for a drafter, the tokenizer; sampling is
+    kept as generation_config.json has it. Or it is the GGUF of one, whose matrices get another type. The file is
+    written whole, read back and compared, or not at all.
 
     \b
     Examples:
       luce convert Qwen3.5-9B qwen3.5-9b-q4_k_m.gguf --type Q4_K_M
       luce convert Qwen3.5-9B head.gguf --type Q8_0 --mtp-only
       luce convert Qwen3.6-27B-DFlash drafter.gguf --target qwen3.6-27b.gguf
+      luce convert Qwen3.8-27B-DFlash2 drafter.gguf --target Qwen3.8-27B --type Q4_K_M
       luce convert model-bf16.gguf model-q4_k_m.gguf --type Q4_K_M
     """
     flags["threads"] = flags["threads"] or cpus.usable()
@@ -111,10 +115,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def is_drafter(path: Path) -> bool:
-    """Says whether config.json is a DFlash drafter's."""
+    """Says whether config.json is a block drafter's."""
     folder = path.parent if path.is_file() else path
     if not (folder / "config.json").exists():
         return False
     config: Section = read_config(folder)
-    named = any("DFlash" in str(name) for name in config.get("architectures", list, []))
-    return named or "dflash_config" in config or "target_layer_ids" in config
+    named = any(kind in str(name) for name in config.get("architectures", list, []) for kind in DRAFTERS)
+    keys = ("dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids", "speculators_model_type")
+    return named or any(key in config for key in keys)

@@ -1,4 +1,4 @@
-"""Converts a DFlash drafter (z-lab's safetensors) to GGUF."""
+"""Converts a block drafter (DFlash, DFlash2 or DSpark, as safetensors) to GGUF."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def convert(
     require_free(out, replace)
     checkpoint = Checkpoint(drafter)
     c = hf_dflash.read_hparams(read_config(drafter))
-    if (drafter / "mask_embedding.pt").exists():
-        raise UnsupportedError(f"{drafter}/mask_embedding.pt: luce does not implement a mask embedding")
+    c = hf_dflash.with_confidence(c, checkpoint)
+    _refuse_mask_embedding(drafter, c)
     plan = hf_dflash.plan(c, checkpoint)
     source, is_own = find_target(drafter, target, say)
     if not is_own:
@@ -103,6 +103,18 @@ def convert(
     source.add_tokenizer(writer)
     _add_mask_token(writer, c, source)
     return write(out, writer, plan, types, _native.default(), source.check, threads, replace)
+
+
+def _refuse_mask_embedding(drafter: Path, c: hf_dflash.DFlash) -> None:
+    """Raises UnsupportedError where the mask's embedding is in a pickle beside the checkpoint: opening one may run
+    any code."""
+    pickled = (drafter.parent if drafter.is_file() else drafter) / "mask_embedding.pt"
+    if pickled.exists():
+        raise UnsupportedError(
+            f"{pickled}: the mask's embedding is in a pickle, which luce does not open; save the target's "
+            f"embed_tokens.weight, with that embedding as its row {c.mask_token_id}, and its lm_head.weight in "
+            "the checkpoint, and move this file away"
+        )
 
 
 def _check_target(c: hf_dflash.DFlash, target: Target) -> None:

@@ -1,15 +1,18 @@
-"""Plans DFlash drafters (z-lab's DFlashDraftModel) as the tensors and keys of a GGUF of architecture dflash.
+"""Plans block drafters (DFlash, DFlash2, DSpark) as the tensors and keys of a GGUF of architecture dflash.
 
-The sources are z-lab/dflash (dflash/model.py) and llama.cpp's dflash (its names and keys). Everything comes
-from config.json, where `dflash_config` overrides the top level. What luce does not implement is refused by
-name: a key or tensor that is silently dropped shows as low acceptance and nothing else.
+A drafter is published in one of two layouts. In that of its authors (z-lab, RadixArk, deepseek-ai) config.json is the
+drafter's own, and `dflash_config` overrides its top level. In that of speculators the layers are described under
+`transformer_layer_config`, and taps are counted from 1 (`aux_hidden_state_layer_ids`). Names and keys of the GGUF are
+llama.cpp's. DFlash2 has convolutions around attention and MLP, and a selector; DSpark has a Markov head and may have
+a confidence head. What luce does not implement is refused by name: a key or tensor that is silently dropped shows as
+low acceptance and nothing else.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import gguf
 import numpy as np
@@ -28,6 +31,25 @@ TOP = {
     "output_norm.weight": "norm.weight",
 }
 OPTIONAL = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight", "d2t": "d2t"}
+SELECTOR = {
+    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+    "selector_successor.weight": "candidate_selector.successor_codebook",
+    "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
+}
+MARKOV = {
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+}
+CONFIDENCE = {"conf_proj.weight": "confidence_head.proj.weight", "conf_proj.bias": "confidence_head.proj.bias"}
+# Some checkpoints have these names in place of those above.
+ALIASES = {
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "confidence_proj.weight": "confidence_head.proj.weight",
+    "confidence_proj.bias": "confidence_head.proj.bias",
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
+}
 BLOCK = {
     "attn_norm.weight": "input_layernorm.weight",
     "attn_q.weight": "self_attn.q_proj.weight",
@@ -41,11 +63,45 @@ BLOCK = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
+CONVOLUTIONS = {
+    "attn_conv_base": "attention_conv.base_kernel",
+    "attn_conv_proj.weight": "attention_conv.kernel_projection.weight",
+    "ffn_conv_base": "mlp_conv.base_kernel",
+    "ffn_conv_proj.weight": "mlp_conv.kernel_projection.weight",
+}
+SINKS = "attn_sinks.weight", "self_attn.sinks"
 # These keys of dflash_config are read here; any other one is a feature that luce lacks.
 _KNOWN = {"target_layer_ids", "mask_token_id", "block_size", "use_swa", "swa_window_size", "causal",
-          "final_logit_softcapping", "input_embedding_scale", "num_target_layers"}  # fmt: skip
-_REFUSED = ("attention_value_scale", "output_multiplier", "markov_rank", "markov_head_type", "selector_rank",
-            "selector_top_k", "conv_kernel_size", "conv_group_size", "sample_from_anchor")  # fmt: skip
+          "final_logit_softcapping", "input_embedding_scale", "output_multiplier", "num_target_layers",
+          "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "projector_type", "markov_rank",
+          "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor",
+          "attention_mode"}  # fmt: skip
+# These say how a drafter was trained, and nothing of what it computes.
+_TRAINING = {"num_anchors", "confidence_head_alpha", "loss_decay_gamma", "ce_loss_alpha", "l1_loss_alpha"}
+_REFUSED = ("attention_value_scale",)
+# Architectures, and what their drafters are.
+_DRAFTERS = {
+    "DFlashDraftModel": "DFlash", "DFlashSpeculator": "DFlash", "DFlash2DraftModel": "DFlash2",
+    "DFlash2Speculator": "DFlash2", "DSparkDraftModel": "DSpark", "DSparkSpeculator": "DSpark",
+    "Qwen3DSparkModel": "DSpark",
+}  # fmt: skip
+_FEATURES = {
+    "DFlash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "DSpark": ("markov_rank",),
+}
+_OF_SPECULATORS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+_HEADS = {
+    "gated": "a gated Markov head, whose bias a gate of the hidden row weighs",
+    "rnn": "a recurrent Markov head, whose bias depends on all drafts before",
+}
+_DOMINO = "a Domino drafter, whose GRU over a block's drafts corrects their logits"
+# Tensors by which drafters are told that no key names.
+_TELLING = {
+    "markov_head.gate_proj": _HEADS["gated"],
+    "markov_head.joint_proj": _HEADS["rnn"],
+    "prefix_gru": _DOMINO,
+    "embed_proj": _DOMINO,
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +140,20 @@ class DFlash:
     softcap: float | None
     embedding_scale: float | None
     yarn: Yarn | None
+    logit_scale: float | None = None
+    kind: str = "DFlash"  # Or DFlash2 or DSpark.
+    from_anchor: bool = False  # The anchor's row drafts too: row j predicts position p + j + 1, not p + j.
+    conv_kernel: int = 0  # A convolution has so many taps, and so many values share what a row adds to them.
+    conv_group: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    markov_rank: int = 0
+    # The confidence head reads the Markov embedding beside the hidden row. None: that the file has no such head, or
+    # that its config leaves both to the tensors.
+    confidence: bool | None = None
+    confidence_reads_markov: bool | None = None
+    tied: bool = False  # The embedding serves as the head.
+    offsets: bool = False  # d2t is known to hold distances.
 
 
 # ---- config.json
@@ -91,62 +161,147 @@ class DFlash:
 
 def read_hparams(config: Section) -> DFlash:
     """Hyperparameters from config.json; an error names a key that is missing or not implemented."""
+    speculators = "transformer_layer_config" in config
     own = config.section("dflash_config")
-    _refuse(config, own)
     both = Section({**config.values, **{k: v for k, v in own.values.items() if v is not None}}, config.where)
-    n_layer, n_head = config.size("num_hidden_layers"), config.size("num_attention_heads")
-    n_embd, n_vocab = config.size("hidden_size"), config.size("vocab_size")
-    head_dim = config.size("head_dim", n_embd // n_head)
-    rope = rope_parameters(config)
-    partial = (rope if "partial_rotary_factor" in rope else config).get("partial_rotary_factor", float, 1.0)
-    kinds = _layer_kinds(config, n_layer)
-    sliding, window = _window(config, own, kinds)
+    kind = _kind(config, both)
+    model = config.section("transformer_layer_config") if speculators else config
+    _refuse(config, model, own)
+    n_layer, n_head = model.size("num_hidden_layers"), model.size("num_attention_heads")
+    n_embd, n_vocab = model.size("hidden_size"), model.size("vocab_size")
+    head_dim = model.size("head_dim", n_embd // n_head)
+    rope = rope_parameters(model)
+    partial = (rope if "partial_rotary_factor" in rope else model).get("partial_rotary_factor", float, 1.0)
+    kinds = _layer_kinds(model, n_layer)
+    sliding, window = _speculators_window(model, kinds) if speculators else _window(model, own, kinds)
+    width = config.size("target_hidden_size", n_embd)
+    if width != n_embd:
+        raise UnsupportedError(
+            f"{config.where}: key target_hidden_size is {width}, hidden_size {n_embd}: luce implements drafters as "
+            "wide as their target"
+        )
+    convolves, markov = kind == "DFlash2", kind == "DSpark"
     return DFlash(
         n_layer=n_layer,
         n_embd=n_embd,
-        n_ff=config.size("intermediate_size"),
+        n_ff=model.size("intermediate_size"),
         n_head=n_head,
-        n_head_kv=config.size("num_key_value_heads"),
+        n_head_kv=model.size("num_key_value_heads"),
         head_dim=head_dim,
         rope_dim=int(head_dim * partial),
-        n_ctx=config.size("max_position_embeddings"),
+        n_ctx=model.size("max_position_embeddings"),
         n_vocab=n_vocab,
-        n_vocab_draft=config.size("draft_vocab_size", n_vocab),
-        rope_base=rope_theta(config),
-        eps=config.get("rms_norm_eps", float),
+        n_vocab_draft=both.size("draft_vocab_size", n_vocab),
+        rope_base=rope_theta(model),
+        eps=model.get("rms_norm_eps", float),
         block_size=both.size("block_size"),
-        target_layer_ids=_target_layers(both),
+        target_layer_ids=_target_layers(both, markov),
         mask_token_id=both.get("mask_token_id", int, None),
         sliding=sliding,
         window=window,
-        causal=_causal(config, own, kinds),
+        causal=_speculators_causal(config, kind, kinds) if speculators else _causal(config, own, kinds),
         softcap=both.get("final_logit_softcapping", float, None) or None,
         embedding_scale=both.get("input_embedding_scale", float, None),
-        yarn=_yarn(config, rope),
+        yarn=_yarn(model, rope),
+        logit_scale=both.get("output_multiplier", float, None),
+        kind=kind,
+        # Where the key is missing, authors' DSpark drafters draft with the anchor's row, and all others do not.
+        from_anchor=both.get("sample_from_anchor", bool, markov and not speculators),
+        conv_kernel=both.size("conv_kernel_size") if convolves else 0,
+        conv_group=_conv_group(both, n_embd) if convolves else 0,
+        selector_rank=both.size("selector_rank") if convolves else 0,
+        selector_top_k=both.size("selector_top_k") if convolves else 0,
+        markov_rank=both.size("markov_rank") if markov else 0,
+        confidence=both.get("enable_confidence_head", bool, None) if markov else None,
+        confidence_reads_markov=both.get("confidence_head_with_markov", bool, None) if markov else None,
+        tied=config.get("tie_word_embeddings", bool, model.get("tie_word_embeddings", bool, False)),
+        offsets=speculators,
     )
 
 
-def _refuse(config: Section, own: Section) -> None:
-    for name in config.get("architectures", list, []):
-        if name != "DFlashDraftModel":
-            raise UnsupportedError(f"{config.where}: key architectures: {name} is not DFlashDraftModel")
-    config.only("hidden_act", "silu")
-    config.only("attention_bias", False)
-    config.only("rope_is_neox_style", True)
+def _kind(config: Section, both: Section) -> str:
+    """Returns what the drafter is: DFlash, DFlash2 or DSpark. Raises UnsupportedError for others, by name."""
+    kind = _named_kind(config, both)
+    head = both.get("markov_head_type", str, "vanilla")
+    if head in _HEADS:
+        raise _refused(config, f"key markov_head_type is {head!r}: {_HEADS[head]}")
+    both.only("markov_head_type", "vanilla")
+    if kind == "DSpark":  # DeepSeek-V4's drafters have this architecture's name too, and other layers.
+        layers = config.section("transformer_layer_config") if "transformer_layer_config" in config else config
+        layers.only("model_type", "qwen3")
+    for of, keys in _FEATURES.items():
+        for key in keys:
+            if kind != of and both.values.get(key):
+                raise UnsupportedError(f"{config.where}: key {key} is of {of} drafters, and this is a {kind} drafter")
+    return kind
+
+
+def _named_kind(config: Section, both: Section) -> str:
+    """Returns the kind by architecture, projector_type or speculators_model_type."""
+    projector = both.get("projector_type", str, "dflash")
+    if projector not in ("dflash", "dflash2", "dspark"):
+        is_domino = f": {_DOMINO}" if projector == "domino" else ""
+        raise _refused(config, f"key projector_type is {projector!r}{is_domino}")
+    named = config.get("architectures", list, [])
+    for name in named:
+        if name not in _DRAFTERS:
+            is_domino = f", {_DOMINO}," if "domino" in str(name).lower() else ""
+            raise UnsupportedError(
+                f"{config.where}: key architectures: {name}{is_domino} is not DFlashDraftModel, DFlash2DraftModel, "
+                "DSparkDraftModel or Qwen3DSparkModel"
+            )
+    found = {_DRAFTERS[name] for name in named}
+    if (said := config.get("speculators_model_type", str, None)) is not None:
+        if said not in _OF_SPECULATORS:
+            raise _refused(config, f"key speculators_model_type is {said!r}")
+        found = {_OF_SPECULATORS[said]}
+    if projector == "dspark":
+        found = {"DSpark"}
+    if not found:  # Older configs name no architecture.
+        found = {"DSpark" if "markov_rank" in both else "DFlash2" if "selector_rank" in both else "DFlash"}
+    if len(found) > 1:
+        raise FileError(f"{config.where}: key architectures is {named}: these are drafters of several kinds")
+    return found.pop()
+
+
+def _refused(config: Section, what: str) -> UnsupportedError:
+    return UnsupportedError(f"{config.where}: {what}: luce does not implement it")
+
+
+def _conv_group(both: Section, n_embd: int) -> int:
+    group = both.size("conv_group_size")
+    if n_embd % group:
+        raise FileError(f"{both.where}: key conv_group_size is {group}, which does not divide hidden_size, {n_embd}")
+    return group
+
+
+def _refuse(config: Section, model: Section, own: Section) -> None:
+    for section in (config, model):
+        section.only("hidden_act", "silu")
+        section.only("attention_bias", False)
+        section.only("rope_is_neox_style", True)
+    config.only("shift_label", False)
+    config.only("draft_ffn_type", "dense")
+    own.only("attention_mode", "gqa")
     for key, value in own.values.items():
-        if key not in _KNOWN and value not in (None, False):
+        if key not in _KNOWN | _TRAINING and value not in (None, False):
             raise UnsupportedError(f"{own.where}: key {key} is {value!r}: luce does not implement it")
     for key in _REFUSED:
         if key in config:
             raise UnsupportedError(f"{config.where}: key {key}: luce does not implement it")
 
 
-def _target_layers(both: Section) -> tuple[int, ...]:
-    ids = both.get("target_layer_ids", list)
-    end = both.get("num_target_layers", int, 1 << 16)
-    if not ids or any(type(i) is not int or not 0 <= i < end for i in ids) or sorted(set(ids)) != ids:
-        raise FileError(f"{both.where}: key target_layer_ids is {ids}, expected rising ids below {end}")
-    return tuple(ids)
+def _target_layers(both: Section, embeddings: bool) -> tuple[int, ...]:
+    """Returns the layers whose outputs are tapped, counted from 0. Some tap the `embeddings` too, which are -1.
+    speculators counts layers from 1, and the embeddings are 0."""
+    key, of_first = "target_layer_ids", 0
+    if "aux_hidden_state_layer_ids" in both:
+        key, of_first = "aux_hidden_state_layer_ids", 1
+    ids = both.get(key, list)
+    low, end = of_first - embeddings, both.get("num_target_layers", int, 1 << 16) + of_first
+    if not ids or any(type(i) is not int or not low <= i < end for i in ids) or sorted(set(ids)) != ids:
+        raise FileError(f"{both.where}: key {key} is {ids}, expected rising ids from {low} and below {end}")
+    return tuple(i - of_first for i in ids)
 
 
 def _layer_kinds(config: Section, n_layer: int) -> list[str]:
@@ -175,6 +330,19 @@ def _window(config: Section, own: Section, kinds: list[str]) -> tuple[tuple[bool
         return sliding, None
     section, key = (own, "swa_window_size") if "swa_window_size" in own else (config, "sliding_window")
     return sliding, section.size(key)
+
+
+def _speculators_window(model: Section, kinds: list[str]) -> tuple[tuple[bool, ...], int | None]:
+    """Returns which layers have a window, and its size. In speculators layer_types alone says which."""
+    sliding = tuple(kind == "sliding_attention" for kind in kinds)
+    return sliding, model.size("sliding_window") if any(sliding) else None
+
+
+def _speculators_causal(config: Section, kind: str, kinds: list[str]) -> tuple[bool, ...]:
+    """Returns which layers are causal: those with a window, unless sliding_window_non_causal says otherwise, which
+    is so of DFlash2 where it is missing."""
+    both_ways = config.get("sliding_window_non_causal", bool, kind == "DFlash2")
+    return tuple(each == "sliding_attention" and not both_ways for each in kinds)
 
 
 def _causal(config: Section, own: Section, kinds: list[str]) -> tuple[bool, ...]:
@@ -239,6 +407,16 @@ def add_keys(w: gguf.GGUFWriter, c: DFlash, name: str, file_type: int, m_rope: b
         w.add_final_logit_softcapping(c.softcap)
     if c.embedding_scale is not None:
         w.add_embedding_scale(c.embedding_scale)
+    if c.logit_scale is not None:
+        w.add_logit_scale(c.logit_scale)
+    if c.kind == "DFlash2":
+        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+            w.add_uint32(f"{ARCH}.{key}", getattr(c, key.removesuffix("_size")))
+    # Readers differ in what they take where it is missing.
+    if c.kind != "DFlash" or c.from_anchor:
+        w.add_bool(f"{ARCH}.sample_from_anchor", c.from_anchor)
+    if c.kind == "DSpark":
+        w.add_bool(f"{ARCH}.has_confidence_head", bool(c.confidence))
     if c.yarn is not None:
         _add_yarn(w, c.yarn)
 
@@ -259,10 +437,10 @@ def _add_yarn(w: gguf.GGUFWriter, yarn: Yarn) -> None:
 
 
 def tensor_shapes(c: DFlash, own: set[str]) -> dict[str, tuple[int, ...]]:
-    """Returns the tensors in file order, with numpy's shapes. `own` says which of OPTIONAL the checkpoint
-    has."""
+    """Returns the tensors in file order, with numpy's shapes. `own` says which of those that a drafter may leave out
+    the checkpoint has, by GGUF's names."""
     e, q, kv = c.n_embd, c.n_head * c.head_dim, c.n_head_kv * c.head_dim
-    block = {
+    block: dict[str, tuple[int, ...]] = {
         "attn_norm.weight": (e,),
         "attn_q.weight": (q, e),
         "attn_k.weight": (kv, e),
@@ -275,6 +453,10 @@ def tensor_shapes(c: DFlash, own: set[str]) -> dict[str, tuple[int, ...]]:
         "ffn_up.weight": (c.n_ff, e),
         "ffn_down.weight": (e, c.n_ff),
     }
+    if c.conv_kernel:
+        for part in ("attn", "ffn"):  # A kernel of what goes into it, and one of what comes out.
+            block[f"{part}_conv_base"] = (2, c.conv_kernel, e)
+            block[f"{part}_conv_proj.weight"] = (2 * c.conv_kernel * (e // c.conv_group), e)
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (c.n_vocab, e),
         "fc.weight": (e, len(c.target_layer_ids) * e),
@@ -282,18 +464,33 @@ def tensor_shapes(c: DFlash, own: set[str]) -> dict[str, tuple[int, ...]]:
     }
     for i in range(c.n_layer):
         shapes |= {f"blk.{i}.{local}": shape for local, shape in block.items()}
+        if f"blk.{i}.{SINKS[0]}" in own:
+            shapes[f"blk.{i}.{SINKS[0]}"] = (c.n_head,)
     shapes |= {"output_norm.weight": (e,), "output.weight": (c.n_vocab_draft, e), "d2t": (c.n_vocab_draft,)}
-    return {name: shape for name, shape in shapes.items() if name not in OPTIONAL or name in own}
+    shapes = {name: shape for name, shape in shapes.items() if name not in OPTIONAL or name in own}
+    if c.selector_rank:
+        shapes["selector_predecessor.weight"] = (c.n_vocab, c.selector_rank)
+        shapes["selector_successor.weight"] = (c.n_vocab_draft, c.selector_rank)
+        shapes["selector_hidden.weight"] = (c.selector_rank, e)
+    if c.markov_rank:
+        shapes["markov_w1.weight"] = (c.n_vocab, c.markov_rank)
+        shapes["markov_w2.weight"] = (c.n_vocab_draft, c.markov_rank)
+    if c.confidence:
+        shapes["conf_proj.weight"] = (1, e + c.markov_rank * (c.confidence_reads_markov is not False))
+        shapes |= {name: (1,) for name in ("conf_proj.bias",) if name in own}
+    return shapes
 
 
 def plain_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Maps names without `model.` to the checkpoint's own; t2d and RoPE's constants follow from the rest."""
+    """Maps z-lab's names, without `model.`, to the checkpoint's own. t2d and RoPE's constants follow from the rest,
+    and what speculators keeps of the target served training."""
     names: dict[str, str] = {}
     for name in checkpoint.names:
         plain = name.removeprefix("model.")
+        plain = ALIASES.get(plain, plain)
         if plain in names:
             raise FileError(f"tensors {names[plain]} and {name} are the same tensor of the drafter")
-        if plain != "t2d" and not plain.endswith("rotary_emb.inv_freq"):
+        if not plain.startswith(("t2d", "verifier_")) and not plain.endswith("rotary_emb.inv_freq"):
             names[plain] = name
     return names
 
@@ -301,20 +498,52 @@ def plain_names(checkpoint: Checkpoint) -> dict[str, str]:
 def source_name(name: str) -> str:
     """Turns GGUF's name into z-lab's."""
     match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    return f"layers.{match[1]}.{BLOCK[match[2]]}" if match else (TOP | OPTIONAL)[name]
+    if match:
+        return f"layers.{match[1]}.{(BLOCK | CONVOLUTIONS | dict([SINKS]))[match[2]]}"
+    return (TOP | OPTIONAL | SELECTOR | MARKOV | CONFIDENCE)[name]
+
+
+def with_confidence(c: DFlash, checkpoint: Checkpoint) -> DFlash:
+    """Returns the hyperparameters with what the tensors say of a confidence head where the config says nothing."""
+    names = plain_names(checkpoint)
+    proj = names.get(CONFIDENCE["conf_proj.weight"])
+    if c.kind != "DSpark" or proj is None:
+        return c
+    if c.confidence is False:
+        raise FileError(f"key enable_confidence_head is false, but there is the tensor {proj}")
+    reads = c.confidence_reads_markov
+    if reads is None:
+        reads = checkpoint[proj].shape[-1] != c.n_embd
+    return replace(c, confidence=True, confidence_reads_markov=reads)
 
 
 def plan(c: DFlash, checkpoint: Checkpoint) -> list[Planned]:
     """Returns every tensor of the file. FileError names one that is missing or has another shape, and
     UnsupportedError one of the checkpoint that luce does not implement."""
     names = plain_names(checkpoint)
-    shapes = tensor_shapes(c, {name for name, plain in OPTIONAL.items() if plain in names})
+    may = [*OPTIONAL]
+    if c.kind == "DSpark":
+        may += ["conf_proj.bias", *(f"blk.{i}.{SINKS[0]}" for i in range(c.n_layer))]
+    shapes = tensor_shapes(c, {name for name in may if source_name(name) in names})
     left = set(names) - {source_name(name) for name in shapes}
+    for name in sorted(left):
+        for begin, what in _TELLING.items():
+            if name.startswith(begin):
+                raise UnsupportedError(f"tensor {names[name]}: it is of {what}: luce does not implement it")
     if left:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise UnsupportedError(f"tensor {names[min(left)]}{more}: luce does not implement drafters with it")
-    if c.n_vocab_draft != c.n_vocab and "d2t" not in shapes:
-        raise FileError(f"tensor d2t is missing: draft_vocab_size is {c.n_vocab_draft} of {c.n_vocab}")
+    if c.n_vocab_draft != c.n_vocab:
+        for name in ("d2t", "output.weight"):
+            if name not in shapes:
+                said = f"draft_vocab_size is {c.n_vocab_draft} of {c.n_vocab}"
+                raise FileError(f"tensor {OPTIONAL[name]} is missing: {said}")
+    if "token_embd.weight" in shapes and "output.weight" not in shapes and not c.tied:
+        raise UnsupportedError(
+            f"tensor {names['embed_tokens.weight']} is there without lm_head.weight, and tie_word_embeddings is not "
+            "true: GGUF has no drafter with an embedding of its own and the target's head: add the target's "
+            "lm_head.weight to the checkpoint"
+        )
     return [_tensor(c, checkpoint, names, name, shape) for name, shape in shapes.items()]
 
 
@@ -329,7 +558,7 @@ def _tensor(
     if source.shape != shape:
         raise FileError(f"tensor {own}: expected shape {shape} ({name}), found {source.shape}")
     if name == "d2t":
-        ids = target_ids(source.read(), c.n_vocab)
+        ids = target_ids(source.read(), c.n_vocab, _drafted(checkpoint, c.n_vocab), c.offsets)
         return Planned(name, shape, (own,), lambda: iter(()), ids.view(np.uint8).reshape(1, -1), "I64")
 
     def rows() -> Iterator[np.ndarray]:
@@ -338,14 +567,29 @@ def _tensor(
     return Planned(name, shape, (own,), rows)
 
 
-def target_ids(d2t: np.ndarray, n_vocab: int) -> np.ndarray:
-    """Returns int64 (n,): the target's id of each row of a reduced vocabulary. Checkpoints hold either that
-    or, more often, its distance from the row's index; distances repeat, ids do not."""
+def _drafted(checkpoint: Checkpoint, n_vocab: int) -> np.ndarray | None:
+    """Returns the ids that t2d marks, rising, where the checkpoint has it."""
+    name = next((name for name in ("t2d", "model.t2d") if name in checkpoint), None)
+    if name is None or checkpoint.any_type(name).shape != (n_vocab,):
+        return None
+    return np.flatnonzero(checkpoint.any_type(name).read())
+
+
+def target_ids(
+    d2t: np.ndarray, n_vocab: int, drafted: np.ndarray | None = None, offsets: bool = False
+) -> np.ndarray:
+    """Returns int64 (n,): the target's id of each row of a reduced vocabulary. Checkpoints hold its distance from
+    the row's index, which is known where `offsets` says so, or the id itself. The ids that are `drafted` tell which;
+    else distances repeat mostly, and ids do not."""
     if d2t.dtype.kind not in "iu":
         raise UnsupportedError(f"tensor d2t holds {d2t.dtype}, expected integers")
     ids = d2t.astype(np.int64)
-    if len(np.unique(ids)) != len(ids):
-        ids = ids + np.arange(len(ids))
+    moved = ids + np.arange(len(ids))
+    told = [drafted is not None and np.array_equal(np.sort(each), drafted) for each in (ids, moved)]
+    if told[0] != told[1]:
+        ids = ids if told[0] else moved
+    elif offsets or len(np.unique(ids)) != len(ids):
+        ids = moved
     if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= n_vocab:
         raise FileError(f"tensor d2t does not name {len(ids)} different tokens of {n_vocab}")
     return ids

@@ -4,8 +4,8 @@ Q4_K_M and Q5_K_M (llama-quant.cpp) take Q4_K or Q5_K. They take Q6_K for the ou
 where it serves as one), and, in the first and last eighth of the blocks and every third between, for attn_v,
 attn_qkv and ffn_down. The exceptions: ssm_alpha and ssm_beta stay at Q8_0, since they decide what the state
 forgets and are a thousandth of the weights; and a row that does not fit into blocks of 256 falls back to
-Q8_0, not to a legacy 4 or 5 bit type. Whatever the type, everything with one dimension, norms, conv1d and the
-experts' router are F32.
+Q8_0, not to a legacy 4 or 5 bit type. Whatever the type, everything with one dimension, norms, conv1d, the
+experts' router and a drafter's confidence head are F32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DECAY = re.compile(r"blk\.\d+\.ssm_(?:alpha|beta)\.weight")
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Says whether the tensor takes the file's type; the rest is F32."""
-    small = "norm" in name or "conv1d" in name or "ffn_gate_inp" in name
+    small = any(part in name for part in ("norm", "conv1d", "ffn_gate_inp", "conf_proj", "attn_sinks"))
     return name.endswith(".weight") and len(shape) > 1 and not small
 
 

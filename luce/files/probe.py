@@ -27,6 +27,7 @@ _FILE_TYPES = {
     **dict(enumerate(("TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"), start=36)),
 }
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.|attn_norm\.weight$)?")
+_MARKOV = ("markov_w1.weight", "dflash.dspark.markov.w1", "dflash.dspark.markov.w1.weight")  # Older files' are last.
 _BESIDE = ("clip", "eagle", "eagle3")  # Projectors and heads of other kinds go with a model.
 _BY_ROW = ("IQ1_", "IQ2_", "IQ3_", "NVFP4")  # On a GPU luce has no matmul of its own for these.
 # In place of these a GPU has a type that holds the same values, in so many bits a weight.
@@ -48,6 +49,11 @@ class DFlash:
 
     `target_embedding`, `target_vocabulary` and `target_blocks` (the fewest) say which models it drafts for.
     `kv_bytes_per_position` is that of its context, in F16.
+
+    `kind` is "DFlash", "DFlash2" (with convolutions and a selector) or "DSpark" (with a Markov head), and `drafts`
+    counts the tokens of a block that are drafts. Those of a block's rows are all where the anchor's row drafts too
+    (`sample_from_anchor`): a Markov head's file that does not say so means that.
+    `draft_vocabulary` counts the tokens that it drafts among.
     """
 
     block_size: int | None
@@ -63,6 +69,55 @@ class DFlash:
     target_vocabulary: int | None
     target_blocks: int | None
     kv_bytes_per_position: int | None
+    kind: str
+    drafts: int | None
+    sample_from_anchor: bool
+    conv_kernel_size: int | None
+    conv_group_size: int | None
+    selector_rank: int | None
+    selector_top_k: int | None
+    markov_rank: int | None
+    confidence_head: bool
+    attention_sinks: bool
+    draft_vocabulary: int | None
+    own_embedding: bool
+    own_output: bool
+    logit_scale: float | None
+
+    @property
+    def what(self) -> str:
+        """Says in a line what the drafter is."""
+        parts = []
+        if self.conv_kernel_size:
+            groups = f" in groups of {self.conv_group_size}" if self.conv_group_size else ""
+            parts.append(f"convolutions of {self.conv_kernel_size} taps{groups}")
+        if self.selector_rank:
+            over = f" over the top {self.selector_top_k}" if self.selector_top_k else ""
+            parts.append(f"a selector of rank {self.selector_rank}{over}")
+        if self.markov_rank:
+            parts.append(f"a Markov head of rank {self.markov_rank}")
+        if self.confidence_head:
+            parts.append("a confidence head")
+        if self.attention_sinks:
+            parts.append("attention sinks")
+        *first, last = parts or [""]
+        having = f" with {', '.join(first)}{' and ' if first else ''}{last}" if last else ""
+        known = self.drafts is not None
+        rows = f", {self.drafts} drafts of a block of {self.block_size}" if known else ", of a block of unknown size"
+        reduced = f", among {self.draft_vocabulary:,} tokens" if self.draft_vocabulary else ""
+        return f"{self.kind}{having}{rows}{reduced}"
+
+    @property
+    def fits(self) -> str:
+        """Says in a line which models it drafts for."""
+        said = [
+            f"{label} {value:,}"
+            for label, value in (("embedding", self.target_embedding), ("vocabulary", self.target_vocabulary))
+            if value is not None
+        ]
+        if self.target_blocks is not None:
+            said.append(f"{self.target_blocks:,} blocks or more")
+        return f"models with {', '.join(said)}" if said else "unknown: the file does not say"
 
 
 @dataclass(frozen=True)
@@ -397,8 +452,30 @@ def _dflash(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
     shape = ("block_count", "attention.head_count_kv", "attention.key_length")
     sizes = [setting(name, int) for name in shape]
     mask = _number(kv, "tokenizer.ggml.mask_token_id")
+    held = {tensor.name: tensor.shape for tensor in tensors}
+    head = next((held[name] for name in _MARKOV if name in held), None)
+    block, markov = _number(kv, key("block_size")), head[0] if head else _number(kv, key("markov_rank")) or None
+    conv, group, rank, best = (
+        _number(kv, key(name)) or None
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    )
+    from_anchor = fact(kv, key("sample_from_anchor"), bool, markov is not None)
     return DFlash(
-        block_size=setting("block_size", int),
+        kind="DSpark" if markov else "DFlash2" if conv or rank else "DFlash",
+        drafts=None if block is None else block - (not from_anchor),
+        sample_from_anchor=from_anchor,
+        conv_kernel_size=conv,
+        conv_group_size=group,
+        selector_rank=rank,
+        selector_top_k=best,
+        markov_rank=markov,
+        confidence_head="conf_proj.weight" in held,
+        attention_sinks=any(name.endswith("attn_sinks.weight") for name in held),
+        draft_vocabulary=held["d2t"][0] if held.get("d2t") else None,
+        own_embedding="token_embd.weight" in held,
+        own_output="output.weight" in held,
+        logit_scale=setting("logit_scale", float),
+        block_size=block,
         target_layers=taps,
         mask_token_id=setting("mask_token_id", int) if mask is None else mask,
         sliding_window=setting("attention.sliding_window", int),

@@ -403,9 +403,9 @@ def _block_of(drafter: tuple[str, Facts]) -> int:
     path, facts = drafter
     if facts.dflash is None:
         raise UnsupportedError(f"{path} is no DFlash drafter: its architecture is {facts.architecture}")
-    if facts.dflash.block_size is None:
+    if facts.dflash.drafts is None:
         raise FileError(f"{path}: the drafter's block_size is missing")
-    return facts.dflash.block_size - 1
+    return facts.dflash.drafts
 
 
 def _has_head(facts: Facts) -> bool:

@@ -310,12 +310,11 @@ def test_softcap_and_embedding_scale(tmp_path, target):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"architectures": ["DFlash3DraftModel"]}, "DFlash3DraftModel"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_is_neox_style": False}, "rope_is_neox_style"),
         ({"markov_rank": 64}, "markov_rank"),
-        ({"output_multiplier": 0.2}, "output_multiplier"),
         ({"dflash": {"selector_rank": 256}}, "selector_rank"),
         ({"dflash": {"conv_kernel_size": 2}}, "conv_kernel_size"),
         ({"dflash": {"attention_value_scale": 0.5}}, "attention_value_scale"),

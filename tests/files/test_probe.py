@@ -37,6 +37,8 @@ def write(path, architecture="qwen35", keys=(), tensors=()):
             writer.add_string(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
+        elif value < 0:
+            writer.add_int32(key, value)
         else:
             writer.add_uint32(key, value)
     for name, array in tensors:
@@ -237,7 +239,72 @@ def test_a_drafter_tells_its_settings(facts_of, tmp_path, prefix):
         "target_vocabulary": None,
         "target_blocks": 62,
         "kv_bytes_per_position": None,
+        "kind": "DFlash",
+        "drafts": 15,
+        "sample_from_anchor": False,
+        **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank",
+                         "draft_vocabulary", "logit_scale")),
+        **dict.fromkeys(("confidence_head", "attention_sinks", "own_embedding", "own_output"), False),
     }
+
+
+def drafter_of(tmp_path, keys, tensors=(), n_vocab=2048):
+    """Writes the keys of a drafter of E 32 with these tensors, by GGUF's names and numpy's shapes."""
+    kv = {f"dflash.{key}": value for key, value in DRAFTER.items()} | {"dflash.embedding_length": 32}
+    kv |= {"dflash.vocab_size": n_vocab} | {f"dflash.{key}": value for key, value in keys.items()}
+    made = [(name, np.zeros(shape, np.int64 if name == "d2t" else np.float32)) for name, shape in tensors]
+    return write(tmp_path / "d.gguf", "dflash", kv, [("blk.0.attn_q.weight", ZERO), *made])
+
+
+def test_a_dflash2_drafter_says_what_it_is(facts_of, tmp_path):
+    keys = {"block_size": 8, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
+            "sample_from_anchor": False, "logit_scale": 0.5}  # fmt: skip
+    facts = facts_of(drafter_of(tmp_path, keys))
+    found = facts.as_json()["dflash"]
+    assert (found["kind"], found["drafts"], found["sample_from_anchor"]) == ("DFlash2", 7, False)
+    assert {key: found[key] for key in keys} == keys
+    text = facts_text(facts)
+    assert ("drafter         DFlash2 with convolutions of 2 taps in groups of 16 and a selector of rank 256 over the "
+            "top 16, 7 drafts of a block of 8\n") in text  # fmt: skip
+    assert "drafts for      models with embedding 32, vocabulary 2,048, 62 blocks or more\n" in text
+
+
+MARKOV = [("markov_w1.weight", (2048, 8)), ("markov_w2.weight", (2048, 8))]
+
+
+@pytest.mark.parametrize(("keys", "drafts"), [({}, 7), ({"sample_from_anchor": True}, 7),
+                                              ({"sample_from_anchor": False}, 6)])  # fmt: skip
+def test_a_markov_head_drafts_with_the_anchors_row_unless_the_file_says_otherwise(
+    facts_of, tmp_path, keys, drafts
+):
+    facts = facts_of(drafter_of(tmp_path, {"block_size": 7} | keys, MARKOV))
+    assert (facts.dflash.kind, facts.dflash.markov_rank, facts.dflash.drafts) == ("DSpark", 8, drafts)
+    assert f"DSpark with a Markov head of rank 8, {drafts} drafts of a block of 7\n" in facts_text(facts)
+
+
+def test_a_dspark_drafter_says_all_it_has(facts_of, tmp_path):
+    reduced = [MARKOV[0], ("markov_w2.weight", (1000, 8)), ("output.weight", (1000, 32)), ("d2t", (1000,)),
+               ("conf_proj.weight", (1, 40)), ("conf_proj.bias", (1,)), ("blk.0.attn_sinks.weight", (4,)),
+               ("token_embd.weight", (2048, 32))]  # fmt: skip
+    facts = facts_of(drafter_of(tmp_path, {"block_size": 8, "sample_from_anchor": True}, reduced))
+    assert ("DSpark with a Markov head of rank 8, a confidence head and attention sinks, 8 drafts of a block of 8, "
+            "among 1,000 tokens\n") in facts_text(facts)  # fmt: skip
+    found = facts.as_json()["dflash"]
+    assert (found["draft_vocabulary"], found["own_embedding"], found["own_output"]) == (1000, True, True)
+    assert found["confidence_head"] and found["attention_sinks"] and found["target_vocabulary"] == 2048
+
+
+@pytest.mark.parametrize("key", ["conv_kernel_size", "selector_rank", "selector_top_k", "block_size", "markov_rank"])
+def test_a_drafters_negative_size_is_named(facts_of, tmp_path, key):
+    with pytest.raises(FileError, match=f"dflash.{key}"):
+        facts_of(drafter_of(tmp_path, {key: -1}))
+
+
+def test_what_does_not_say_what_it_fits_is_said_to_be_unknown(facts_of, tmp_path):
+    path = write(tmp_path / "d.gguf", "dflash", {}, [("blk.0.attn_q.weight", ZERO)])
+    text = facts_text(facts_of(path))
+    assert "drafter         DFlash, of a block of unknown size\n" in text
+    assert "drafts for      unknown: the file does not say\n" in text
 
 
 def test_the_drafter_of_the_box_says_what_it_fits(facts_of):
