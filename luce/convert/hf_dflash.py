@@ -215,7 +215,7 @@ def read_hparams(config: Section) -> DFlash:
         confidence=both.get("enable_confidence_head", bool, None) if markov else None,
         confidence_reads_markov=both.get("confidence_head_with_markov", bool, None) if markov else None,
         tied=config.get("tie_word_embeddings", bool, model.get("tie_word_embeddings", bool, False)),
-        offsets=speculators,
+        offsets=speculators or markov,
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes a GGUF again with its matrices in another type: a model, a NextN head or a DFlash drafter."""
+"""Writes a GGUF again with its matrices in another type: a model, a NextN head or a block drafter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from luce.convert.weight_types import DEFAULT, MIXES, choose, is_matrix
 from luce.errors import FileError, UnsupportedError, about
 from luce.files.probe import probe
 
-# luce does not implement drafters with such tensors.
-_REFUSED = re.compile(r"markov|selector|_conv_|conf_proj|sinks|rope_freqs|post_.*norm|layer_output_scale|hc_")
+# luce does not implement drafters with such tensors, nor Markov heads with more than two matrices.
+_REFUSED = re.compile(r"markov(?!_w[12]\.weight$)|rope_freqs|post_.*norm|layer_output_scale|hc_")
 
 
 def requantize(

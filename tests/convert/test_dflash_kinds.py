@@ -7,6 +7,7 @@ import json
 import pickle
 
 import dflash_checkpoint
+import gguf
 import hf_checkpoint as hf
 import numpy as np
 import pytest
@@ -127,10 +128,10 @@ def backbone(made):
     """Returns the tensors that DFlash has too, by GGUF's names."""
     top = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm", "embed_tokens": "token_embd",
            "lm_head": "output"}  # fmt: skip
-    found = {f"{gguf}.weight": made[f"{name}.weight"] for name, gguf in top.items() if f"{name}.weight" in made}
+    found = {f"{of}.weight": made[f"{name}.weight"] for name, of in top.items() if f"{name}.weight" in made}
     for i in range(LAYERS):
-        for name, gguf in GGUF_NAMES.items():
-            found[f"blk.{i}.{gguf}.weight"] = made[f"layers.{i}.{name}.weight"]
+        for name, of in GGUF_NAMES.items():
+            found[f"blk.{i}.{of}.weight"] = made[f"layers.{i}.{name}.weight"]
     return found
 
 
@@ -222,11 +223,11 @@ def test_tensors_of_dflash2(tmp_path, target, layout):
     path = convert(tmp_path, target, config, made, "--type", "F32")
     found, wanted, dims = hf.tensors_of(path), backbone(made), dims_of(path)
     for i in range(LAYERS):
-        for part, gguf in (("attention_conv", "attn"), ("mlp_conv", "ffn")):
-            wanted[f"blk.{i}.{gguf}_conv_base"] = made[f"layers.{i}.{part}.base_kernel"]
-            wanted[f"blk.{i}.{gguf}_conv_proj.weight"] = made[f"layers.{i}.{part}.kernel_projection.weight"]
-            assert dims[f"blk.{i}.{gguf}_conv_base"] == (E, TAPS, 2)
-            assert dims[f"blk.{i}.{gguf}_conv_proj.weight"] == (E, 2 * TAPS * E // GROUP)
+        for part, of in (("attention_conv", "attn"), ("mlp_conv", "ffn")):
+            wanted[f"blk.{i}.{of}_conv_base"] = made[f"layers.{i}.{part}.base_kernel"]
+            wanted[f"blk.{i}.{of}_conv_proj.weight"] = made[f"layers.{i}.{part}.kernel_projection.weight"]
+            assert dims[f"blk.{i}.{of}_conv_base"] == (E, TAPS, 2)
+            assert dims[f"blk.{i}.{of}_conv_proj.weight"] == (E, 2 * TAPS * E // GROUP)
     wanted["selector_predecessor.weight"] = made["candidate_selector.predecessor_codebook"]
     wanted["selector_successor.weight"] = made["candidate_selector.successor_codebook"]
     wanted["selector_hidden.weight"] = made["candidate_selector.hidden_projection.weight"]
@@ -281,6 +282,31 @@ def test_probe_says_what_it_is_and_which_models_it_fits(tmp_path, target, layout
 @pytest.mark.parametrize("layout", CHECKPOINTS)
 def test_a_checkpoint_of_each_layout_is_taken_for_a_drafter(tmp_path, layout):
     assert is_drafter(save(tmp_path, *CHECKPOINTS[layout]))
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "RedHatAI"])
+def test_a_gguf_of_it_takes_another_type(tmp_path, target, layout):
+    made = convert(tmp_path, target, *CHECKPOINTS[layout], "--type", "F32")
+    assert hf.run(str(made), str(tmp_path / "q8.gguf"), "--type", "Q8_0") == 0
+    assert hf.types_of(tmp_path / "q8.gguf") == hf.types_of(
+        dflash_checkpoint.convert(save(tmp_path, *CHECKPOINTS[layout]), target, "--type", "Q8_0", "--force")
+    )
+    assert dflash_keys(tmp_path / "q8.gguf") == SIZES | KEYS[layout]
+
+
+@pytest.mark.parametrize(
+    "name", ["markov_gate.weight", "markov_w2.scale", "blk.0.post_ffw_norm.weight", "rope_freqs.weight"]
+)
+def test_a_gguf_with_more_than_luce_knows_keeps_its_type(tmp_path, capsys, name):
+    writer = gguf.GGUFWriter(tmp_path / "d.gguf", "dflash")
+    for tensor in ("blk.0.attn_q.weight", "markov_w1.weight", "markov_w2.weight", name):
+        writer.add_tensor(tensor, draw(4, 32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    said = hf.failure([str(tmp_path / "d.gguf"), str(tmp_path / "out.gguf")], capsys)
+    assert f"tensor {name}: luce does not implement drafters that have it" in said
 
 
 def test_names_of_other_tools_are_the_same_tensors(tmp_path, target):
@@ -397,6 +423,9 @@ def test_even_ids_of_a_whole_checkpoint(tmp_path, target):
     config, made = CHECKPOINTS["RedHatAI"]
     made = {name: x for name, x in made.items() if name != "t2d"} | {"d2t": ids - np.arange(40)}
     assert np.array_equal(hf.tensors_of(convert(tmp_path, target, config, made))["d2t"], ids)
+    marked = made | {"d2t": ids, "t2d": np.isin(np.arange(VOCAB), ids).astype(np.uint8)}
+    path = convert(tmp_path, target, config, marked, "--force")
+    assert np.array_equal(hf.tensors_of(path)["d2t"], ids), "ids that t2d marks are ids"
 
 
 @pytest.mark.parametrize("missing", ["d2t", "lm_head.weight"])

@@ -5,6 +5,7 @@ import re
 from dataclasses import FrozenInstanceError, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,16 @@ def files(facts):
         "drafter": replace(facts, kind="drafter", supported=False, reasons=["a dflash drafter"]),
         "other": replace(facts, kind="other", supported=False, reasons=["the file holds no model"]),
     }
+
+
+@pytest.mark.parametrize("drafts", [6, 7, 8])
+def test_a_block_has_as_many_drafts_as_its_file_says(files, drafts):
+    """A drafter whose anchor's row drafts too has one more than others with the same rows."""
+    block = SimpleNamespace(block_size=8, drafts=drafts)
+    drafter = "d.gguf", replace(files["drafter"], dflash=block)
+    made = plan(files["plain"], Options(spec="dflash"), drafter=drafter)
+    assert made.draft.block == drafts and f"all {drafts} drafts of its block" in made.reasons["draft"]
+    assert plan(files["plain"], Options(), drafter=drafter).draft.block == drafts
 
 
 GAMMAS = (None, 0, 1, 2, MAX_GAMMA)
