@@ -181,6 +181,11 @@ def read_hparams(config: Section) -> DFlash:
             "wide as their target"
         )
     convolves, markov = kind == "DFlash2", kind == "DSpark"
+    if convolves and both.size("draft_vocab_size", n_vocab) != n_vocab:
+        raise UnsupportedError(
+            f"{config.where}: key draft_vocab_size is {both.size('draft_vocab_size')} of {n_vocab}: luce implements "
+            "a selector over all of the vocabulary"
+        )
     return DFlash(
         n_layer=n_layer,
         n_embd=n_embd,
@@ -470,7 +475,7 @@ def tensor_shapes(c: DFlash, own: set[str]) -> dict[str, tuple[int, ...]]:
     shapes = {name: shape for name, shape in shapes.items() if name not in OPTIONAL or name in own}
     if c.selector_rank:
         shapes["selector_predecessor.weight"] = (c.n_vocab, c.selector_rank)
-        shapes["selector_successor.weight"] = (c.n_vocab_draft, c.selector_rank)
+        shapes["selector_successor.weight"] = (c.n_vocab, c.selector_rank)
         shapes["selector_hidden.weight"] = (c.selector_rank, e)
     if c.markov_rank:
         shapes["markov_w1.weight"] = (c.n_vocab, c.markov_rank)

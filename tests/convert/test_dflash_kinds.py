@@ -317,6 +317,16 @@ def test_names_of_other_tools_are_the_same_tensors(tmp_path, target):
     assert convert(tmp_path / "other", target, RADIXARK, other).read_bytes() == found
 
 
+@pytest.mark.parametrize(("layout", "left_out"), [("speculators", ["embed_tokens.weight", "lm_head.weight"]),
+                                                  ("RedHatAI", ["embed_tokens.weight"])])  # fmt: skip
+def test_what_is_the_targets_may_be_left_out(tmp_path, target, layout, left_out):
+    """speculators saves no embedding, and a head only of a reduced vocabulary."""
+    config, made = CHECKPOINTS[layout]
+    made = {name: x for name, x in made.items() if name not in left_out}
+    found = hf.tensors_of(convert(tmp_path, target, config, made))
+    assert "token_embd.weight" not in found and ("output.weight" in found) == (layout == "RedHatAI")
+
+
 def test_what_speculators_keeps_of_the_target_is_left_out(tmp_path, target):
     config, made = CHECKPOINTS["speculators"]
     more = {"verifier_norm.weight": draw(E), "verifier_lm_head.weight": draw(VOCAB, E)}
@@ -464,6 +474,7 @@ def test_an_embedding_alone_would_serve_as_the_head(tmp_path, target, capsys):
         ("RedHatAI", {"speculators_model_type": "eagle3"}, "key speculators_model_type is 'eagle3'"),
         ("speculators", {"target_hidden_size": 512}, "key target_hidden_size is 512, hidden_size 256"),
         ("speculators", {"draft_ffn_type": "moe"}, "key draft_ffn_type is 'moe'"),
+        ("speculators", {"draft_vocab_size": 40}, "draft_vocab_size is 40 of 384: luce implements a selector over all"),
         ("z-lab", {"shift_label": True}, "key shift_label is True"),
         ("z-lab", {"inside": {"markov_rank": 8}}, "markov_rank is of DSpark drafters, and this is a DFlash2"),
         ("z-lab", {"architectures": ["DFlash2DraftModel", "DSparkDraftModel"]}, "drafters of several kinds"),
