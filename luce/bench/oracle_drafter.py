@@ -44,6 +44,7 @@ ASIDE = -2  # No query uses this frequency. The keys of masks lie there, so that
 MEMBERS = MAX_RANKS + 2  # A group has one token less, or so many where tokens are left over.
 LEVELS = (np.arange(16, dtype=np.float32) - 7.5) / np.float32(np.sqrt(255 / 12))  # Their standard deviation is 1.
 UNASKED = 0.002  # A candidate of a rank that is not asked for has the score of this chance.
+AHEAD = 10.0  # By so many nats sampled lists have their first candidate ahead, so that noise leaves it there.
 LEAD = 60.0  # A group's tokens have this score above the mean of all others, whose scores deviate by LEAD / sqrt(D).
 ROWS = 4096  # So many rows of a table are made at once.
 
@@ -158,29 +159,6 @@ class BlockRule:
             made[depth] = self.lists(depth, np.arange(self.rule.n_vocab))[:, 0]
         return made
 
-    def gaps(self, depth: int) -> np.ndarray:
-        """Returns by how many nats the candidates of each rank that is asked for are below the first one."""
-        first, others = acceptance(self.accept).at(depth), acceptance(self.accept).ranks_at(depth)
-        chances = np.array([first, *((1 - first) * share for share in others)])
-        return np.log(max(first, UNASKED) / np.maximum(chances, UNASKED))
-
-    @cached_property
-    def worth(self) -> float:
-        """Returns how many nats a level is worth. The least chance that is asked for is 12 levels down at most,
-        and what is not asked for 15."""
-        deepest = [self.gaps(depth).max() / 12 for depth in range(1, self.block_size)]
-        first = max(acceptance(self.accept).at(depth) for depth in range(1, self.block_size))
-        return max(*deepest, np.log(max(first, 2 * UNASKED) / UNASKED) / 15)
-
-    def levels(self, depth: int) -> np.ndarray:
-        """Returns the scores of a depth's candidates by rank, as indices of LEVELS (members,). They fall as far
-        as ranks are asked for; those of others are 0."""
-        gaps, levels = self.gaps(depth), [15]
-        for rank in range(1, len(gaps)):
-            wanted = max(15 - round(gaps[rank] / self.worth), len(gaps) - rank)
-            levels.append(min(levels[-1] - 1, wanted))
-        return np.array(levels + [0] * (self.members - len(levels)))
-
     def accepted(self, anchor: int, most: int) -> int:
         """Returns how many of the first `most` drafts after an anchor are right, up to the first wrong one.
         """
@@ -224,12 +202,41 @@ class OracleDrafter:
             made[:, -blocks.members :] = 0
         return made
 
+    def gaps(self, depth: int) -> np.ndarray:
+        """Returns by how many nats the candidates of each rank that is asked for are below the first one, before
+        lists are made sharper. Where they are to be sampled, that one leads, however seldom it is right."""
+        chances = acceptance(self.blocks.accept)
+        first, others = chances.at(depth), chances.ranks_at(depth)
+        shares = np.array([first, *((1 - first) * share for share in others)])
+        found = np.log(max(first, UNASKED) / np.maximum(shares, UNASKED))
+        if self.sharp > 1:
+            found[1:] = np.maximum(found[1:], AHEAD / self.sharp)
+        return found
+
+    @cached_property
+    def worth(self) -> float:
+        """Returns how many nats a level is worth. The least chance that is asked for is 12 levels down at most,
+        and what is not asked for 15."""
+        depths = range(1, self.c.block_size)
+        deepest = [self.gaps(depth).max() / 12 for depth in depths]
+        first = max(acceptance(self.blocks.accept).at(depth) for depth in depths)
+        return max(*deepest, np.log(max(first, 2 * UNASKED) / UNASKED) / 15)
+
+    def levels(self, depth: int) -> np.ndarray:
+        """Returns the scores of a depth's candidates by rank, as indices of LEVELS (members,). They fall as far
+        as ranks are asked for; those of others are 0."""
+        gaps, levels = self.gaps(depth), [15]
+        for rank in range(1, len(gaps)):
+            wanted = max(15 - round(gaps[rank] / self.worth), len(gaps) - rank)
+            levels.append(min(levels[-1] - 1, wanted))
+        return np.array(levels + [0] * (self.blocks.members - len(levels)))
+
     def slices(self, depth: int, anchors: np.ndarray) -> np.ndarray:
         """Returns (anchors, D): what a depth's row gets from its anchor."""
         blocks = self.blocks
         made = self.codes[blocks.group_of(depth, anchors)]
         if blocks.members > 1:
-            scores = LEVELS[blocks.levels(depth)]
+            scores = LEVELS[self.levels(depth)]
             found = blocks.lists(depth, anchors)
             rank, column = np.nonzero(found.T >= 0)
             place = blocks.place[found[column, rank]] // blocks.n_groups
@@ -263,7 +270,7 @@ class OracleDrafter:
         rows[: len(drafted), dim : 2 * dim] = self.codes[place % blocks.n_groups]
         if blocks.members > 1:
             column = 2 * dim - blocks.members + place // blocks.n_groups
-            rows[np.arange(len(drafted)), column] = self.sharp * blocks.worth / self.nats / (LEVELS[1] - LEVELS[0])
+            rows[np.arange(len(drafted)), column] = self.sharp * self.worth / self.nats / (LEVELS[1] - LEVELS[0])
 
     @property
     def nats(self) -> float:
