@@ -81,7 +81,7 @@ void end_step(Val x, const std::vector<Val> &outputs) {
         compute(x);
         return;
     }
-    const bool one = g.kind == StepKind::prefill_last && g.T > 1;
+    const bool one = g.prefill() && g.T > 1;
     g.logits = matmul(one ? norm(last(x), w.output_norm, eps) : h, w.output); // {V, T or 1}
     if (g.kind == StepKind::verify) {
         g.hidden = compute(x);

@@ -58,11 +58,6 @@ bool all_packed(const std::vector<ggml_tensor *> &weights) {
     return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
-// Writing out all weights pays for at least this many rows. Fewer rows have the step's own matmul (rowmm),
-// which takes about as long for this many on an H200. The row count alone decides, so that a resumed prompt
-// runs as a cold one.
-constexpr int64_t GEMM_ROWS = 128;
-
 class GpuLowering : public Lowering {
 public:
     using Lowering::Lowering;
@@ -223,13 +218,11 @@ protected:
 
     // ---- products ----
 
-    bool uses_gemm(int64_t T) const { return plain.prefill() && T >= GEMM_ROWS; }
-
     // Whether a prompt writes this weight out for cuBLAS. Steps have the matmul of luce's own, whose rows do not depend on
-    // each other; since weights lie in its order, a prefill of few rows has it too, and one of a K that cuBLAS does not
-    // take. ggml multiplies with what is not packed.
-    bool by_gemm(const ggml_tensor *w, int64_t T) const {
-        return uses_gemm(T) && is_packed(w) && gemm_has(w->ne[0]) &&
+    // each other; since weights lie in its order, a short prompt has it too, the row that gives logits, and a K that cuBLAS
+    // does not take. ggml multiplies with what is not packed.
+    bool by_gemm(const ggml_tensor *w, Val y) const {
+        return plain.writes_out() && y.node != plain.logits.node && is_packed(w) && gemm_has(w->ne[0]) &&
                size_t(w->ne[0] * w->ne[1] * 2) <= ggml_nbytes(stage().gemm_scratch);
     }
 
@@ -243,7 +236,7 @@ protected:
         std::vector<size_t> packed_ones;
         bool gemm = false; // all packed ones take it or none does, since they share K and T
         for (size_t i = 0; i < w.size(); i++) {
-            if (by_gemm(w[i], n.T)) {
+            if (by_gemm(w[i], y)) {
                 PromptMatmulArgs a{};
                 a.product.T = int32_t(n.T);
                 product(i) = ops::gemm(ctx, {f16(x), w[i], stage().gemm_scratch, residual}, a);
@@ -375,7 +368,7 @@ protected:
     }
 
     const OpRow<DeltaArgs> &delta_op(const DeltaShape &shape) override {
-        return uses_gemm(shape.T) && deltanet_chunks_scratch(shape) > 0 ? ops::deltanet_chunks
+        return plain.writes_out() && deltanet_chunks_scratch(shape) > 0 ? ops::deltanet_chunks
                                                                         : ops::deltanet;
     }
 

@@ -111,6 +111,7 @@ std::vector<StepShape> sizing_steps(const CacheParams &p) {
     shapes[0].rows += n / 8 + 16;
     shapes[0].n_kv += PAGE;
     shapes.push_back({StepKind::prefill, shapes[0].rows, shapes[0].n_kv}); // its outputs are others
+    shapes.push_back({StepKind::prompt, std::min(n, SHORT_PROMPT - 1), kv_bucket(SHORT_PROMPT)});
     for (uint32_t n_kv = kv_bucket(n); n_kv <= largest.n_kv; n_kv = kv_bucket(n_kv + 1)) {
         shapes.push_back({StepKind::prefill, shapes[0].rows, n_kv});
         shapes.push_back({StepKind::prefill_last, n, n_kv});
@@ -248,7 +249,7 @@ bool is_light(const ggml_tensor *node) {
 }
 
 void Step::Graph::log_ops(const CacheParams &params) const {
-    static const char *const KINDS[] = {"prefill", "prefill", "verify", "draft", "feed"};
+    static const char *const KINDS[] = {"prefill", "prefill", "prefill", "verify", "draft", "feed"};
     const char *kind = KINDS[int(shape.kind)];
     if (shape.kind == StepKind::draft) {
         const DrafterUse &use = params.drafters[shape.drafter];

@@ -25,6 +25,10 @@
 
 namespace luce {
 
+// A prompt of fewer rows, read in one call, is multiplied as a step's rows are: on a GPU, to write out all weights takes as long
+// as the steps' matmul for about so many (on an H200).
+constexpr uint32_t SHORT_PROMPT = 128;
+
 struct StepShape {
     StepKind kind;
     uint32_t rows;
@@ -36,7 +40,7 @@ struct StepShape {
         return std::tie(kind, rows, n_kv, brief, drafter) <
                std::tie(o.kind, o.rows, o.n_kv, o.brief, o.drafter);
     }
-    bool prefill() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
+    bool prefill() const { return kind <= StepKind::prompt; }
 };
 
 // Bytes that steps take on the device of each stage.

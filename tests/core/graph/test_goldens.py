@@ -23,7 +23,7 @@ from luce.native import Sequence as Timeline
 
 CASES = make_goldens.CASES | make_goldens.LONG_CASES
 CHUNK = 256  # A prompt goes in by chunks of so many where not all of it goes in at once.
-GEMM_CPP = ROOT / "native" / "src" / "graph" / "lower_gpu.cpp"
+STEP_H = ROOT / "native" / "src" / "step" / "step.h"
 REF_BOUND = 1e-4  # It bounds float64 against transformers' F32, which measured 1.1e-5 .. 3.6e-5.
 CPU_BOUND = 1e-3  # It is the core's largest error with F32 weights and f32 KV, of logits with std 2 .. 3.5.
 
@@ -59,9 +59,8 @@ def test_cases_differ_where_it_matters() -> None:
 
 
 def test_long_cases_reach_both_ways_of_a_gpus_prefill() -> None:
-    """Chunks of a prompt of which each is long enough for cuBLAS, and input widths that it takes or not."""
-    (rows,) = re.findall(r"GEMM_ROWS = (\d+);", GEMM_CPP.read_text())
-    assert make_goldens.N_LONG - CHUNK >= int(rows)
+    """Prompts that are multiplied as a step, and by cuBLAS, and input widths that it takes or not."""
+    (rows,) = re.findall(r"SHORT_PROMPT = (\d+);", STEP_H.read_text())
     assert {n < int(rows) for n in make_goldens.LONG_AT} == {True, False}
     configs = [c for c, _ in make_goldens.LONG_CASES.values()]
     assert {64, 128} < {c.state_size for c in configs}  # The DeltaNet chunks have these two alone.

@@ -122,7 +122,7 @@ std::string params_of(const ggml_tensor *node, int first) {
     return text;
 }
 
-const char *const KINDS[] = {"prefill", "prefill_last", "verify", "draft", "feed"};
+const char *const KINDS[] = {"prefill", "prefill_last", "prompt", "verify", "draft", "feed"};
 
 std::string kind_of(const StepShape &shape, const Cache &cache) {
     if (shape.kind != StepKind::draft) {
@@ -208,6 +208,9 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
     const CacheParams &p = cache.params();
     for (const uint32_t rows : {16u, 128u, 512u, 2048u}) {
         shapes.push_back({StepKind::prefill, rows, kv_bucket(rows)});
+    }
+    for (const uint32_t rows : {1u, 100u}) {
+        shapes.push_back({StepKind::prompt, rows, kv_bucket(rows)});
     }
     for (const uint32_t rows : {1u, 16u, 512u}) {
         shapes.push_back({StepKind::prefill_last, rows, kv_bucket(rows + 4096)});
