@@ -44,6 +44,6 @@ printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -I{} sh -c \
     'nvcc -std=c++17 -O3 -fmad=false -gencode "arch=compute_$3,code=sm_$3" $4 -Inative/kernels -Itests/cuda \
         -Xcompiler -fPIC,-fvisibility=hidden -MMD -MF "$2/$(basename "$1").d" -c "$1" -o "$2/$(basename "$1").o"' \
     _ {} "$to" "$arch" "$flags"
-nvcc -o "$program" "${objects[@]}" -lcublas "${link[@]}"
+nvcc -o "$program" "${objects[@]}" -lcublasLt "${link[@]}"
 [[ $form != racecheck ]] || nvcc -std=c++17 -O3 -gencode "arch=compute_$arch,code=sm_$arch" -Inative/kernels \
     -o "$folder/racecheck_ring" bench/racecheck_ring.cu

@@ -1,6 +1,6 @@
 // Checks a prefill's matmul against double precision: what gemm_pack makes of its input, and the products.
-#include "matmul/prompt.h"
 #include "harness.h"
+#include "matmul/prompt.h"
 #include "rowmm_reference.h"
 
 namespace {
@@ -161,6 +161,39 @@ void check_gemm(int T, int64_t K, int64_t N) {
     expect(shows, what + " shows what is not finite");
 }
 
+// Algorithms are chosen when a stream is opened. Rows have the same bits by any of them, alone and with others.
+void check_gemm_cuts(const GemmShape &shape) {
+    const int T = 2100;
+    const std::string what = "gemm K " + std::to_string(shape.K) + " N " + std::to_string(shape.N);
+    PackInput p = random_input(ROWMM_PLAIN, T, shape.K, 0);
+    std::vector<__half> weights(size_t(shape.N) * shape.K);
+    for (__half &w : weights) {
+        w = __float2half(normals(1, 0.02f)[0]);
+    }
+    Device<__half> w(weights);
+    Floats whole;
+    for (const Ints &rows :
+         {Ints{T}, Ints{1, 63, 64, 128, 192, 1000, 652}, Ints{129, 511, 1025, 257, 65, 7, 106}}) {
+        Floats got;
+        int first = 0;
+        for (const int n : rows) {
+            PackInput part = p;
+            part.T = n;
+            part.x.assign(p.x.begin() + first * shape.K, p.x.begin() + (first + n) * shape.K);
+            Device<uint8_t> x(size_t(gemm_x_bytes(n, shape.K)));
+            pack(part, x);
+            Device<float> out(size_t(n) * shape.N);
+            must(cuda::gemm({n, shape.K, shape.N, x.p, w.p, out.p, nullptr}, stream));
+            must(cudaStreamSynchronize(stream));
+            const Floats some = out.get();
+            got.insert(got.end(), some.begin(), some.end());
+            first += n;
+        }
+        expect(whole.empty() || same_bits(whole, got), what + ": rows depend on how many there are");
+        whole = whole.empty() ? got : whole;
+    }
+}
+
 } // namespace
 
 void check_gemm_kernels(bool all) {
@@ -175,15 +208,23 @@ void check_gemm_kernels(bool all) {
         return;
     }
     Device<float> nothing(8);
-    expect(cuda::gemm({1, 8, 1, nothing.p, nothing.p, nothing.p, nullptr}, stream) != 0,
+    expect(cuda::gemm({1, 8, 4, nothing.p, nothing.p, nothing.p, nullptr}, stream) != 0,
            "gemm needs gemm_open");
     must(cuda::gemm_open(stream));
     expect(cuda::gemm_open(stream) != 0, "gemm_open twice");
     check_gemm(130, 256, 48);
-    check_gemm(1, 8, 1);
-    check_gemm(257, 136, 1001);
+    check_gemm(1, 8, 4);
+    check_gemm(257, 136, 1004);
     check_gemm(128, 5120, 10240);
     check_gemm(515, 17408, 5120);
     cuda::gemm_close(stream);
     cuda::gemm_close(stream); // it closes nothing
+    const std::vector<GemmShape> shapes = {{5120, 17408}, {10240, 5120}, {5120, 6144},
+                                           {2048, 4096},  {1024, 2048},  {1000, 136}};
+    Device<__half> scratch(size_t(5120) * 17408);
+    must(cuda::gemm_open(stream, shapes, scratch.p));
+    for (const GemmShape &shape : shapes) {
+        check_gemm_cuts(shape);
+    }
+    cuda::gemm_close(stream);
 }

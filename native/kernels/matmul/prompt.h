@@ -10,14 +10,15 @@
 // It is F16 on every GPU. GPUs for games multiply int8 faster than F16 with sums in F32, but activations of int8 are off
 // by 8e-3 of a result's rms, and none of those GPUs was there to measure what it would gain.
 //
-// cuBLAS chooses the order of a row's sums by the product's shape. Equal calls give equal bits on one device,
-// but a row's bits may depend on how many others there are. So a prefill's are a function of its chunk of the
-// prompt. No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t as int, and nothing
-// synchronises.
+// A row's bits do not depend on how many others there are: cuBLAS is held to algorithms that do not split K, and of these to
+// such as give the same bits (matmul/prompt.cu). No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t
+// as int, and nothing but gemm_open synchronises.
 #pragma once
 
 #include "common/kernels.h"
 #include "matmul/quantised.h"
+
+#include <vector>
 
 namespace luce {
 
@@ -25,9 +26,12 @@ constexpr int64_t GEMM_MAX_K = 32768;
 // Bytes that cuBLAS has for each stream, as NVIDIA advises.
 constexpr int64_t GEMM_WORKSPACE = int64_t(32) << 20;
 
-// Says whether products over K values are done here.
-constexpr bool gemm_has(int64_t K) {
+// Says whether rows of K values are packed here, and whether products of them with N rows of weights are done.
+constexpr bool gemm_packs(int64_t K) {
     return K > 0 && K % 8 == 0 && K <= GEMM_MAX_K;
+}
+constexpr bool gemm_has(int64_t K, int64_t N) {
+    return gemm_packs(K) && N > 0 && N % 4 == 0 && N <= INT32_MAX;
 }
 
 // Returns the bytes of the activations of T rows: F16 [T][K], then one F32 power of two for each row, by
@@ -36,6 +40,9 @@ constexpr int64_t gemm_x_bytes(int64_t T, int64_t K) {
     return T * K * 2 + T * 4;
 }
 
+struct GemmShape {
+    int64_t N, K;
+};
 struct GemmArgs {
     int32_t T;
     int64_t K, N;
@@ -47,9 +54,11 @@ struct GemmArgs {
 
 namespace cuda {
 int cublas_version(); // it returns 130002 for 13.0.2
-// Opens cuBLAS for the products on a stream, before the first one. gemm_close is called after the last. It
-// needs GEMM_WORKSPACE.
-int gemm_open(void *stream);
+// Opens cuBLAS for the products on a stream, before the first one, and chooses its algorithms for products of these shapes.
+// Their weights are made up in `scratch`, where those of the largest have room. gemm_close is called after the last. It needs
+// GEMM_WORKSPACE, and more while it chooses; where that is not there, or for another shape, a product has one algorithm for
+// any number of rows.
+int gemm_open(void *stream, const std::vector<GemmShape> &shapes = {}, void *scratch = nullptr);
 void gemm_close(void *stream);
 
 // Packs as rowmm_pack does, for any T, where x_row and y_row are multiples of 4 and all rows are aligned to

@@ -139,7 +139,7 @@ template <int OWN> void launch(const RowmmPackArgs &a, int warps, cudaStream_t s
 }
 
 bool valid(const RowmmPackArgs &a) {
-    if (a.T < 0 || !gemm_has(a.K) || !aligned(a.x) || a.x_row % 4 != 0 || !aligned(a.out) ||
+    if (a.T < 0 || !gemm_packs(a.K) || !aligned(a.x) || a.x_row % 4 != 0 || !aligned(a.out) ||
         a.copy != nullptr) {
         return false;
     }

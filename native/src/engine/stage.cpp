@@ -7,6 +7,8 @@
 extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
 #endif
 
+#include <algorithm>
+
 namespace luce {
 
 static void close_gemm(void *stream) {
@@ -27,8 +29,12 @@ Stage::Stage(const Model &model, const Placement &on, size_t n_tensors)
         const auto bytes = [&](int64_t n) { return ggml_new_tensor_1d(tensors.get(), GGML_TYPE_I8, n); };
         rowmm_scratch = bytes(launch_scratch_bytes());
         state_bytes += ggml_nbytes(rowmm_scratch);
-        if (const uint64_t values = model.largest_layer_matrix(); values > 0) { // written out as F16
-            gemm_scratch = bytes(int64_t(values) * 2);
+        int64_t values = 0;
+        for (const auto &[K, N] : model.layer_matrices()) {
+            values = std::max(values, K * N);
+        }
+        if (values > 0) { // written out as F16
+            gemm_scratch = bytes(values * 2);
             state_bytes += ggml_nbytes(gemm_scratch);
         }
     }
@@ -54,7 +60,7 @@ void Stage::allocate() {
     ggml_backend_buffer_clear(memory.get(), 0);
 }
 
-void Stage::open(int n_threads, bool drafts) {
+void Stage::open([[maybe_unused]] const Model &model, int n_threads, bool drafts) {
     steps = make_backend(device, n_threads);
     if (!device.gpu) {
         return;
@@ -67,7 +73,14 @@ void Stage::open(int n_threads, bool drafts) {
 #ifdef LUCE_USE_CUDA
     make_current(device);
     const std::lock_guard<std::mutex> alone(device_lock());
-    if (const int error = cuda::gemm_open(stream(steps)); error != 0) {
+    std::vector<GemmShape> shapes;
+    for (const auto &[K, N] : model.layer_matrices()) {
+        if (gemm_has(K, N)) {
+            shapes.push_back({N, K});
+        }
+    }
+    void *scratch = gemm_scratch == nullptr ? nullptr : gemm_scratch->data;
+    if (const int error = cuda::gemm_open(stream(steps), shapes, scratch); error != 0) {
         fail(LUCE_E_DEVICE, "%s: opening cuBLAS failed: %s", device.name.c_str(), cuda::error_text(error));
     }
     gemm.reset(stream(steps));

@@ -21,7 +21,7 @@ struct Stage {
 
     void allocate(); // its memory; E_MEMORY names what lacks
     // Starts its streams, of which a CPU's has n_threads threads; `beside` only where the engine drafts.
-    void open(int n_threads, bool drafts);
+    void open(const Model &model, int n_threads, bool drafts);
     static void *stream(const Backend &backend); // as CUDA knows it
 
     const Device &device;

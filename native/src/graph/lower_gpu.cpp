@@ -218,11 +218,12 @@ protected:
 
     // ---- products ----
 
-    // Whether a prompt writes this weight out for cuBLAS. Steps have the matmul of luce's own, whose rows do not depend on
-    // each other; since weights lie in its order, a short prompt has it too, the row that gives logits, and a K that cuBLAS
-    // does not take. ggml multiplies with what is not packed.
+    // Whether a prompt writes this weight out for cuBLAS. Steps have the matmul of luce's own; since weights lie in its order,
+    // a short prompt has it too, the row that gives logits, and a K that cuBLAS does not take. Rows do not depend on each
+    // other in either. ggml multiplies with what is not packed.
     bool by_gemm(const ggml_tensor *w, Val y) const {
-        return plain.writes_out() && y.node != plain.logits.node && is_packed(w) && gemm_has(w->ne[0]) &&
+        return plain.writes_out() && y.node != plain.logits.node && is_packed(w) &&
+               gemm_has(w->ne[0], w->ne[1]) &&
                size_t(w->ne[0] * w->ne[1] * 2) <= ggml_nbytes(stage().gemm_scratch);
     }
 

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <set>
 #include <string>
 #include <variant>
 #include <vector>
@@ -197,8 +198,8 @@ public:
     const Weights &weights() const { return weights_; }
     uint64_t weight_bytes() const { return weight_bytes_; } // it counts those on the device
     uint64_t n_params() const { return n_params_; } // it counts the values of all tensors in the file
-    // Values of the largest matrix but for those over the vocabulary, of which a prefill wants one row.
-    uint64_t largest_layer_matrix() const;
+    // Shapes {K, N} of the packed matrices but for those over the vocabulary, of which a prefill wants one row, and experts.
+    std::set<std::pair<int64_t, int64_t>> layer_matrices() const;
     // Returns a hash of the loaded tensors' names, types, shapes and first bytes. It says which model a checkpoint belongs
     // to.
     uint64_t identity() const;

@@ -420,17 +420,17 @@ std::string Model::arithmetic() const {
            (n_cpu_experts_ > 0 ? format(", experts of %u layers on %s", n_cpu_experts_, cpu.c_str()) : "");
 }
 
-uint64_t Model::largest_layer_matrix() const {
-    int64_t largest = 0;
+std::set<std::pair<int64_t, int64_t>> Model::layer_matrices() const {
+    std::set<std::pair<int64_t, int64_t>> shapes;
     for (const auto &[tensor, source] : tensors_) {
         const auto is_output = [tensor = tensor](const auto &drafter) { return tensor == drafter->output; };
         const bool output = tensor == weights_.output ||
                             std::any_of(weights_.drafters.begin(), weights_.drafters.end(), is_output);
         if (!output && is_packed(tensor) && matrices_of(tensor).n == 1) { // experts have ops of their own
-            largest = std::max(largest, ggml_nelements(tensor));
+            shapes.insert({tensor->ne[0], ggml_nelements(tensor) / tensor->ne[0]});
         }
     }
-    return uint64_t(largest);
+    return shapes;
 }
 
 void Model::stand_in() {

@@ -23,7 +23,7 @@ Step::Step(const Model &model, Cache &cache, const EngineParams &params, const S
       team_(model.gpu() && model.in_ram() == nullptr ? 1 : int(params.n_threads)), in_(cache, params),
       galloc_(step_allocator(cache)) {
     for (Stage &stage : cache.stages()) {
-        stage.open(int(params.n_threads), !cache.drafters().empty());
+        stage.open(model, int(params.n_threads), !cache.drafters().empty());
     }
     in_.prefill.allocate(cache.stages());
     in_.verify.allocate(cache.stages());
