@@ -27,6 +27,7 @@ void check_deltanet_rows(); // it checks what needs no products, no tensor cores
 void check_attention(bool all);
 void check_attention_units(bool all);
 void check_attention_block(bool all);
+void check_attention_prefill(bool all);
 void check_attention_heads(bool all);
 void check_kv_pages(bool all);
 void check_nextn(bool all);

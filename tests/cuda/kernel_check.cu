@@ -52,6 +52,7 @@ const KernelPart PARTS[] = {
     {"attention", check_attention, time_attention},
     {"attention_units", check_attention_units, nullptr},
     {"attention_block", check_attention_block, nullptr},
+    {"attention_prefill", check_attention_prefill, nullptr},
     {"attention_heads", check_attention_heads, nullptr},
     {"attention_plan", check_attention_plan, nullptr},
     {"kv_pages", check_kv_pages, nullptr},

@@ -240,18 +240,18 @@ OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_t
     return op(ctx, args, a);
 }
 
-// Computes a prompt's attention by ggml's op over the sequence's cells, put side by side.
+ggml_tensor *Lowering::gathered(ggml_tensor *pool, ggml_type type) {
+    KvGatherArgs gather{};
+    gather.n_kv = plain.n_kv;
+    gather.out_type = type;
+    return ops::kv_gather(ctx, {pool, in->ctl, in->pages}, gather);
+}
+
 ggml_tensor *Lowering::attend_prompt(const Node &n) {
     const Attends &a = std::get<Attends>(n.params);
     const AttentionShape &s = *a.shape;
-    const int64_t D = s.head_dim, H = s.n_head, Hkv = s.n_head_kv;
-    KvGatherArgs gather{};
-    gather.n_kv = plain.n_kv;
-    gather.out_type = a.kv.cells.k->type == GGML_TYPE_F32 ? GGML_TYPE_F32 : GGML_TYPE_F16;
-    const auto gathered = [&](ggml_tensor *pool) { // {D, n_kv, Hkv}
-        ggml_tensor *t = ops::kv_gather(ctx, {pool, in->ctl, in->pages}, gather); // {D*Hkv, n_kv}
-        return ggml_view_3d(ctx, t, D, plain.n_kv, Hkv, t->nb[1], ggml_row_size(t->type, D), 0);
-    };
+    const int64_t D = s.head_dim, H = s.n_head;
+    const ggml_type type = a.kv.cells.k->type == GGML_TYPE_F32 ? GGML_TYPE_F32 : GGML_TYPE_F16;
     ggml_tensor *&mask = masks_[s.window]; // {n_kv, T} F16
     if (mask == nullptr) {
         MaskArgs of_rows{};
@@ -261,7 +261,11 @@ ggml_tensor *Lowering::attend_prompt(const Node &n) {
         mask = ops::prefill_mask(ctx, {in->ctl}, of_rows);
     }
     ggml_tensor *q = ggml_reshape_3d(ctx, flat(n.in[0]), D, H, n.T);
-    ggml_tensor *K = gathered(a.kv.cells.k), *V = gathered(a.kv.cells.v);
+    const auto heads = [&](ggml_tensor *pool) { // {D, n_kv, Hkv}
+        ggml_tensor *t = gathered(pool, type);
+        return ggml_view_3d(ctx, t, D, plain.n_kv, s.n_head_kv, t->nb[1], ggml_row_size(type, D), 0);
+    };
+    ggml_tensor *K = heads(a.kv.cells.k), *V = heads(a.kv.cells.v);
     ggml_tensor *o =
         ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), K, V, mask, a.scale, 0.0f, s.softcap);
     ggml_prec_set_acc(o, GGML_PREC_F32);

@@ -58,6 +58,10 @@ bool all_packed(const std::vector<ggml_tensor *> &weights) {
     return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
+// What one launch's ranges of positions may leave for another (kernels/attention/prefill.cu): as much as the attention of a
+// whole prefill of so many rows.
+constexpr int64_t APART_ROWS = 2048;
+
 class GpuLowering : public Lowering {
 public:
     using Lowering::Lowering;
@@ -371,6 +375,28 @@ protected:
     const OpRow<DeltaArgs> &delta_op(const DeltaShape &shape) override {
         return plain.writes_out() && deltanet_chunks_scratch(shape) > 0 ? ops::deltanet_chunks
                                                                         : ops::deltanet;
+    }
+
+    // Rows of cells in F32 are as exact as ggml's attention has them.
+    ggml_tensor *attend_prompt(const Node &n) override {
+        const Attends &of = std::get<Attends>(n.params);
+        const AttentionShape &s = *of.shape;
+        if (of.kv.cells.k->type == GGML_TYPE_F32) {
+            return Lowering::attend_prompt(n);
+        }
+        PrefillAttentionArgs a{};
+        a.T = int32_t(n.T);
+        a.H = int32_t(s.n_head);
+        a.Hkv = int32_t(s.n_head_kv);
+        a.D = int32_t(s.head_dim);
+        a.n_kv = plain.n_kv;
+        a.first = of.kv.first;
+        a.window = int32_t(s.window);
+        a.scale = of.scale;
+        a.softcap = s.softcap;
+        a.apart = prefill_ranges(a) > 1 && prefill_ranges(a) * n.T <= APART_ROWS;
+        ggml_tensor *k = gathered(of.kv.cells.k, GGML_TYPE_F16), *v = gathered(of.kv.cells.v, GGML_TYPE_F16);
+        return ops::prefill_attention(ctx, {flat(n.in[0]), k, v, in->ctl}, a);
     }
 
     // ---- mixtures ----

@@ -57,6 +57,11 @@ protected:
     OpNode attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_tensor *plan, int32_t layer);
     ggml_tensor *host_experts(ggml_tensor *routed, ggml_tensor *x, const Moe &w, int64_t T);
 
+    // Attention of a prompt's rows. As it stands it is ggml's over their sequence's cells, put side by side.
+    virtual ggml_tensor *attend_prompt(const Node &n);
+    // A prompt's cells in a pool, side by side {D*Hkv, n_kv}, of the type.
+    ggml_tensor *gathered(ggml_tensor *pool, ggml_type type);
+
     // What is emitted runs on this stage, and `in` is there.
     const Stage &stage() const { return plain.cache.stages()[outputs_.first_nodes.size() - 1]; }
     virtual void next_stage();
@@ -72,7 +77,6 @@ private:
 
     void emit_norm_rope(const Node &n, Val y);
     ggml_tensor *embedding(ggml_tensor *table);
-    ggml_tensor *attend_prompt(const Node &n);
     ggml_tensor *gate_of(Val gate);
     void store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv);
 

@@ -1,6 +1,7 @@
 // Rows of the ops of attention (ops/row.h says how to read them).
 #pragma once
 
+#include "attention/prefill.h"
 #include "attention/sizes.h"
 #include "cpu/attention.h"
 #include "ops/matmul.h"
@@ -121,6 +122,22 @@ inline const auto &prefill_mask = row<MaskArgs>("prefill_mask", [](auto &op, aut
 });
 
 #ifdef LUCE_USE_CUDA
+// Attention of a prompt's rows over the cells of their sequence, as kv_gather puts them side by side.
+inline const auto &prefill_attention = row<PrefillAttentionArgs>("prefill_attention", [](auto &op, auto &a) {
+    op.in(FIELD(q), {E, T});
+    op.matrix(FIELD(k), {width, cells});
+    op.matrix(FIELD(v), {width, cells});
+    op.in(FIELD(ctl));
+    op.dims(a.T, T, a.n_kv, cells);
+    op.params(FIELD(H), FIELD(Hkv), FIELD(D), FIELD(first), FIELD(window), FIELD(scale), FIELD(softcap),
+              FIELD(apart));
+    op.lacks([](const auto &args) { return attention_lacks(args.D, args.H, args.Hkv); });
+    op.out(FIELD(out), {E, T});
+    op.room(FIELD(ranges),
+            [](const auto &args) { return args.apart == 0 ? 0 : 4 * prefill_range_values(args); });
+    op.runs(nullptr, cuda::prefill_attention);
+});
+
 // norm_rope and kv_store of the parts of q with its gate, k and v, or of k and v alone. Its results are q and the gate.
 inline const auto &attention_heads = row<AttentionHeadsArgs>("attention_heads", [](auto &op, auto &a) {
     op.launch(FIELD(parts));
