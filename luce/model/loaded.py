@@ -134,7 +134,7 @@ def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
         files.file.info.size_bytes,
         layout,
         plan.kv_type,
-        engine.info.n_chunk,
+        engine.info.n_cut,
         RULE,
         plan.drafts > 0,
         plan.blocks,

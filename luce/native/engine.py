@@ -239,7 +239,7 @@ class Engine(Handle):
         return made, kept
 
     def load_checkpoint(self, data: bytes | memoryview) -> Checkpoint:
-        """Loads what Checkpoint.save returned, in this or another engine of the same model, kv_type, n_chunk
+        """Loads what Checkpoint.save returned, in this or another engine of the same model, kv_type, n_cut
         and kinds of drafters, by the same build on the same kind of device. The checkpoint is then in host
         memory. ArgumentError names what does not fit. The engine's steps go on beside it, in other threads.
         """

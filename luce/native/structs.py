@@ -219,7 +219,7 @@ class ModelInfo:
 @dataclass(frozen=True)
 class EngineInfo:
     """This is an opened engine: its sizes as resolved, what is free now, its bytes on the device, and its list of
-    drafters."""
+    drafters. A prompt may be cut at multiples of `n_cut` tokens without a bit changing."""
 
     STRUCT: ClassVar[str] = "luce_engine_info"
 
@@ -233,6 +233,7 @@ class EngineInfo:
     n_top: int
     n_chunk: int
     n_threads: int
+    n_cut: int
     pages_free: int
     sequences_free: int
     checkpoints_free: int

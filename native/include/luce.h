@@ -49,7 +49,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 15 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 16 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a chain of which each is a step */
 #define LUCE_MAX_DRAFTERS 16 /* of a model, and in an engine's list */
@@ -279,6 +279,7 @@ typedef struct luce_engine_info {
     uint64_t memory_bytes; /* allocated on the device by this engine's caches and buffers */
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_drafters, n_top, n_chunk,
         n_threads; /* as resolved */
+    uint32_t n_cut; /* a prompt may be cut at multiples of so many tokens (luce_sequence_prefill) */
     uint32_t pages_free; /* with those of checkpoints on their way to the host: one waits for them */
     uint32_t sequences_free; /* that may still be opened */
     uint32_t checkpoints_free; /* that may still be on the device, counted in the same way */
@@ -321,10 +322,12 @@ typedef struct luce_sampling {
 /* Sets how choices are made after this call (luce_sample is the rule). The default, and NULL, is greedy. */
 LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const luce_sampling *sampling);
 
-/* Commits the next n >= 1 tokens of a prompt in one step, which may not pass the end of a chunk:
- * n_past % n_chunk + n <= n_chunk. Where a prompt is cut decides the last bits of what follows: cut prompts that begin
- * alike at the same places. choice NULL: more of the prompt follows; else it receives the token that is chosen after
- * the last one. E_ARG, E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */
+/* Commits the next n tokens of a prompt in one step, 1 <= n <= n_chunk. A prompt that is cut at multiples of the engine's
+ * n_cut, wherever that is, has the bits of one that is not cut. Where n_cut is n_chunk, or a prompt is cut elsewhere, the
+ * cut decides the last bits of what follows: cut prompts that begin alike at the same places.
+ *
+ * choice NULL: more of the prompt follows; else it receives the token that is chosen after the last one. E_ARG,
+ * E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */
 LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                            int32_t *choice);
 
@@ -504,9 +507,9 @@ LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint
 
 /* ---- checkpoint: where sequences start --------------------------------------------------------- */
 
-/* Keeps the sequence's present position, where n_past is a multiple of LUCE_PAGE and nothing but prefill of whole pages
- * brought it there (E_STATE otherwise). A prompt that is resumed there gives the bits of a cold one that is cut at the
- * same places, this one among them.
+/* Keeps the sequence's present position, where n_past is a multiple of LUCE_PAGE and nothing but prefill brought it there,
+ * in parts that began at multiples of n_cut or of LUCE_PAGE (E_STATE otherwise). A prompt that is resumed there gives the
+ * bits of a cold one; where n_cut is n_chunk, of one that is cut at the same places, this one among them.
  *
  * Pages are shared, and the recurrent state is copied on the device: no call waits. E_MEMORY when n_checkpoints are on the device. */
 LUCE_API luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence);
@@ -526,7 +529,7 @@ LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_
  * engine's steps; what needs its result waits for it. To the device: E_MEMORY when pages or slots lack. */
 LUCE_API luce_status luce_checkpoint_move(luce_checkpoint *checkpoint, int32_t on_device);
 
-/* Write a checkpoint as bytes, and load it, into host memory, in any engine of the same model, kv_type, n_chunk and
+/* Write a checkpoint as bytes, and load it, into host memory, in any engine of the same model, kv_type, n_cut and
  * kinds of drafters, of the same build of luce on the same kind of device with the same libraries: elsewhere a prompt has
  * other last bits. The bytes carry all of this, a version and a checksum: E_ARG names what does not fit.
  *

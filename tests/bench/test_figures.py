@@ -242,7 +242,7 @@ class Steps:
         self.past = 0
 
     def prefill(self, tokens: list[int], last: bool) -> None:
-        assert tokens and self.past % self.n_chunk + len(tokens) <= self.n_chunk and not last
+        assert tokens and len(tokens) <= self.n_chunk and not last
         self.past += len(tokens)
         self.device.now += 100.0
         self.device.hot = self.device.hot or self.past >= 4000

@@ -179,10 +179,10 @@ def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_evicted(opened
         assert after_a_start() == (768, True), "it was written anew"
 
     def of_before(path):
-        """Makes the file one that luce of the former version left."""
+        """Makes the file one that luce of the former version left in chunks of 256."""
         data = path.read_bytes()
         core = _HEAD.size + 4 * _HEAD.unpack_from(data)[1]
-        path.write_bytes(data[:core] + former(data[core:]))
+        path.write_bytes(data[:core] + former(data[core:], 5, 256))
 
     assert after_a_start(of_before) == (0, True)
     assert after_a_start() == (768, True), "it was written anew"

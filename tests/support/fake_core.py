@@ -119,7 +119,8 @@ class FakeEngine:
     def info(self):
         return EngineInfo(
             memory_bytes=0, n_ctx=self.n_ctx, n_sequences=self.n_sequences, n_checkpoints=0, n_pages=1,
-            n_rows=self.n_rows, n_drafters=1, n_top=self.n_top, n_chunk=self.n_chunk, n_threads=1, pages_free=1,
+            n_rows=self.n_rows, n_drafters=1, n_top=self.n_top, n_chunk=self.n_chunk, n_threads=1, n_cut=1,
+            pages_free=1,
             sequences_free=self.n_sequences - len(self.open), checkpoints_free=0,
             drafters=(DrafterInfo("nextn", 0, self.n_draft, 0, 0, 0, 1),),
         )  # fmt: skip
@@ -292,7 +293,7 @@ class FakeSequence:
         self.engine.interruptible()
         self.usable()
         check(tokens)
-        if not tokens or len(self.committed) % self.engine.n_chunk + len(tokens) > self.engine.n_chunk:
+        if not tokens or len(tokens) > self.engine.n_chunk:
             raise ArgumentError("a chunk")
         if len(self.committed) + len(tokens) > self.engine.n_ctx:
             raise ContextFull("prefill")

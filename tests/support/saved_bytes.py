@@ -7,7 +7,7 @@ import struct
 
 HEADER = 320  # A saved checkpoint has so many bytes before its tokens.
 # The header's fields begin at these bytes. The last two are text.
-VERSION, KV_TYPE, MODEL, CHECKSUM, N_PAST, N_CHUNK, BUILD, ARITHMETIC = 8, 12, 16, 32, 40, 44, 56, 80
+VERSION, KV_TYPE, MODEL, CHECKSUM, N_PAST, N_CUT, BUILD, ARITHMETIC = 8, 12, 16, 32, 40, 44, 56, 80
 
 
 def total(data: bytes) -> int:
@@ -29,11 +29,12 @@ def changed(saved: bytes, at: int, value: int) -> bytes:
     return bytes(data)
 
 
-def former(saved: bytes) -> bytes:
-    """Returns the checkpoint as luce wrote it until 2026-11-29, in version 4: two numbers said whether there was a
-    NextN head and a DFlash drafter, where bits name the model's drafters now. All else lay as it does."""
-    magic, version, kv_type, model, size, _, n_past, n_chunk, drafters, _ = struct.unpack_from("<8sIIQQQIIII", saved)
-    assert (magic, version) == (b"LUCECHKP", 5)
-    has_head, has_drafter = drafters & 1, drafters >> 1 & 1
-    head = struct.pack("<8sIIQQQIIII", magic, 4, kv_type, model, size, 0, n_past, n_chunk, has_head, has_drafter)
-    return changed(head + saved[len(head) :], VERSION, 4)
+def former(saved: bytes, version: int, n_chunk: int) -> bytes:
+    """Returns the checkpoint as luce wrote it before: in version 5 with the engine's n_chunk in the place of n_cut, and in
+    version 4 also with two numbers that said whether there was a NextN head and a DFlash drafter, where bits name the
+    model's drafters since. All else lay as it does."""
+    magic, now, kv_type, model, size, _, n_past, _, drafters, _ = struct.unpack_from("<8sIIQQQIIII", saved)
+    assert (magic, now) == (b"LUCECHKP", 6)
+    heads = (drafters, 0) if version == 5 else (drafters & 1, drafters >> 1 & 1)
+    head = struct.pack("<8sIIQQQIIII", magic, version, kv_type, model, size, 0, n_past, n_chunk, *heads)
+    return changed(head + saved[len(head) :], VERSION, version)

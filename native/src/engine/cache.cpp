@@ -375,7 +375,7 @@ int32_t Timeline::next_hidden(int32_t row) const {
 
 void Timeline::appended(const int32_t *tokens, uint32_t n) {
     debts_.pay();
-    prompt_only_ = prompt_only_ && n_past() % PAGE == 0;
+    prompt_only_ = prompt_only_ && n_past() % std::min(cache_.n_cut, uint32_t(PAGE)) == 0;
     tokens_.insert(tokens_.end(), tokens, tokens + n);
     verified_.n = 0;
     hidden_ = next_hidden(0);

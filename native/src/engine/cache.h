@@ -137,6 +137,7 @@ public:
         return draft_entry(int32_t(params_.n_sequences), int32_t(verify * MAX_ROWS + row));
     }
 
+    uint32_t n_cut = PAGE; // prompts are cut at its multiples (StepSizes)
     Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
 
     // pieces() lists all of a timeline that the device holds, in the order that saved bytes have: for each
@@ -221,7 +222,7 @@ public:
     int32_t slot() const { return slot_; }
     int32_t hidden() const { return hidden_; } // it is the row of the last committed position
     const std::vector<int32_t> &pages() const { return pages_; }
-    // True while nothing but prefills that began at the end of a page brought it here.
+    // True while nothing but prefills brought it here that began where a prompt may be cut, or at the end of a page.
     bool prompt_only() const { return prompt_only_; }
     const Debts &debts() const { return debts_; }
     // The KV of unseen row i is computed from this hidden row.

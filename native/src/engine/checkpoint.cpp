@@ -19,7 +19,7 @@ struct Header {
     uint64_t size; // it counts everything
     uint64_t checksum; // it covers everything, with itself taken as 0
     uint32_t n_past;
-    uint32_t n_chunk;
+    uint32_t n_cut; // it is that of the engine: prompts were cut at its multiples
     uint32_t drafters; // it has a bit for each of the model's drafters of which there is KV
     uint32_t reserved;
     char build[24]; // it is LUCE_BUILD
@@ -27,7 +27,7 @@ struct Header {
 };
 constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
                DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
-constexpr uint32_t VERSION = 5;
+constexpr uint32_t VERSION = 6;
 
 // save() reads as many bytes while it holds the engine, which takes under 1 ms.
 constexpr uint64_t AT_ONCE = uint64_t(2) << 20;
@@ -165,7 +165,7 @@ Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t>
     h.model = engine.model().identity();
     h.size = size;
     h.n_past = uint32_t(tokens.size());
-    h.n_chunk = engine.params().cache.n_chunk;
+    h.n_cut = engine.cache().n_cut;
     h.drafters = drafters_of(engine);
     put_text(h.build, LUCE_BUILD);
     put_text(h.arithmetic, engine.model().arithmetic());
@@ -225,9 +225,9 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
                  saved ? "with" : "without", drafter->kind->title, has ? "with" : "without");
         }
     }
-    if (h.n_chunk != c.n_chunk || h.n_past % PAGE != 0 || h.n_past == 0) {
-        fail(LUCE_E_ARG, "the checkpoint has %u tokens in chunks of %u, this engine's chunks have %u",
-             h.n_past, h.n_chunk, c.n_chunk);
+    if (h.n_cut != engine.cache().n_cut || h.n_past % PAGE != 0 || h.n_past == 0) {
+        fail(LUCE_E_ARG, "the checkpoint has %u tokens, cut at multiples of %u, this engine cuts at %u",
+             h.n_past, h.n_cut, engine.cache().n_cut);
     }
     return h;
 }
@@ -344,7 +344,7 @@ std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
     if (n_past == 0 || n_past % PAGE != 0 || !line.prompt_only()) {
         fail(LUCE_E_STATE,
              "a checkpoint is made where prefill has ended a page of %d: the sequence has %u tokens%s", PAGE,
-             n_past, line.prompt_only() ? "" : ", not all of them from prefill in whole pages");
+             n_past, line.prompt_only() ? "" : ", not all of them from prefill that is cut where it may be");
     }
     std::shared_ptr<Checkpoint> made(new Checkpoint(engine, line.tokens()), DeleteLocked());
     made->take_device();

@@ -142,6 +142,7 @@ Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
         check_memory(stage.device, cache_.bytes(stage) + sizes.compute[i].bytes + sizes.inputs + sizes.other,
                      what.c_str());
     }
+    cache_.n_cut = sizes.n_cut;
     cache_.allocate();
     step_ = std::make_unique<Step>(*model_, cache_, params_, sizes);
 }
@@ -161,6 +162,7 @@ luce_engine_info Engine::info() const {
     out.n_drafters = uint32_t(c.drafters.size());
     out.n_top = c.n_top;
     out.n_chunk = c.n_chunk;
+    out.n_cut = cache_.n_cut;
     out.n_threads = params_.n_threads;
     out.pages_free = cache_.pages.n_free();
     out.sequences_free = cache_.sequence_slots.n_free();

@@ -76,10 +76,9 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
     check_usable();
     engine_->check_tokens(tokens, n);
     const CacheParams &c = engine_->params().cache;
-    const uint32_t past = line_.n_past(), room = c.n_chunk - past % c.n_chunk;
-    if (n > room) {
-        fail(LUCE_E_ARG, "%u tokens after %u pass the end of a chunk of %u: %u at most", n, past, c.n_chunk,
-             room);
+    const uint32_t past = line_.n_past();
+    if (n > c.n_chunk) {
+        fail(LUCE_E_ARG, "%u tokens of a prompt at once, expected at most %u (n_chunk)", n, c.n_chunk);
     }
     if (n > c.n_ctx - past) {
         fail(LUCE_E_CONTEXT, "%u tokens after %u do not fit into a context of %u", n, past, c.n_ctx);

@@ -266,10 +266,19 @@ ggml_tensor *Lowering::attend_prompt(const Node &n) {
         return ggml_view_3d(ctx, t, D, plain.n_kv, s.n_head_kv, t->nb[1], ggml_row_size(type, D), 0);
     };
     ggml_tensor *K = heads(a.kv.cells.k), *V = heads(a.kv.cells.v);
-    ggml_tensor *o =
-        ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), K, V, mask, a.scale, 0.0f, s.softcap);
-    ggml_prec_set_acc(o, GGML_PREC_F32);
-    return ggml_reshape_2d(ctx, o, D * H, n.T); // {D*H, T}
+    const auto attend = [&](int64_t first, int64_t T) { // {D*H, T}
+        ggml_tensor *some = ggml_view_3d(ctx, q, D, H, T, q->nb[1], q->nb[2], size_t(first) * q->nb[2]);
+        ggml_tensor *seen = ggml_view_2d(ctx, mask, plain.n_kv, T, mask->nb[1], size_t(first) * mask->nb[1]);
+        ggml_tensor *o = ggml_flash_attn_ext(ctx, ggml_permute(ctx, some, 0, 2, 1, 3), K, V, seen, a.scale,
+                                             0.0f, s.softcap);
+        ggml_prec_set_acc(o, GGML_PREC_F32);
+        return ggml_reshape_2d(ctx, o, D * H, T);
+    };
+    const int64_t tail = gpu ? 0 : n.T % ATTEND_ROWS, whole = n.T - tail;
+    if (whole == 0 || tail == 0) {
+        return attend(0, n.T);
+    }
+    return ggml_concat(ctx, attend(0, whole), attend(whole, tail), 1); // {D*H, T}
 }
 
 // ---- DeltaNet ----

@@ -31,6 +31,11 @@ struct StepInputs {
     ggml_tensor *hidden_to;
 };
 
+// On a CPU ggml's attention sums in one order for this many rows and more, and in another for fewer. So the rows behind the
+// last multiple of it, which only the end of a prompt has, are attended by themselves: their bits are the same however the
+// rows before them are cut.
+constexpr uint32_t ATTEND_ROWS = 64;
+
 struct StepOutputs {
     ggml_tensor *logits = nullptr; // {V, n_out} F32; it is null where none were asked for
     ggml_tensor *hidden = nullptr; // {E, T} F32 of a verify, before the output norm

@@ -311,6 +311,22 @@ void Step::build_all() {
     }
 }
 
+// Says whether ggml computes several rows in it, in an order that depends on how many they are. (On a CPU its attention has one
+// order for ATTEND_ROWS and more.)
+static bool depends_on_rows(const ggml_tensor *node, bool gpu) {
+    return (node->op == GGML_OP_MUL_MAT && node->ne[1] > 1) || node->op == GGML_OP_MUL_MAT_ID ||
+           (node->op == GGML_OP_FLASH_ATTN_EXT && gpu);
+}
+
+static uint32_t cut_of(const Model &model, const CacheParams &params, const Step::Graph &prefill) {
+    for (int i = 0; i < ggml_graph_n_nodes(prefill.nodes); i++) {
+        if (depends_on_rows(ggml_graph_node(prefill.nodes, i), model.gpu())) {
+            return params.n_chunk;
+        }
+    }
+    return model.gpu() ? SHORT_PROMPT : ATTEND_ROWS;
+}
+
 StepSizes Step::measure(const Model &model, const Cache &cache, const EngineParams &params) {
     Regions in(cache, params);
     StepSizes sizes;
@@ -331,6 +347,9 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     for (const StepShape &shape : shapes) {
         auto g = Graph::build(model, cache, in.of(shape.kind), shape);
         check_supported(cache, *g);
+        if (shape.kind == StepKind::prefill_last && !shape.brief) {
+            sizes.n_cut = std::max(sizes.n_cut, cut_of(model, params.cache, *g));
+        }
         const std::vector<uint64_t> taken = compute_sizes(galloc.get(), cache, *g);
         for (size_t stage = 0; stage < taken.size(); stage++) {
             if (taken[stage] >= sizes.compute[stage].bytes) {

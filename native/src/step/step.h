@@ -26,7 +26,7 @@
 namespace luce {
 
 // A prompt of fewer rows, read in one call, is multiplied as a step's rows are: on a GPU, to write out all weights takes as long
-// as the steps' matmul for about so many (on an H200).
+// as the steps' matmul for about so many (on an H200). Since a prompt is cut at multiples of it, none of these is cut.
 constexpr uint32_t SHORT_PROMPT = 128;
 
 struct StepShape {
@@ -50,6 +50,9 @@ struct StepSizes {
         StepShape largest{}; // this step takes as much
     };
     std::vector<Compute> compute; // by stage
+    // A prompt may be cut at its multiples without a bit changing: SHORT_PROMPT on a GPU, ATTEND_ROWS on a CPU, and n_chunk where
+    // ggml multiplies with some weights, or has a GPU's attention: its sums depend on how many rows there are.
+    uint32_t n_cut = 0;
     uint64_t inputs = 0;
     uint64_t other = 0; // captured graphs, on a CPU all graphs, and ggml's work buffers take at most so much
 };

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from nan_model import SMALL, tokens_of
-from saved_bytes import ARITHMETIC, BUILD, HEADER, KV_TYPE, MODEL, N_CHUNK, N_PAST, VERSION, changed, former
+from saved_bytes import ARITHMETIC, BUILD, HEADER, KV_TYPE, MODEL, N_CUT, N_PAST, VERSION, changed, former
 
 from luce.errors import ArgumentError
 from luce.native import Engine
@@ -22,8 +22,8 @@ def saved(engine: Engine) -> bytes:
 
 
 CHANGES: dict[str, tuple[int, Callable[[int], int], str]] = {
-    "an older version": (VERSION, lambda old: old - 2, "has version 3, this version of luce has 5: read its prompt"),
-    "a newer version": (VERSION, lambda old: old + 1, "has version 6, this version of luce has 5: read its prompt"),
+    "an older version": (VERSION, lambda old: old - 2, "has version 4, this version of luce has 6: read its prompt"),
+    "a newer version": (VERSION, lambda old: old + 1, "has version 7, this version of luce has 6: read its prompt"),
     "none of luce's": (0, lambda _: 0, "no checkpoint that luce saved$"),
     "another build": (BUILD, lambda _: ord("x"), "was saved by build x of luce, this is build [0-9a-f]{16}$"),
     "other arithmetic": (ARITHMETIC, lambda _: 0x58545020, "was computed on .*PTX.*, this engine is on"),
@@ -33,7 +33,7 @@ CHANGES: dict[str, tuple[int, Callable[[int], int], str]] = {
     "half a page": (N_PAST, lambda _: 128, "128 tokens"),
     "more tokens": (N_PAST, lambda _: 512, "token 256|layout"),
     "more tokens than memory": (N_PAST, lambda _: 2**32 - 256, "do not fit"),
-    "other chunks": (N_CHUNK, lambda old: 2 * old, "chunks of 512"),
+    "other cuts": (N_CUT, lambda old: old + 5, r"multiples of \d+, this engine cuts at"),
     "a negative token": (HEADER + 4, lambda _: 2**32 - 1, "token 1 is -1"),
     "a token that there is none of": (HEADER, lambda _: SMALL.n_vocab, f"token 0 is {SMALL.n_vocab}"),
 }
@@ -50,9 +50,12 @@ def test_a_right_checksum_does_not_make_bytes_right(what: str, engine: Engine, s
     assert engine.info == before
 
 
-def test_a_checkpoint_of_the_former_version_is_named_with_what_to_do(engine: Engine, saved: bytes) -> None:
+@pytest.mark.parametrize("version", [4, 5])
+def test_a_checkpoint_of_a_former_version_is_named_with_what_to_do(
+    engine: Engine, saved: bytes, version: int
+) -> None:
     before = engine.info
-    said = "has version 4, this version of luce has 5: read its prompt again and save it anew$"
+    said = f"has version {version}, this version of luce has 6: read its prompt again and save it anew$"
     with pytest.raises(ArgumentError, match=said):
-        engine.load_checkpoint(former(saved))
+        engine.load_checkpoint(former(saved, version, before.n_chunk))
     assert engine.info == before
