@@ -238,19 +238,17 @@ protected:
         const auto product = [&](size_t i) -> ggml_tensor *& {
             return made({y.graph, y.node, int32_t(i)}, Form::rows);
         };
-        std::vector<size_t> packed_ones;
-        bool gemm = false; // all packed ones take it or none does, since they share K and T
+        std::vector<size_t> packed_ones; // which cuBLAS does not take: of few or odd rows
         for (size_t i = 0; i < w.size(); i++) {
             if (by_gemm(w[i], y)) {
                 PromptMatmulArgs a{};
                 a.product.T = int32_t(n.T);
                 product(i) = ops::gemm(ctx, {f16(x), w[i], stage().gemm_scratch, residual}, a);
-                gemm = true;
             } else if (is_packed(w[i])) {
                 packed_ones.push_back(i);
             }
         }
-        if (!gemm && !packed_ones.empty()) {
+        if (!packed_ones.empty()) {
             rowmm(w, packed_ones, x, residual, y);
         }
         for (size_t i = 0; i < w.size(); i++) {
