@@ -322,9 +322,10 @@ typedef struct luce_sampling {
 /* Sets how choices are made after this call (luce_sample is the rule). The default, and NULL, is greedy. */
 LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const luce_sampling *sampling);
 
-/* Commits the next n tokens of a prompt in one step, 1 <= n <= n_chunk. A prompt that is cut at multiples of the engine's
- * n_cut, wherever that is, has the bits of one that is not cut. Where n_cut is n_chunk, or a prompt is cut elsewhere, the
- * cut decides the last bits of what follows: cut prompts that begin alike at the same places.
+/* Commits the next n tokens of a prompt, 1 <= n <= n_chunk. A prompt that is cut at multiples of the engine's n_cut, wherever
+ * that is, has the bits of one that is not cut. Where n_cut is n_chunk, or a prompt is cut elsewhere, the cut decides the last
+ * bits of what follows: cut prompts that begin alike at the same places. The end of a prompt past its last multiple of 128
+ * positions is computed as the rows of a round are, in a step of its own, which is sooner on a GPU.
  *
  * choice NULL: more of the prompt follows; else it receives the token that is chosen after the last one. E_ARG,
  * E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */

@@ -71,6 +71,24 @@ int32_t checked(const Choice &choice, uint64_t position) {
     return choice.token;
 }
 
+void Sequence::append(StepKind kind, const int32_t *tokens, uint32_t n) {
+    engine_->in_step([&] {
+        Step &step = engine_->step();
+        begin_step();
+        const uint32_t past = line_.n_past();
+        line_.take_pages(n);
+        engine_->feed_lagging(line_);
+        const uint32_t n_pages =
+            fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
+        if (chooses_ && kind != StepKind::prefill) {
+            step.fetch_logits(0, 1);
+        }
+        step.prefill(kind, n, past, n_pages);
+        line_.appended(tokens, n);
+        end_step(Rows::prompt, 1, 0);
+    });
+}
+
 void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
     engine_->check_cancelled();
     check_usable();
@@ -84,20 +102,13 @@ void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
         fail(LUCE_E_CONTEXT, "%u tokens after %u do not fit into a context of %u", n, past, c.n_ctx);
     }
     engine_->need_pages(line_.pages_wanted(n));
-    engine_->in_step([&] {
-        Step &step = engine_->step();
-        begin_step();
-        line_.take_pages(n);
-        engine_->feed_lagging(line_);
-        const uint32_t n_pages =
-            fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
-        if (chooses_ && choice != nullptr) {
-            step.fetch_logits(0, 1);
-        }
-        step.prefill(n, past, choice != nullptr, n_pages);
-        line_.appended(tokens, n);
-        end_step(Rows::prompt, 1, 0);
-    });
+    const uint32_t tail = choice == nullptr ? 0 : std::min(n, (past + n) % TAIL);
+    if (tail < n) {
+        append(tail > 0 || choice == nullptr ? StepKind::prefill : StepKind::prefill_last, tokens, n - tail);
+    }
+    if (tail > 0) {
+        append(StepKind::prefill_tail, tokens + n - tail, tail);
+    }
     if (choice != nullptr) {
         try {
             *choice = checked(*engine_->step().choices(), past + n);

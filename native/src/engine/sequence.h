@@ -21,6 +21,7 @@ public:
     void reset();
     void close() { closed_ = true; } // a step that is under way may hold it a while
     bool closed() const { return closed_; }
+    // Its tail (step/step.h) is a step of its own.
     void prefill(const int32_t *tokens, uint32_t n, int32_t *choice);
     void get_draft(int32_t *tokens, uint32_t n);
     void get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k);
@@ -53,6 +54,8 @@ public:
 private:
     uint32_t
     row_of_step(uint32_t row) const; // it fails with E_STATE where the engine has run another step since
+    // Reads rows of a prompt in one step, of one of its kinds.
+    void append(StepKind kind, const int32_t *tokens, uint32_t n);
     void check_drafted(uint32_t n) const; // it fails with E_ARG unless the last draft has so many tokens
 
     std::shared_ptr<Engine> engine_;

@@ -223,7 +223,7 @@ protected:
     // ---- products ----
 
     // Whether a prompt writes this weight out for cuBLAS. Steps have the matmul of luce's own; since weights lie in its order,
-    // a short prompt has it too, the row that gives logits, and a K that cuBLAS does not take. Rows do not depend on each
+    // a prompt's tail has it too, the row that gives logits, and a K that cuBLAS does not take. Rows do not depend on each
     // other in either. ggml multiplies with what is not packed.
     bool by_gemm(const ggml_tensor *w, Val y) const {
         return plain.writes_out() && y.node != plain.logits.node && is_packed(w) &&

@@ -18,9 +18,10 @@
 
 namespace luce {
 
-// prefill: rows of a prompt, without a choice. prefill_last: its last rows. prompt: all rows of a short one. verify: anchors and
-// drafts. draft: a step of one of the engine's drafters. feed: KV of committed rows, of the drafters that lag.
-enum class StepKind { prefill, prefill_last, prompt, verify, draft, feed };
+// prefill: rows of a prompt, without a choice. prefill_last: its last rows. prefill_tail: its last
+// rows where they begin at a multiple of TAIL (step/step.h) and are fewer. verify: anchors and drafts. draft: a step of one of the
+// engine's drafters. feed: KV of committed rows, of the drafters that lag.
+enum class StepKind { prefill, prefill_last, prefill_tail, verify, draft, feed };
 
 // Says whether a verify of so many rows writes their KV of the drafters that lag.
 inline bool feeds_lagging(int64_t rows) {
@@ -151,7 +152,7 @@ public:
     const bool brief; // a trial of kernels: of the layers of one kind it has the first alone
     const uint32_t drafter; // of a draft: which of the engine's it is
 
-    bool prefill() const { return writes_out() || kind == StepKind::prompt; }
+    bool prefill() const { return writes_out() || kind == StepKind::prefill_tail; }
     // Whether weights are written out for products of many rows (on a GPU).
     bool writes_out() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
     const DrafterUse &use() const { return cache.params().drafters[drafter]; }

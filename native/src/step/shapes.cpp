@@ -111,10 +111,12 @@ std::vector<StepShape> sizing_steps(const CacheParams &p) {
     shapes[0].rows += n / 8 + 16;
     shapes[0].n_kv += PAGE;
     shapes.push_back({StepKind::prefill, shapes[0].rows, shapes[0].n_kv}); // its outputs are others
-    shapes.push_back({StepKind::prompt, std::min(n, SHORT_PROMPT - 1), kv_bucket(SHORT_PROMPT)});
+    const uint32_t tail = std::min(n, TAIL - 1);
+    shapes.push_back({StepKind::prefill_tail, tail, kv_bucket(tail)});
     for (uint32_t n_kv = kv_bucket(n); n_kv <= largest.n_kv; n_kv = kv_bucket(n_kv + 1)) {
         shapes.push_back({StepKind::prefill, shapes[0].rows, n_kv});
         shapes.push_back({StepKind::prefill_last, n, n_kv});
+        shapes.push_back({StepKind::prefill_tail, tail, n_kv});
     }
     return shapes;
 }
@@ -324,7 +326,7 @@ static uint32_t cut_of(const Model &model, const CacheParams &params, const Step
             return params.n_chunk;
         }
     }
-    return model.gpu() ? SHORT_PROMPT : ATTEND_ROWS;
+    return model.gpu() ? TAIL : ATTEND_ROWS;
 }
 
 StepSizes Step::measure(const Model &model, const Cache &cache, const EngineParams &params) {

@@ -352,14 +352,12 @@ void Step::move_kv(const Region &sent, uint32_t mirror) {
     }
 }
 
-void Step::prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages) {
-    const bool is_short = n_past == 0 && last && n < SHORT_PROMPT;
-    const StepKind kind = is_short ? StepKind::prompt : last ? StepKind::prefill_last : StepKind::prefill;
+void Step::prefill(StepKind kind, uint32_t n, uint32_t n_past, uint32_t n_pages) {
     Graph &g = graph({kind, n, kv_bucket(n_past + n)});
     in_.prefill.send(0, n_pages);
     move_kv(in_.prefill, 0);
     compute(g);
-    if (last) {
+    if (kind != StepKind::prefill) {
         enqueue_logits(g);
     }
     synchronize();

@@ -25,9 +25,10 @@
 
 namespace luce {
 
-// A prompt of fewer rows, read in one call, is multiplied as a step's rows are: on a GPU, to write out all weights takes as long
-// as the steps' matmul for about so many (on an H200). Since a prompt is cut at multiples of it, none of these is cut.
-constexpr uint32_t SHORT_PROMPT = 128;
+// A prompt's tail is its rows past the last multiple of so many positions. They are multiplied as a step's rows are: on a GPU, to
+// write out all weights takes as long as the steps' matmul for about so many (on an H200). A tail is a prompt's end wherever its
+// beginning came from, so its bits are the same; a longer prompt reads these rows again.
+constexpr uint32_t TAIL = 128;
 
 struct StepShape {
     StepKind kind;
@@ -40,7 +41,7 @@ struct StepShape {
         return std::tie(kind, rows, n_kv, brief, drafter) <
                std::tie(o.kind, o.rows, o.n_kv, o.brief, o.drafter);
     }
-    bool prefill() const { return kind <= StepKind::prompt; }
+    bool prefill() const { return kind <= StepKind::prefill_tail; }
 };
 
 // Bytes that steps take on the device of each stage.
@@ -50,7 +51,7 @@ struct StepSizes {
         StepShape largest{}; // this step takes as much
     };
     std::vector<Compute> compute; // by stage
-    // A prompt may be cut at its multiples without a bit changing: SHORT_PROMPT on a GPU, ATTEND_ROWS on a CPU, and n_chunk where
+    // A prompt may be cut at its multiples without a bit changing: TAIL on a GPU, ATTEND_ROWS on a CPU, and n_chunk where
     // ggml multiplies with some weights, or has a GPU's attention: its sums depend on how many rows there are.
     uint32_t n_cut = 0;
     uint64_t inputs = 0;
@@ -92,7 +93,7 @@ public:
 
     // Runs n rows of one sequence after n_past, and waits. With `last` it gives choices()[0] and the logits
     // of the last row.
-    void prefill(uint32_t n, uint32_t n_past, bool last, uint32_t n_pages);
+    void prefill(StepKind kind, uint32_t n, uint32_t n_past, uint32_t n_pages);
     // Begins a step of this width, whose first n_rows rows are wanted, and returns its number for finish_verify(), which
     // waits for it. A CPU runs it at once. So many as MAX_ENQUEUED may be under way, which end in their order.
     uint32_t start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);

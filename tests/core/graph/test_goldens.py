@@ -60,7 +60,7 @@ def test_cases_differ_where_it_matters() -> None:
 
 def test_long_cases_reach_both_ways_of_a_gpus_prefill() -> None:
     """Prompts that are multiplied as a step, and by cuBLAS, and input widths that it takes or not."""
-    (rows,) = re.findall(r"SHORT_PROMPT = (\d+);", STEP_H.read_text())
+    (rows,) = re.findall(r"TAIL = (\d+);", STEP_H.read_text())
     assert {n < int(rows) for n in make_goldens.LONG_AT} == {True, False}
     configs = [c for c, _ in make_goldens.LONG_CASES.values()]
     assert {64, 128} < {c.state_size for c in configs}  # The DeltaNet chunks have these two alone.

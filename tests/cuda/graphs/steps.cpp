@@ -210,7 +210,7 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
         shapes.push_back({StepKind::prefill, rows, kv_bucket(rows)});
     }
     for (const uint32_t rows : {1u, 100u}) {
-        shapes.push_back({StepKind::prompt, rows, kv_bucket(rows)});
+        shapes.push_back({StepKind::prefill_tail, rows, kv_bucket(rows + 4096)});
     }
     for (const uint32_t rows : {1u, 16u, 512u}) {
         shapes.push_back({StepKind::prefill_last, rows, kv_bucket(rows + 4096)});
