@@ -1,5 +1,6 @@
 // Checks how attention's work is shared out (native/kernels/attention/plan.cuh): every tile of every group is some
-// block's once, and no block has much more than its share.
+// block's once, and no block has much more than its share. And when a prompt's ranges of positions get blocks of their own.
+#include "attention/prefill.h"
 #include "attention/units.cuh"
 #include "harness.h"
 
@@ -185,7 +186,27 @@ Load load_of(const Ints &past, int rows) {
 } // namespace luce
 
 // A block's load is even to about its smallest unit, which has two tiles, whatever is left behind the last whole chunk.
+void check_prefill_apart() {
+    const auto apart = [](int T, int64_t n_kv, int multiprocessors) {
+        luce::PrefillAttentionArgs a{};
+        a.T = T;
+        a.H = 24;
+        a.Hkv = 4;
+        a.D = 256;
+        a.n_kv = n_kv;
+        luce::DeviceLimits device;
+        device.multiprocessors = multiprocessors;
+        return luce::prefill_apart(a, device);
+    };
+    // 24 blocks of a 3090's 164 at once, and of an H200's 264, have all keys of 16 rows; 768 fill three rounds with 2048 rows.
+    expect(apart(16, 8448, 132) && apart(16, 8448, 82) && apart(256, 8448, 132),
+           "few rows of many keys have ranges apart");
+    expect(!apart(2048, 8448, 132) && !apart(16, 2048, 132), "rows that fill a GPU, or few keys, have none");
+    expect(!apart(2048, 262144, 132), "ranges leave no more than there is room for");
+}
+
 void check_attention_plan(bool all) {
+    check_prefill_apart();
     double worst = 0;
     int at = 0;
     for (int n = 0; n <= 262000; n += 1 + pick(all ? 2000 : 16000)) {

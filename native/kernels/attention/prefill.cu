@@ -17,13 +17,16 @@ namespace luce {
 namespace {
 
 // Copies so far are a group; copies_wait leaves the last GROUPS of them under way.
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int GROUPS> __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
 template <int D, int WARPS> struct PrefillLayout {
     static constexpr int KEYS = PREFILL_KEYS, ROWS = 16 * WARPS, THREADS = WARP * WARPS, ROW = 2 * D;
+    static_assert(ROWS == PREFILL_ROWS);
     static constexpr int Q = 0, K = ROWS * ROW, V = K + KEYS * ROW, BYTES = V + KEYS * ROW;
 };
 

@@ -3,12 +3,17 @@
 #pragma once
 
 #include "attention/chunks.h"
+#include "common/device_limits.h"
 #include "common/kernels.h"
+
+#include <algorithm>
 
 namespace luce {
 
 constexpr int PREFILL_KEYS = 64; // a tile has so many cells
-constexpr int PREFILL_RANGE = 4096; // sums begin anew at its multiples
+constexpr int PREFILL_RANGE = 2048; // sums begin anew at its multiples
+constexpr int PREFILL_ROWS = 64; // a block has so many, of one head
+constexpr int64_t PREFILL_RANGES_BYTES = int64_t(256) << 20; // ranges that are apart leave at most so much
 
 // The T rows of seqs[0] have positions n_past .. Row t at p sees cells first <= c <= p, and c > p - window where there is one.
 struct PrefillAttentionArgs {
@@ -29,6 +34,16 @@ LUCE_HOST_DEVICE inline int64_t prefill_ranges(const PrefillAttentionArgs &a) {
 }
 inline int64_t prefill_range_values(const PrefillAttentionArgs &a) {
     return prefill_ranges(a) * a.T * a.H * (a.D + 2);
+}
+// Says whether ranges get blocks of their own: where blocks of all of a row's keys come in rounds that few of them fill, they take
+// longer than more of them that are shorter. A multiprocessor has two blocks at once.
+inline bool prefill_apart(const PrefillAttentionArgs &a, const DeviceLimits &device) {
+    const int64_t blocks = (a.T + PREFILL_ROWS - 1) / PREFILL_ROWS * a.H,
+                  at_once = 2 * device.multiprocessors;
+    const int64_t seen = a.window > 0 ? std::min(a.n_kv, int64_t(a.window) + a.T) : a.n_kv;
+    const auto rounds = [&](int64_t n) { return (n + at_once - 1) / at_once; };
+    return prefill_ranges(a) > 1 && 4 * prefill_range_values(a) <= PREFILL_RANGES_BYTES &&
+           rounds(blocks * prefill_ranges(a)) * PREFILL_RANGE < rounds(blocks) * seen;
 }
 // Returns where a range leaves what it gives a row: the largest score, the sum of weights, D sums of values.
 LUCE_HOST_DEVICE inline float *prefill_range(const PrefillAttentionArgs &a, int64_t range, int64_t row,

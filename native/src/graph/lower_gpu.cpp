@@ -58,10 +58,6 @@ bool all_packed(const std::vector<ggml_tensor *> &weights) {
     return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
-// What one launch's ranges of positions may leave for another (kernels/attention/prefill.cu): as much as the attention of a
-// whole prefill of so many rows.
-constexpr int64_t APART_ROWS = 2048;
-
 class GpuLowering : public Lowering {
 public:
     using Lowering::Lowering;
@@ -392,7 +388,7 @@ protected:
         a.window = int32_t(s.window);
         a.scale = of.scale;
         a.softcap = s.softcap;
-        a.apart = prefill_ranges(a) > 1 && prefill_ranges(a) * n.T <= APART_ROWS;
+        a.apart = prefill_apart(a, limits_of(stage().device));
         ggml_tensor *k = gathered(of.kv.cells.k, GGML_TYPE_F16), *v = gathered(of.kv.cells.v, GGML_TYPE_F16);
         return ops::prefill_attention(ctx, {flat(n.in[0]), k, v, in->ctl}, a);
     }
