@@ -412,6 +412,7 @@ void check_moe(bool all) {
     check_mixture({0, 240, 8, 128, 64, 32}, {8, 8, 8, 8}, 9, {1, 2, 3, 4}, all); // a block chooses the experts of one row together
     check_mixture({0, 6, 2, 256, 320, 288}, {8, 8, 8, 8}, 9, {1, 2}, all); // the parts of K differ in up and down
     check_mixture({0, 300, 10, 256, 32, 32}, {8, 8, 8, 8}, 9, {1, 2, 3, 6, 7}, all); // 6 rows have 60 pairs, 7 have too many
+    check_mixture({0, 6, 3, 516, 40, 24}, {1, 0, 30, 1}, 9, {MANY_FROM}, all); // items of many rows, 3 chunks in 2 parts
     if (!all) {
         return;
     }
@@ -430,6 +431,7 @@ void check_moe(bool all) {
         }
     }
     check_mixture({0, 256, 8, 256, 256, 256}, {12, 12, 14, 8}, 64, widths, true);
+    check_mixture({0, 256, 8, 1536, 256, 512}, {12, 14, 12, 8}, 64, {MANY_FROM - 1, MANY_FROM, 700, 2048}, true);
     check_mixture({0, 512, 10, 256, 32, 0}, {8, 8, 8, 8}, 64, {1, 8, 64, 512}, true);
     check_mixture({0, 12, 8, 2048, 512, 512}, {12, 12, 14, 8}, 64, widths, true);
     check_mixture({0, 4, 2, 6144, 1536, 768}, {12, 13, 12, 14}, 64, {1, 2, 9, 64}, true);

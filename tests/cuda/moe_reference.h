@@ -88,12 +88,12 @@ struct Routed {
 struct Buffers {
     MoeDims dims;
     Device<float> x, h, y, out, values;
-    Device<uint8_t> routed, packed;
+    Device<uint8_t> routed, packed, records;
 
     Buffers(const MoeDims &d, const Floats &rows)
         : dims(d), x(rows), h(size_t(d.places() * d.h_row())), y(size_t(d.places() * d.E)), out(rows.size()),
           values(rows.size()),
-          routed(size_t(moe_routed_bytes(d))), packed(size_t(rowmm_x_bytes(d.T, d.E))) {}
+          routed(size_t(moe_routed_bytes(d))), packed(size_t(rowmm_x_bytes(d.T, d.E))), records(size_t(moe_record_bytes(d))) {}
 
     // Returns the arguments of up, behind which `rows` have been routed.
     MoeMatmulArgs enqueue_up(Mixture &l, const float *rows, bool overlap, bool hands_out) const {
@@ -110,6 +110,7 @@ struct Buffers {
         a.shared_first = l.down_s.matrix();
         a.h = h.p;
         a.out = y.p;
+        a.records = records.p;
         must(cuda::moe_down(a, stream));
         must(cuda::moe_sum({dims, routed.p, y.p, nullptr, x.p, out.p, l.d_norm.p, dims.T <= ROWMM_MAX_ROWS ? packed.p : nullptr, overlap}, stream));
     }

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int LAYERS = 40, Q4 = 12, Q6 = 14;
-constexpr int64_t E = 2048, FF = 512;
+constexpr int64_t E = 2048, FF = 512, MOST = 2048;
 constexpr int N_EXPERT = 256, N_USED = 8;
 
 // Holds one expert's matrix over and over.
@@ -44,9 +44,10 @@ struct TimedLayer {
 
 struct MoeBench {
     std::vector<std::unique_ptr<TimedLayer>> layers;
-    Device<float> x{normals(64 * E)}, norm{Floats(size_t(E), 1.0f)}, gate{normals(size_t(E), 0.05f)};
-    Device<float> h{64 * (N_USED + 1) * FF}, y{64 * (N_USED + 1) * E}, out{64 * E};
-    Device<uint8_t> counters{size_t(MOE_COUNTER_BYTES)}, routed{size_t(moe_routed_bytes(dims_of(64)))}, packed{size_t(rowmm_x_bytes(64, E))};
+    Device<float> x{normals(MOST * E)}, norm{Floats(size_t(E), 1.0f)}, gate{normals(size_t(E), 0.05f)};
+    Device<float> h{MOST * (N_USED + 1) * FF}, y{MOST * (N_USED + 1) * E}, out{MOST * E};
+    Device<uint8_t> counters{size_t(MOE_COUNTER_BYTES)}, routed{size_t(moe_routed_bytes(dims_of(MOST)))}, packed{size_t(rowmm_x_bytes(64, E))},
+        records{size_t(moe_record_bytes(dims_of(MOST)))};
 
     static MoeDims dims_of(int T) { return {T, N_EXPERT, N_USED, E, FF, FF}; }
 
@@ -68,9 +69,9 @@ struct MoeBench {
                 must(cuda::moe_up({d, l.gate.matrix(), l.up.matrix(), l.gate_s.matrix(), l.up_s.matrix(), routed.p, nullptr,
                                    h.p, overlap}, stream));
             } else if (i == 2) {
-                must(cuda::moe_down({d, l.down.matrix(), {}, l.down_s.matrix(), {}, routed.p, h.p, y.p, overlap}, stream));
+                must(cuda::moe_down({d, l.down.matrix(), {}, l.down_s.matrix(), {}, routed.p, h.p, y.p, overlap, records.p}, stream));
             } else if (i == 3) {
-                must(cuda::moe_sum({d, routed.p, y.p, nullptr, x.p, out.p, norm.p, packed.p, overlap}, stream));
+                must(cuda::moe_sum({d, routed.p, y.p, nullptr, x.p, out.p, norm.p, T <= 64 ? packed.p : nullptr, overlap}, stream));
             } else {
                 must(cuda::moe_end({d, l.down.matrix(), l.down_s.matrix(), routed.p, h.p, x.p, out.p, overlap}, stream));
             }
@@ -96,7 +97,7 @@ void time_moe() {
     const char *names[] = {"route", "up", "down", "sum"};
     for (int overlap = 1; overlap >= 0; overlap--) {
         printf("moe of the 35b-a3b, %s launches, us of a layer:\n", overlap ? "overlapping" : "plain");
-        for (int T : {1, 2, 3, 4, 5, 8, 16, 32, 64}) {
+        for (int T : {1, 2, 3, 4, 5, 8, 16, 32, 64, 128, 512, 2048}) {
             int64_t bytes = 0;
             for (int i = 0; i < LAYERS; i++) {
                 bytes += b.bytes(T, i);

@@ -67,6 +67,11 @@ __device__ __forceinline__ uint4 read_rows(const uint8_t *stage, int group, int 
     }
 }
 
+// Returns how many bytes into the sums of eight columns' activations a lane's begin.
+template <int NT, typename Columns> __device__ __forceinline__ int sums_place(Columns C, int n, int lane) {
+    return NT == 1 ? lane_place<NT>(C, lane) / 2 : (n * WARP + lane) * 8;
+}
+
 // ---- mma.sync ----
 
 // Multiplies half h of a unit of quants, which is 8 steps, two at a time.
@@ -185,8 +190,7 @@ __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const
         const float2 down = downs(tail, C, n, lane);
         float e[4] = {};
         if constexpr (has_minimum(TYPE)) {
-            const int at = NT == 1 ? lane_place<NT>(C, lane) / 2 : (n * WARP + lane) * 8;
-            const uint2 sums = word_at<uint2>(tail + at);
+            const uint2 sums = word_at<uint2>(tail + sums_place<NT>(C, n, lane));
             mma(e, m[0], m[1], m[2], m[3], sums.x, sums.y);
         }
 #pragma unroll
@@ -202,8 +206,8 @@ __device__ __forceinline__ void add_unit(Sums<NT> &acc, const Sums<NT> &c, const
         }
     }
 }
-template <int NT, typename Down>
-__device__ __forceinline__ void add_floats(Sums<NT> &acc, const Sums<NT> &c, const uint8_t *tail, int C,
+template <int NT, typename Columns, typename Down>
+__device__ __forceinline__ void add_floats(Sums<NT> &acc, const Sums<NT> &c, const uint8_t *tail, Columns C,
                                            int lane, Down downs) {
 #pragma unroll
     for (int n = 0; n < NT; n++) {

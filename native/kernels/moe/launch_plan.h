@@ -12,11 +12,11 @@ namespace luce {
 
 // ---- what a device can do ----
 
-// Returns whether luce has kernels for a layer of this shape, with T of MOE_MAX_ROWS or less.
+// Returns whether luce has kernels for a layer of this shape, with as many rows at once.
 inline bool moe_has(const MoeDims &d) {
-    return d.T >= 0 && d.T <= MOE_MAX_ROWS && d.n_expert >= 1 && d.n_expert <= MOE_MAX_EXPERTS &&
-           d.n_used >= 1 && d.n_used <= std::min(d.n_expert, MOE_MAX_USED) && d.E >= 4 && d.E % 4 == 0 &&
-           d.E <= MOE_MAX_E && d.FF >= 1 && d.FF_shared >= 0 && d.h_row() <= MOE_MAX_FF;
+    return d.T >= 0 && d.n_used >= 1 && d.T <= d.rows_at_once() && d.n_expert >= 1 &&
+           d.n_expert <= MOE_MAX_EXPERTS && d.n_used <= std::min(d.n_expert, MOE_MAX_USED) && d.E >= 4 &&
+           d.E % 4 == 0 && d.E <= MOE_MAX_E && d.FF >= 1 && d.FF_shared >= 0 && d.h_row() <= MOE_MAX_FF;
 }
 
 // Says what luce or a device of this name lacks for a layer, or "" where it lacks nothing. The units are the largest fragments
@@ -188,6 +188,18 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
         p.capacity += std::max(std::min((room(per_sm) - p.slots * slot) / p.row_bytes, most), 0);
     }
     return {blocks, 1, 1, ITEM_THREADS, BARRIER_BYTES + p.slots * slot + p.capacity * p.row_bytes};
+}
+
+// Plans up or down of many rows: a block has one task, and rows that it goes through more than once stay where they are.
+inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
+    const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
+    const int besides = MANY_OWN + device.shared_reserved + BARRIER_BYTES + MANY_STAGES * MANY_STAGE;
+    const auto slots = [&](int per_sm) { return (device.shared_sm / per_sm - besides) / slot; };
+    p.steps = std::max(p.experts.chunks, p.shared.chunks) <= MANY_STAGES ? MAX_STEPS : 1;
+    p.tasks = divided(wide, p.steps);
+    p.slots = std::clamp(slots(BLOCKS_SM) >= LEAST_SLOTS ? slots(BLOCKS_SM) : slots(1), 1, MAX_SLOTS);
+    return {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS,
+            BARRIER_BYTES + p.slots * slot + MANY_STAGES * MANY_STAGE};
 }
 
 // Plans up of one row by the kernel that fetches all units of a task at once, and returns whether a multiprocessor has room for

@@ -6,11 +6,13 @@
 // brings its own units into shared memory, ahead and across its tasks; the rows of the next task come
 // while one is multiplied. The parts of K are then added by pairs (moe/plan.h). In up, gate and up are two warps
 // of the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32
-// results, itself. A step of few rows has a kernel of its own (moe/few.cuh), and so has up of one row (moe/one.cuh).
+// results, itself. A step of few rows has a kernel of its own (moe/few.cuh), and so have up of one row (moe/one.cuh) and many
+// rows (moe/many.cuh).
 #include "matmul/pack.cuh"
 #include "moe/block.cuh"
 #include "moe/few.cuh"
 #include "moe/launch_plan.h"
+#include "moe/many.cuh"
 #include "moe/one.cuh"
 
 namespace luce {
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
 
 static_assert(sizeof(BlockShared) == BLOCK_OWN && BLOCK_OWN + BARRIER_BYTES <= MATMUL_BESIDES);
 static_assert(sizeof(FewShared<FEW_ROWS>) <= BLOCK_OWN && sizeof(FewShared<FEWEST_ROWS>) == FEWEST_OWN);
-static_assert(sizeof(OneShared) == ONE_OWN);
+static_assert(sizeof(OneShared) == ONE_OWN && sizeof(ManyShared) == MANY_OWN);
 
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
@@ -207,6 +209,24 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
         return error;
     }
     LaunchPlan plan;
+    if (many_rows(d)) {
+        if (!up) {
+            if (!given(a.records)) {
+                return int(cudaErrorInvalidValue);
+            }
+            p.records = static_cast<const uint8_t *>(a.records);
+            const int64_t blocks = (d.places() * chunks_of(d.h_row()) + ITEM_WARPS - 1) / ITEM_WARPS;
+            const cudaError_t error =
+                launch_kernel(pack_places_kernel, dim3(unsigned(blocks)), ITEM_THREADS, 0, stream,
+                              a.overlap != 0, a.h, static_cast<uint8_t *>(a.records), d.places(),
+                              int64_t(d.T) * d.n_used, d.FF, d.FF_shared, d.h_row());
+            if (error != cudaSuccess) {
+                return int(error);
+            }
+        }
+        plan = plan_many(device, p);
+        return int(launch_kernel(moe_many_kernel, plan, stream, a.overlap != 0, p));
+    }
     const bool one = up && d.T == 1 && plan_up_one(device, p, plan);
     if (!one) {
         plan = plan_experts(device, p);

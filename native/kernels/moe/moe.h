@@ -28,18 +28,22 @@
 
 namespace luce {
 
-constexpr int MOE_MAX_ROWS = 512; // a launch has at most so many rows
+// A launch has at most so many rows, and so many pairs of a row and an expert of it, which a block of route lists in shared memory.
+constexpr int MOE_MAX_ROWS = 2048, MOE_MAX_PAIRS = 16384;
 constexpr int MOE_MAX_EXPERTS = 512;
 constexpr int MOE_MAX_USED = 32;
 constexpr int64_t MOE_MAX_E = 6144, MOE_MAX_FF = 6144; // a block's shared memory holds no more
 
 // Holds what the launches of a layer share.
 struct MoeDims {
-    int32_t T; // there are 0 .. MOE_MAX_ROWS rows
+    int32_t T; // there are 0 .. rows_at_once() rows
     int32_t n_expert, n_used; // a row uses n_used of the n_expert experts
     int64_t E, FF; // an expert's matrices are {E, FF} twice and {FF, E}; E is a multiple of 4
     int64_t FF_shared; // it is the shared expert's FF, or 0 where there is none
 
+    constexpr int rows_at_once() const {
+        return MOE_MAX_PAIRS / n_used < MOE_MAX_ROWS ? MOE_MAX_PAIRS / n_used : MOE_MAX_ROWS;
+    }
     constexpr ROWMM_BOTH bool shared() const { return FF_shared > 0; }
     // A row has a place for each of its experts, by rank, then all rows have one for the shared expert.
     constexpr ROWMM_BOTH int64_t places() const { return int64_t(T) * (n_used + (shared() ? 1 : 0)); }
@@ -54,9 +58,11 @@ int64_t moe_routed_bytes(const MoeDims &dims);
 int64_t moe_ids_offset(const MoeDims &dims);
 int64_t moe_weights_offset(const MoeDims &dims);
 int64_t moe_open_offset(const MoeDims &dims);
+// Returns the bytes that down needs besides, for many rows: 0 for few.
+int64_t moe_record_bytes(const MoeDims &dims);
 
 // So many bytes must be zero before the first route, and each route leaves them zero.
-constexpr int64_t MOE_COUNTER_BYTES = 1024;
+constexpr int64_t MOE_COUNTER_BYTES = 2048;
 
 struct MoeRouteArgs {
     MoeDims dims;
@@ -88,6 +94,7 @@ struct MoeMatmulArgs {
     const float *h; // down: [places][h_row], what up left; aligned to 16
     float *out; // up: h; down: y, [places][E]; aligned to 16
     int32_t overlap;
+    void *records; // down: room for h packed, moe_record_bytes(dims); aligned to 16
 };
 
 struct MoeSumArgs {

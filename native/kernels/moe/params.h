@@ -16,8 +16,10 @@ constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 1
 constexpr int ONE_BARRIERS = ((ITEM_WARPS + 1) * 8 + 127) / 128 * 128;
 constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a third would spill registers
 constexpr int SMALL_BLOCKS_SM = 3; // the same of steps of one row and a few more, whose kernels are smaller
-// The kernels declare so many bytes of shared memory: that of many rows, of FEWEST_ROWS, and up of one row.
-constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840;
+// The kernels declare so many bytes of shared memory: that of some rows, of FEWEST_ROWS, up of one row, and that of many.
+constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 9088;
+// Many rows are in shared memory for so many chunks at once.
+constexpr int MANY_STAGES = 2, MANY_STAGE = MANY_ROWS * chunk_bytes(1);
 
 struct Group { // it is for the experts, or for the shared expert
     Matrix matrices[2];
@@ -32,6 +34,7 @@ struct Group { // it is for the experts, or for the shared expert
 struct MatmulParams {
     uint8_t *routed;
     const float *h; // it is null where the rows are those that route packed
+    const uint8_t *records; // h packed, a record for each place, or null
     float *out;
     int64_t out_row, h_row;
     int32_t T, n_used, n_expert, n_shared, max_items;

@@ -8,6 +8,9 @@
 namespace luce {
 
 constexpr int MAX_ITEM_ROWS = 8; // each row is a column of the tensor core's tile
+// Many rows, which a prompt has, make wider items: then a fragment is made into operands for all of them at once. Fewer would
+// leave most of an item empty.
+constexpr int MANY_ROWS = 32, MANY_FROM = 256;
 constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
 
 // An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list.
@@ -38,8 +41,11 @@ constexpr ROWMM_BOTH bool fewest_rows(const MoeDims &d) {
 
 // Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
 // keep other blocks from a multiprocessor.
+constexpr ROWMM_BOTH bool many_rows(const MoeDims &d) {
+    return d.T >= MANY_FROM;
+}
 constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
-    return few_rows(d) || d.T > 64 ? MAX_ITEM_ROWS : MAX_ITEM_ROWS / 2;
+    return many_rows(d) ? MANY_ROWS : few_rows(d) || d.T > 64 ? MAX_ITEM_ROWS : MAX_ITEM_ROWS / 2;
 }
 
 // Returns how many pairs of a step have an expert that up leaves as soon as it is chosen, so that who is behind up waits for it

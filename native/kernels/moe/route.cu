@@ -273,6 +273,9 @@ int64_t moe_ids_offset(const MoeDims &dims) {
 int64_t moe_weights_offset(const MoeDims &dims) {
     return RoutedLayout(dims).weights;
 }
+int64_t moe_record_bytes(const MoeDims &dims) {
+    return many_rows(dims) ? dims.places() * row_record(dims.h_row()) : 0;
+}
 int64_t moe_open_offset(const MoeDims &dims) {
     return RoutedLayout(dims).open;
 }

@@ -18,10 +18,10 @@ namespace {
 
 // Makes the launches of all rows, until one fails. It calls run(dims of the launch, its first row, the launches before it).
 template <class Run> int each_block(const MoeDims &all, const Run &run) {
-    for (int32_t t = 0; t < all.T; t += MOE_MAX_ROWS) {
+    for (int32_t t = 0; t < all.T; t += all.rows_at_once()) {
         MoeDims dims = all;
-        dims.T = std::min(all.T - t, MOE_MAX_ROWS);
-        if (const int error = run(dims, int64_t(t), int64_t(t / MOE_MAX_ROWS)); error != 0) {
+        dims.T = std::min(all.T - t, all.rows_at_once());
+        if (const int error = run(dims, int64_t(t), int64_t(t / all.rows_at_once())); error != 0) {
             return error;
         }
     }
@@ -30,7 +30,7 @@ template <class Run> int each_block(const MoeDims &all, const Run &run) {
 
 // Returns the dims of a launch that others follow.
 MoeDims full(MoeDims dims) {
-    dims.T = MOE_MAX_ROWS;
+    dims.T = dims.rows_at_once();
     return dims;
 }
 
@@ -48,6 +48,10 @@ int64_t moe_all_routed_bytes(const MoeDims &all) {
         return 0;
     });
     return bytes;
+}
+
+int64_t moe_all_record_bytes(const MoeDims &all) { // launches have them in turn
+    return moe_record_bytes(all.T > all.rows_at_once() ? full(all) : all);
 }
 
 MoeMatrix moe_matrix(const ggml_tensor &w, uint8_t *address, int64_t part, int64_t parts) {

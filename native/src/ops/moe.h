@@ -30,6 +30,7 @@ MoeDims dims_of(const Moe &moe, int64_t T); // those of a mixture over T rows
 
 // Returns the bytes of what route leaves of all rows, launch after launch. Then come the rows' values, where they are left.
 int64_t moe_all_routed_bytes(const MoeDims &all);
+int64_t moe_all_record_bytes(const MoeDims &all);
 
 // Returns part `part` of each expert's matrices. All `parts` lie in one tensor, one behind the other.
 MoeMatrix moe_matrix(const ggml_tensor &w, uint8_t *address, int64_t part, int64_t parts);
@@ -38,7 +39,7 @@ inline void take(MoeMatrix &matrix, const ggml_tensor &w, uint8_t *address) {
     matrix = moe_matrix(w, address, 0, 1);
 }
 
-// These launch the kernels of moe/moe.h over any number of rows: those of a prefill are done MOE_MAX_ROWS at a time, with
+// These launch the kernels of moe/moe.h over any number of rows: those of a prefill are done MoeDims::rows_at_once() at a time, with
 // the arithmetic of a step.
 int route_blocks(const MoeRouteArgs &all, void *stream);
 int up_blocks(const MoeMatmulArgs &all, void *stream);
@@ -186,6 +187,7 @@ inline const auto &moe_down = row<MoeMatmulArgs>("moe_down", [](auto &op, auto &
     takes_dims(op, a.dims);
     op.derive([](auto &args) { args.overlap = 1; });
     op.room(FIELD(out), [](const auto &args) { return args.dims.places() * args.dims.E * 4; });
+    op.room(FIELD(records), [](const auto &args) { return moe_all_record_bytes(args.dims); });
     op.runs(nullptr, down_blocks);
 });
 
