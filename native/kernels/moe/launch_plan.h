@@ -60,6 +60,7 @@ struct RoutePlan {
     LaunchPlan launch;
     int tile_rows; // a block has so many rows at most
     bool one_row; // each block has one, and it is the kernel's that is made for it
+    int groups; // a block has so many ROUTE_OUTPUTS of the router, one after another
 };
 // `gives_values` says that the rows are wanted in F32 too. There is a row or more.
 inline RoutePlan plan_route(const DeviceLimits &device, const MoeDims &d, bool gives_values) {
@@ -71,10 +72,12 @@ inline RoutePlan plan_route(const DeviceLimits &device, const MoeDims &d, bool g
     // Few rows are packed by blocks that do nothing else.
     const int packers = few ? int(chunks_of(d.E)) : 0;
     const int64_t shared = one_row ? 0 : std::max(std::min(d.T, tile_rows) * each, ids);
-    return {{divided(router_outputs(d), ROUTE_OUTPUTS) + packers, divided(d.T, tile_rows), 1, ROUTE_THREADS,
-             shared},
-            tile_rows,
-            one_row};
+    // A tile's rows are read and normed by each of its blocks, so these are few where four rounds of them fill a device.
+    const int outputs = divided(router_outputs(d), ROUTE_OUTPUTS), tiles = divided(d.T, tile_rows);
+    const int groups =
+        many_rows(d) ? std::clamp(outputs * tiles / (4 * BLOCKS_SM * device.multiprocessors), 1, outputs) : 1;
+    return {
+        {divided(outputs, groups) + packers, tiles, 1, ROUTE_THREADS, shared}, tile_rows, one_row, groups};
 }
 
 // ---- up and down ----

@@ -187,7 +187,31 @@ __device__ void pack_rows(const RouteParams &p, int row0, int rows, const float 
     }
 }
 
-// The grid is {the router's outputs / OUTPUTS, and maybe blocks that pack; tiles of rows}.
+// Finds a tile's logits of the OUTPUTS of a group.
+__device__ void find_logits(const RouteParams &p, Router &router, TileShared &tile, const float *v, int group,
+                            int row0, int rows) {
+    const MoeDims &d = p.a.dims;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    if (group * OUTPUTS < router_outputs(d)) {
+        router.multiply(v, rows, tile.dots[warp / HALVES][warp % HALVES]);
+    }
+    __syncthreads();
+    if (warp == 0) {
+        const int r = lane / OUTPUTS, o = lane % OUTPUTS, output = group * OUTPUTS + o;
+        if (r < rows && output < router_outputs(d)) {
+            float sum = tile.dots[o][0][r];
+#pragma unroll
+            for (int h = 1; h < HALVES; h++) {
+                sum += tile.dots[o][h][r];
+            }
+            __stcg(p.of<float>(p.at.logits) + (row0 + r) * logits_row(d) + output,
+                   sum * scale_of(p.a, tile, r));
+        }
+    }
+}
+
+// The grid is {the router's outputs / OUTPUTS, of MANY rows fewer, and maybe blocks that pack; tiles of rows}.
+template <bool MANY>
 __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_constant__ RouteParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ ListShared list;
@@ -195,9 +219,10 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     const MoeDims &d = p.a.dims;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int row0 = blockIdx.y * p.tile_rows, rows = min(d.T - row0, p.tile_rows);
+    const int first = MANY ? int(blockIdx.x) * p.groups : int(blockIdx.x);
     float *v = reinterpret_cast<float *>(shared); // [TILE_ROWS][E]
     let_next_start();
-    Router router(p.a, blockIdx.x * OUTPUTS + warp / HALVES);
+    Router router(p.a, first * OUTPUTS + warp / HALVES);
     Norm norm;
     norm.load(p.a, threadIdx.x, int(d.E / 4));
     wait_for_previous();
@@ -213,23 +238,13 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
         weigh<TILE_ROWS>(p.a, norm, row0, rows, v, tile);
     }
     __syncthreads();
-    if (blockIdx.x * OUTPUTS < router_outputs(d)) {
-        router.multiply(v, rows, tile.dots[warp / HALVES][warp % HALVES]);
+    find_logits(p, router, tile, v, first, row0, rows);
+    for (int i = 1; MANY && i < p.groups; i++) {
+        Router next(p.a, (first + i) * OUTPUTS + warp / HALVES);
+        __syncthreads(); // the dots before have been added up
+        find_logits(p, next, tile, v, first + i, row0, rows);
     }
-    __syncthreads();
     uint32_t *counters = static_cast<uint32_t *>(p.a.counters);
-    if (warp == 0) {
-        const int r = lane / OUTPUTS, o = lane % OUTPUTS, output = blockIdx.x * OUTPUTS + o;
-        if (r < rows && output < router_outputs(d)) {
-            float sum = tile.dots[o][0][r];
-#pragma unroll
-            for (int h = 1; h < HALVES; h++) {
-                sum += tile.dots[o][h][r];
-            }
-            __stcg(p.of<float>(p.at.logits) + (row0 + r) * logits_row(d) + output,
-                   sum * scale_of(p.a, tile, r));
-        }
-    }
     // Of a step of few rows the experts are chosen behind this (moe.h), unless others multiply by them.
     const bool last =
         (!few_rows(d) || p.a.values != nullptr) && is_last(counters + 1 + blockIdx.y, gridDim.x, tile.last);
@@ -296,8 +311,10 @@ int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     const RoutePlan plan = plan_route(device, d, args.values != nullptr);
     static_assert(FEW_PAIRS <= THREADS, "a block sees to all that are polled for");
     const RouteParams p = {args, RoutedLayout(d), args.values == nullptr ? polled_pairs(d) : 0,
-                           plan.tile_rows};
-    const auto kernel = plan.one_row ? moe_route_one_kernel : moe_route_kernel;
+                           plan.tile_rows, plan.groups};
+    const auto kernel = plan.one_row      ? moe_route_one_kernel
+                        : plan.groups > 1 ? moe_route_kernel<true>
+                                          : moe_route_kernel<false>;
     return int(launch_kernel(kernel, plan.launch, static_cast<cudaStream_t>(stream), args.overlap != 0, p));
 }
 

@@ -24,6 +24,7 @@ struct RouteParams {
     RoutedLayout at;
     int32_t polled; // so many experts' numbers are polled for
     int32_t tile_rows; // a block has so many rows at most
+    int32_t groups; // a block of many rows has so many OUTPUTS of the router, one after another
 
     template <typename T> __device__ T *of(int64_t offset) const {
         return reinterpret_cast<T *>(static_cast<uint8_t *>(a.routed) + offset);

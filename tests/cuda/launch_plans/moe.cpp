@@ -65,6 +65,7 @@ void plan_moe(const Card &card) {
             for (const bool values : {false, true}) {
                 const RoutePlan route = plan_route(device, dims, values);
                 expect_runs(card, route.launch, ROUTE_BESIDES, "route of " + what);
+                expect((route.launch.x * route.groups) * ROUTE_OUTPUTS >= router_outputs(dims), "outputs of " + what);
                 expect(route.tile_rows >= 1 && route.tile_rows <= ROUTE_ROWS && route.launch.y * route.tile_rows >= T, "tiles of " + what);
                 // Blocks of few rows all run at once, two on a multiprocessor.
                 expect(!few_rows(dims) || route.launch.x * route.launch.y <= 2 * device.multiprocessors, "route at once of " + what);
