@@ -30,9 +30,9 @@ def changed(saved: bytes, at: int, value: int) -> bytes:
 
 
 def former(saved: bytes, version: int, n_chunk: int) -> bytes:
-    """Returns the checkpoint as luce wrote it before: in version 5 with the engine's n_chunk in the place of n_cut, and in
-    version 4 also with two numbers that said whether there was a NextN head and a DFlash drafter, where bits name the
-    model's drafters since. All else lay as it does."""
+    """Returns the checkpoint as luce wrote it before: in version 5 with the engine's n_chunk in the place of n_cut,
+    and in version 4 also with two numbers that said whether there was a NextN head and a DFlash drafter, where bits
+    name the model's drafters since. All else lay as it does."""
     magic, now, kv_type, model, size, _, n_past, _, drafters, _ = struct.unpack_from("<8sIIQQQIIII", saved)
     assert (magic, now) == (b"LUCECHKP", 6)
     heads = (drafters, 0) if version == 5 else (drafters & 1, drafters >> 1 & 1)
