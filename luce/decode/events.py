@@ -23,10 +23,12 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Started:
-    """The request is accepted; the prefill begins after `cached` tokens, which a checkpoint holds."""
+    """The request is accepted; the prefill begins after `cached` tokens, which a checkpoint holds. An earlier prompt
+    began with the next `again` tokens too, which are read again."""
 
     prompt_tokens: int
     cached: int = 0
+    again: int = 0
 
 
 @dataclass(frozen=True)

@@ -42,16 +42,17 @@ class Prefixes(Protocol):
 
     def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
         """Brings the sequence to the end of the longest kept beginning of `prompt`, or empties it. Returns
-        the number of tokens that it then has, which is the end of a chunk and less than the prompt's."""
+        the number of tokens that it then has, whole pages and less than the prompt's."""
+
+    def again(self, sequence: Sequence) -> int:
+        """Returns how many tokens of that prompt an earlier one began with too, and have to be read again."""
 
     def ends(self, sequence: Sequence) -> Items[int]:
-        """Returns where chunks end at the end of a page, ascending, of the prompt that the sequence was resumed
-        for: at all multiples of n_chunk, and where a shorter chunk was cut. The rest of the prompt is not among
-        them."""
+        """Returns where chunks of that prompt have to end besides at its own end, ascending, each at the end of a page.
+        Between them chunks are as long as pays."""
 
     def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
-        """Says that the sequence is at the end of a whole chunk of `prompt`, so that a checkpoint can be
-        made."""
+        """Says that the sequence is where a chunk of `prompt` had to end, so that a checkpoint can be made."""
 
 
 class Sizes(Protocol):
@@ -85,8 +86,9 @@ class Generation:
         self._sizes, self._request, self._source, self._clock, self._prefixes = sizes, request, source, clock, prefixes
         self._chooser, self._output = Chooser(sequence, request), Output(request, tokenizer, sizes.n_ctx)
         self._tally = Tally(source.name if source else "plain")
+        self._most = sizes.n_chunk  # The next chunk has at most so many tokens.
         self._cached = self._read = 0  # So many tokens of the prompt a checkpoint held, and are committed.
-        self._ends: Items[int] = ()  # Chunks end there, and at the prompt's end.
+        self._ends: Items[int] = ()  # Chunks have to end there, and at the prompt's end.
         self._events = list[Event]()  # They are of the call that runs.
         self._limits = Limits(0, 0)
         self._decision, self._draft_s = Decision(), 0.0  # They are of the round that comes, or is in flight.
@@ -136,8 +138,10 @@ class Generation:
         """Checks the request and empties the timeline. It is called once, before all else."""
         return self._go(None)
 
-    def chunk(self) -> list[Event]:
-        """Reads the next chunk of the prompt. Raises Cancelled where nothing was done."""
+    def chunk(self, most: int | None = None) -> list[Event]:
+        """Reads the next chunk of the prompt, of at most so many tokens: a multiple of n_cut, or n_chunk, as it is
+        where nothing is said. Raises Cancelled where nothing was done."""
+        self._most = most or self._sizes.n_chunk
         return self._go(None)
 
     def propose(self, rows: int, sequences: int) -> list[Event]:
@@ -229,20 +233,19 @@ class Generation:
         else:
             self.sequence.reset()
         self._chooser.begin()
-        self._events.append(Started(len(prompt), self._cached))
+        again = self._prefixes.again(self.sequence) if self._prefixes else 0
+        self._events.append(Started(len(prompt), self._cached, again))
         if self._source:
             try:
                 self._source.begin(self._output.budget)
             except Exception as error:
                 self._drop_source(error)
-        n_chunk = self._sizes.n_chunk
-        whole = range(n_chunk, len(prompt) + 1, n_chunk)
-        self._ends = self._prefixes.ends(self.sequence) if self._prefixes else whole
+        self._ends = self._prefixes.ends(self.sequence) if self._prefixes else ()
         return State.PREFILL
 
     def _chunk(self) -> State:
         prompt, begin = self._request.prompt, self._read
-        end = min(next((end for end in self._ends if begin < end), len(prompt)), len(prompt))
+        end = min(next((end for end in self._ends if begin < end), len(prompt)), begin + self._most, len(prompt))
         choice = self.sequence.prefill(prompt[begin:end], end == len(prompt))
         self._read = end
         if self._prefixes and end in self._ends:

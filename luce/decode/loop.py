@@ -1,8 +1,8 @@
 """The loop drives any number of generations in turn, with one step of the engine for all of them.
 
-Its turns alternate. In one turn a generation that has not read its whole prompt reads a chunk of it. In the
-next turn all the others have a round: the steps that draft, where there are any, and then one step that verifies
-the rows of all of them. A single generation needs no other code.
+Its turns alternate. In one turn a generation that has not read its whole prompt reads a chunk of it, as long as the
+rounds of the others leave time for (chunks.py). In the next turn all the others have a round: the steps that draft,
+where there are any, and then one step that verifies the rows of all of them. A single generation needs no other code.
 
 Where the device works while the host does something else, a turn ends with the begin of the next round, and
 text is made of the last one's tokens after that. Rounds follow each other even closer where it is known
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from luce import native as _native
+from luce.decode.chunks import ChunkSizes
 from luce.decode.events import Event, State
 from luce.decode.generation import Generation
 from luce.decode.pipeline import Outcomes, Pipeline
@@ -28,8 +29,8 @@ Happened = list[tuple[Generation, Event]]
 
 class Loop:
     """Runs generations on sequences of one engine. `clock` gives seconds. `prefill_share`, above 0 and at
-    most 1, is the part of the time that chunks of prompts may take while other generations decode. There is
-    always a round between two chunks."""
+    most 1, is the part of the time that chunks of prompts may take while other generations decode: chunks are as
+    long as that is between two rounds, and where such short ones would be slow there are more rounds between two."""
 
     def __init__(
         self,
@@ -40,6 +41,9 @@ class Loop:
         self._engine, self._clock, self._pipeline = engine, clock, Pipeline(engine, clock)
         # A second of chunks is followed by so many of rounds.
         self._rounds_for = (1 - prefill_share) / prefill_share
+        info = engine.info
+        self._n_chunk, self._sizes = info.n_chunk, ChunkSizes(info.n_cut, info.n_chunk)
+        self._round = 0.0  # The last round took so many seconds.
         self._owed = 0.0  # So many seconds of rounds are due before the next chunk.
         self._chunk_next = self._oldest_next = True
         self._running = dict[_native.Sequence, Generation]()
@@ -72,13 +76,17 @@ class Loop:
                 self._chunk_next = False
                 self._pipeline.pause()
                 one = self._next_to_read(reading)
-                self._note(one, one.chunk())
-                self._owed = self._rounds_for * (self._clock() - began)
+                unread = one.unread
+                self._note(one, one.chunk(self._longest(alone=len(reading) == self.running)))
+                took = self._clock() - began
+                self._sizes.took(unread - one.unread, took)
+                self._owed = self._rounds_for * took
             else:
                 if not self._pipeline.pending:
                     self._enqueue()
                 self._land()
-                self._owed -= self._clock() - began
+                self._round = self._clock() - began
+                self._owed -= self._round
                 self._chunk_next = self._owed <= 0
             if self._engine.ahead and not self._pipeline.pending and not self._in(State.PREFILL):
                 self._enqueue()
@@ -103,6 +111,12 @@ class Loop:
         for generation in list(self._running.values()):
             if everything or generation.cancelled():
                 self._note(generation, generation.cancel())
+
+    def _longest(self, alone: bool) -> int:
+        """Returns how many tokens the next chunk may have. It has all that a step may have where nothing decodes."""
+        if alone or not self._rounds_for or not self._round:
+            return self._n_chunk
+        return self._sizes.within(self._round / self._rounds_for)
 
     def _next_to_read(self, reading: Sequence[Generation]) -> Generation:
         """Picks in turn the oldest generation and the one with the least left to read. So a short prompt

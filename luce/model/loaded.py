@@ -127,7 +127,7 @@ def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
         return None
     layout = [(tensor.name, tensor.type, tensor.shape) for tensor in files.file.tensors]
     from luce.prompts.disk import DiskCache
-    from luce.prompts.turns import RULE
+    from luce.prompts.turns import rule
 
     plan = engine.plan
     key = [
@@ -135,7 +135,7 @@ def _disk(engine: Engine, files: Files, settings: Settings) -> DiskCache | None:
         layout,
         plan.kv_type,
         engine.info.n_cut,
-        RULE,
+        rule(engine.info.n_cut),
         plan.drafts > 0,
         plan.blocks,
     ]

@@ -1,19 +1,20 @@
 """Keeps beginnings of prompts, so that a prompt is read only from where it differs from all before it.
 
-It keeps checkpoints, which the core can make at ends of chunks. They are made where they will be met again
+It keeps checkpoints, which the core makes at beginnings of pages. They are made where they will be met again
 (turns.py). Each lies on the device (sharing pages with others), in host memory, or as a file (disk.py).
 
 Where room lacks, the checkpoint is evicted whose bytes save least. What it saves are the tokens that would have to
 be read again without it. It counts less the longer it was not met, and where its conversation has gone on.
 
-A prompt is resumed by its tokens, never by a hash, and from ends of its own chunks alone. So the answer has
-the same bits. Everything here runs in the engine's thread, but for pins, which any thread may set, and files,
-which are written and read in threads of their own, beside the engine's steps.
+A prompt is resumed by its tokens, never by a hash, where that changes no bit (Turns.goes_on). Everything here runs in
+the engine's thread, but for pins, which any thread may set, and files, which are written and read in threads of their
+own, beside the engine's steps.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from luce.prompts.turns import Turns
 SPARE = 8  # Of so many places on the device one is kept free, so that the next checkpoint waits for no copy.
 MOVED = 8  # What has gone on is moved to host memory where it saves at least one in so many of its tokens.
 GONE_ON = 8  # A beginning that one longer one follows is worth so much less.
+KNOWN = 32  # Of so many prompts that were read last it is known what of them is read again.
 
 
 @dataclass(eq=False)
@@ -69,9 +71,28 @@ class Kept:
         return bool(after)
 
 
+@dataclass
+class Asked:
+    """A prompt that is read: its tokens, (n,) int32, where chunks have to end, and which of these places are kept. An
+    earlier one began with the first `known` tokens too, of which `again` are read again."""
+
+    tokens: np.ndarray
+    ends: list[int]
+    kept: frozenset[int]
+    known: int = 0
+    again: int = 0
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Returns with how many equal tokens two prompts begin."""
+    n = min(len(a), len(b))
+    differing = np.flatnonzero(a[:n] != b[:n])
+    return int(differing[0]) if len(differing) else n
+
+
 class Pin:
     """A beginning that is kept until it is released, which any thread may do. `at` is where it is kept: the last
-    end of a chunk of its `tokens`, (n,) int32; 0 where it has none."""
+    place of its `tokens`, (n,) int32, where one can be; 0 where there is none."""
 
     def __init__(self, tokens: np.ndarray, at: int):
         self.tokens, self.at, self.released = tokens, at, False
@@ -93,10 +114,9 @@ class PrefixCache:
         self, engine: Engine, tokenizer: Tokenizer, host_bytes: int = 0, disk: DiskCache | None = None
     ):
         self._engine, self._host_bytes, self._disk = engine, host_bytes, disk
-        self._turns = Turns(tokenizer, engine.info.n_chunk)
+        self._turns = Turns(tokenizer, engine.info.n_chunk, engine.info.n_cut)
         self._kept: list[Kept] = []
-        # For each prompt that runs now, they say where chunks end, which ends are kept, and its tokens.
-        self._cuts = dict[Sequence, tuple[list[int], frozenset[int], np.ndarray]]()
+        self._asked = dict[Sequence, Asked]()  # These prompts run now.
         self._unsaved: list[Kept] = []
         self._held: Kept | None = None  # A sequence is resumed from it now, so it is not evicted.
         self._reader = ThreadPoolExecutor(1, "luce-cache-read")
@@ -104,6 +124,7 @@ class PrefixCache:
         self._done = 0  # It was DiskCache.done when files were looked for last.
         self._prompts = 0
         self._pins: list[Pin] = []
+        self._known = deque[np.ndarray](maxlen=KNOWN)  # These prompts were read, the last one last.
         self.hits = self.queries = 0
         for tokens, path, size in disk.found() if disk else ():
             self._add(Kept(tokens, size, 0, path=path))
@@ -120,37 +141,50 @@ class PrefixCache:
     def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
         """Brings the sequence to the end of the longest beginning that is kept, or empties it. Returns the
         number of its tokens."""
-        tokens = np.asarray(prompt, np.int32)
         self._prompts += 1
-        self._cuts = {each: cuts for each, cuts in self._cuts.items() if each.is_open}
-        ends, kept_ends = self._turns.cut(prompt)
+        self._asked = {each: asked for each, asked in self._asked.items() if each.is_open}
+        asked = self._asked[sequence] = self._ask(prompt)
+        at = self._resume(sequence, asked)
+        asked.again = max(asked.known - at, 0)
+        self.hits, self.queries = self.hits + at, self.queries + len(prompt)
+        return at
+
+    def _ask(self, prompt: tuple[int, ...]) -> Asked:
+        """Returns what a prompt asks for, and notes it."""
+        tokens = np.asarray(prompt, np.int32)
+        ends, kept = self._turns.cut(prompt)
         for pin in [pin for pin in self._pins if pin.released]:
             self._pins.remove(pin)  # Others may add some meanwhile.
-        pinned = (pin.at for pin in self._pins if pin.at in ends and pin.keeps(tokens[: pin.at]))
-        self._cuts[sequence] = ends, kept_ends.union(pinned), tokens
-        self.queries += len(tokens)
-        fitting = self._fitting(tokens, self._cuts[sequence][0])
-        for kept in sorted(fitting, key=lambda each: len(each.tokens), reverse=True):
+        pins = (pin.at for pin in self._pins if pin.at and pin.keeps(tokens[: pin.at]))
+        pinned = {at for at in pins if self._turns.goes_on(at, ends)}
+        known = max((_common(tokens, each) for each in self._known), default=0)
+        self._known.append(tokens)
+        return Asked(tokens, sorted(pinned.union(ends)), kept | pinned, known)
+
+    def _resume(self, sequence: Sequence, asked: Asked) -> int:
+        for kept in sorted(self._fitting(asked), key=lambda each: len(each.tokens), reverse=True):
             try:
                 self._restore(kept, sequence)
             except Error:
                 # The file is damaged, or there is no room for it: the next shorter one is tried.
                 continue
             kept.met = self._prompts
-            self.hits += len(kept.tokens)
             return len(kept.tokens)
         sequence.reset()
         return 0
 
     def ends(self, sequence: Sequence) -> list[int]:
-        """Returns where the whole chunks of the prompt end that the sequence was resumed for."""
-        return self._cuts[sequence][0]
+        """Returns where chunks have to end of the prompt that the sequence was resumed for."""
+        return self._asked[sequence].ends
+
+    def again(self, sequence: Sequence) -> int:
+        """Returns how many tokens of that prompt an earlier one began with too and are read again."""
+        return self._asked[sequence].again
 
     def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
-        """Says that the sequence is at the end of a whole chunk of `prompt`, which is kept where it will be
-        met again."""
+        """Says that the sequence is where a chunk of `prompt` had to end, which is kept where it will be met again."""
         n_past = sequence.info.n_past
-        if n_past not in self._cuts[sequence][1]:
+        if n_past not in self._asked[sequence].kept:
             return
         tokens = np.asarray(prompt[:n_past], np.int32)
         if any(len(kept.tokens) == n_past and np.array_equal(kept.tokens, tokens) for kept in self._kept):
@@ -174,8 +208,8 @@ class PrefixCache:
         if self._disk is None or not any(kept.checkpoint is None for kept in self._kept):
             return True
         if self._reading is None:
-            fitting = self._fitting(np.asarray(prompt, np.int32), self._turns.cut(prompt)[0])
-            kept = max(fitting, key=lambda each: len(each.tokens), default=None)
+            asked = Asked(np.asarray(prompt, np.int32), *self._turns.cut(prompt))
+            kept = max(self._fitting(asked), key=lambda each: len(each.tokens), default=None)
             if kept is None or kept.checkpoint is not None:
                 return True
             try:
@@ -233,9 +267,10 @@ class PrefixCache:
                 kept.checkpoint.close()
         self._kept, self._unsaved = [], []
 
-    def _fitting(self, tokens: np.ndarray, ends: list[int]) -> list[Kept]:
-        """Returns the kept beginnings that a prompt with these ends of chunks may be resumed from."""
-        return [kept for kept in self._kept if len(kept.tokens) in ends and kept.begins(tokens)]
+    def _fitting(self, asked: Asked) -> list[Kept]:
+        """Returns the kept beginnings that a prompt may be resumed from."""
+        goes_on = self._turns.goes_on
+        return [kept for kept in self._kept if goes_on(len(kept.tokens), asked.ends) and kept.begins(asked.tokens)]
 
     def _add(self, kept: Kept) -> None:
         begun = (each for each in self._kept if each.begins(kept.tokens))
@@ -281,8 +316,8 @@ class PrefixCache:
     def _is_shared(self, kept: Kept) -> bool:
         """Says whether others have its pages: a longer one, or a sequence that is beyond it."""
         return kept.goes_on_here or any(
-            sequence.is_open and kept.begins(tokens) and sequence.info.n_past >= len(kept.tokens)
-            for sequence, (_, _, tokens) in self._cuts.items()
+            sequence.is_open and kept.begins(asked.tokens) and sequence.info.n_past >= len(kept.tokens)
+            for sequence, asked in self._asked.items()
         )
 
     def _restore(self, kept: Kept, sequence: Sequence) -> None:

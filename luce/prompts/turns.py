@@ -1,12 +1,15 @@
-"""Decides where a prompt is cut into chunks, and at which of their ends its beginning is kept.
+"""Decides at which places of a prompt its beginning is kept, and where its chunks end.
 
-Chunks end at multiples of n_chunk. A conversation's next prompt goes on where a turn of it ended. So a chunk
-is cut there too, at the beginning of the page, where else more than a twentieth of the prompt would be read
-again.
+It is kept at the beginnings of pages, in which a checkpoint is made: where a turn ends, since a conversation's
+next prompt goes on there, at the prompt's end, and every EVERY tokens. A chunk ends there, and the others are as
+long as who reads them wants, since where a prompt is cut changes no bit. A prompt goes on from any beginning of it
+that is kept, of whatever prompt that was.
 
-Where a prompt is cut decides the last bits of what follows. So whether it is cut at a page depends only on
-the tokens up to the end of that page. Prompts that begin alike are then cut alike. Each may be resumed at its
-own cuts, from any prompt's checkpoint of the same tokens.
+Where the core says that cuts do change bits (n_cut is more than a page), what follows has the bits of a cold prompt
+only if that was cut at the same places, so a prompt's own tokens alone say where. Chunks end at multiples of n_chunk,
+and at pages where turns end if else more than a twentieth of the prompt would be read again. Whether it is cut at a
+page depends on the tokens up to the end of that page, so prompts that begin alike are cut alike; each goes on from its
+own cuts alone.
 """
 
 from __future__ import annotations
@@ -20,30 +23,48 @@ from luce.files.tokenizer import Tokenizer
 from luce.native.structs import PAGE
 
 EVERY = 4096  # So many tokens are between the beginnings of a long prompt that are kept.
-LOST = 20  # At most one token in so many is read again.
-RULE = f"chunks are cut at pages of {PAGE} for turns, where 1 in {LOST} is lost"  # Files differ by this rule.
+LOST = 20  # At most one token in so many is read again where cuts change bits.
+RULE = f"chunks are cut at pages of {PAGE} for turns, where 1 in {LOST} is lost"
+
+
+def cuts_are_free(n_cut: int) -> bool:
+    """Says whether a prompt may be cut at any page without a bit changing; `n_cut` is EngineInfo's."""
+    return PAGE % n_cut == 0
+
+
+def rule(n_cut: int) -> str:
+    """Returns what checkpoints depend on besides tokens and n_cut: where a prompt was cut, if that changes bits."""
+    return "" if cuts_are_free(n_cut) else RULE
 
 
 class Turns:
     """Finds, in a prompt's tokens, where messages begin."""
 
-    def __init__(self, tokenizer: Tokenizer, n_chunk: int):
-        self._tokenizer, self._n_chunk = tokenizer, n_chunk
+    def __init__(self, tokenizer: Tokenizer, n_chunk: int, n_cut: int):
+        self._tokenizer, self._n_chunk, self._free = tokenizer, n_chunk, cuts_are_free(n_cut)
         self._mark = tokenizer.control.get("<|im_start|>", -1)  # No token has the id -1.
 
     def cut(self, prompt: Sequence[int]) -> tuple[list[int], frozenset[int]]:
-        """Returns the ends of all whole chunks of a prompt, ascending, and those of them where it is worth
-        keeping: before the first message of a user, after the last one that is no tool's answer (templates
-        write thoughts after it, and drop older ones), at the end of the prompt, and every EVERY tokens."""
+        """Returns where chunks of a prompt have to end, ascending, and those of these places where it is worth keeping:
+        before the first message of a user, after the last one that is no tool's answer (templates write thoughts
+        after it, and drop older ones), at the end of the prompt, and every EVERY tokens."""
         begins = np.flatnonzero(np.asarray(prompt, np.int32) == self._mark).tolist()
         users = [at for at in (self._named(prompt, begin, "user") for begin in begins) if at]
         answers = [at for at in (self._named(prompt, begin, "assistant") for begin in begins) if at]
-        ends = self._ends({*answers, *users[:1]}, len(prompt))
         asked = [at for at in users if not self._is_tool(prompt, at)]
         last = [at for at in answers if asked and at > asked[-1]]
         met = {len(prompt), *range(EVERY, len(prompt), EVERY), *asked[:1], *last[:1]}
+        if self._free:
+            pages = {at - at % PAGE for at in met} - {0}
+            return sorted(pages), frozenset(pages)
+        ends = self._ends({*answers, *users[:1]}, len(prompt))
         found = (bisect_right(ends, at) for at in met)
         return ends, frozenset(ends[n - 1] for n in found if n)
+
+    def goes_on(self, at: int, ends: Sequence[int]) -> bool:
+        """Says whether a prompt whose chunks end at `ends` may go on from its first `at` tokens, whole pages to which
+        another prompt was read."""
+        return self._free or at in ends
 
     def _ends(self, turns: set[int], n: int) -> list[int]:
         """Returns where chunks of a prompt of n tokens end; `turns` are the places where turns end."""

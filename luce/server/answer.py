@@ -49,10 +49,12 @@ class Silence:
 
 @dataclass
 class Usage:
-    """These are the tokens of a request. `cached` counts those of its prompt that were not read again."""
+    """These are the tokens of a request. `cached` counts those of its prompt that were not read again, and `again`
+    those that were, although an earlier prompt began with them too."""
 
     prompt: int = 0
     cached: int = 0
+    again: int = 0
     completion: int = 0
     reasoning: int = 0
 
@@ -258,7 +260,7 @@ class Answer:
             elif isinstance(event, Embedded):
                 self.vector = event.vector
             elif isinstance(event, Started):
-                self.usage.cached = event.cached
+                self.usage.cached, self.usage.again = event.cached, event.again
                 waited = time.perf_counter() - self._began
                 self._watch.started(waited, event.prompt_tokens, event.cached)
             elif isinstance(event, Tokens):

@@ -138,7 +138,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     type=Finite(min=0, max=1, min_open=True),
     default=0.75,
     show_default=True,
-    help="Let prompts take at most this part of the time from requests that are being answered.",
+    help="Let prompts take at most this part of the time from requests that are being answered, by shorter steps.",
 )
 @click.option(
     "--checkpoints",

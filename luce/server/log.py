@@ -27,7 +27,7 @@ LEVELS = ("debug", "info", "warning", "error")  # The core has them by these num
 MAX_PATH = 200  # A line has at most so many letters of a path.
 CLOSED = "luce.closed"  # Who ends a connection before its answer says under this key of the scope why.
 _SANE = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # Clients' own ids are taken if they look so.
-_SUMS = ("prompt", "cached", "generated")  # Of several answers to one request these are added.
+_SUMS = ("prompt", "cached", "again", "generated")  # Of several answers to one request these are added.
 
 
 @dataclass

@@ -64,6 +64,7 @@ class Several:
         return Usage(
             sum(usage.prompt for usage in once),
             sum(usage.cached for usage in once),
+            sum(usage.again for usage in once),
             sum(usage.completion for usage in all),
             sum(usage.reasoning for usage in all),
         )

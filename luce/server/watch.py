@@ -99,6 +99,7 @@ class Watch:
                     "model": answer.ask.model,
                     "prompt": usage.prompt,
                     "cached": usage.cached,
+                    "again": usage.again,
                     "prefill_s": stats.prefill_s if stats else None,
                     "generated": usage.completion,
                     "tok_per_s": stats.tok_per_s if stats else None,

@@ -251,18 +251,54 @@ def test_a_generation_that_cannot_begin_is_one_failed_event():
 # ---- prompts beside rounds
 
 
-@pytest.mark.parametrize(("share", "rounds"), [(1.0, 1), (0.5, 4), (0.25, 12)])
-def test_rounds_have_their_share_of_the_time_while_prompts_are_read(share, rounds):
-    core = FakeEngine(n_sequences=2, n_chunk=4, seconds={"prefill": 1.0, "verify": 0.25})
+def read_beside(share, chunk_takes, tokens=40, n_chunk=4, n_cut=1):
+    """Reads a prompt beside one that decodes, with rounds of 0.25 seconds. Returns its chunks' tokens, and how many
+    rounds are between each and the next."""
+    took = lambda tokens: chunk_takes(len(tokens))  # noqa: E731
+    core = FakeEngine(n_sequences=2, n_chunk=n_chunk, n_cut=n_cut, seconds={"prefill": took, "verify": 0.25})
     loop = Loop(core, core.clock, share)
-    loop.add(generation(core, Request((65,), 200)))
-    loop.step()
-    loop.add(generation(core, Request(tuple(b"A" * 40), 1)))
+    loop.add(generation(core, Request((65,), 2000)))
+    for _ in range(3):
+        loop.step()
+    loop.add(generation(core, Request(tuple(b"A" * tokens), 1)))
     while loop.running > 1:
         loop.step()
-    verbs = [verb for verb, _ in core.calls if verb in ("prefill", "verify")]
-    chunks = [at for at, verb in enumerate(verbs) if verb == "prefill"][1:]
-    assert [after - before - 1 for before, after in itertools.pairwise(chunks)] == [rounds] * 9
+    calls = [(verb, detail) for verb, detail in core.calls if verb in ("prefill", "verify")]
+    chunks = [at for at, (verb, _) in enumerate(calls) if verb == "prefill"][1:]
+    between = [after - before - 1 for before, after in itertools.pairwise(chunks)]
+    return [len(calls[at][1]) for at in chunks], between
+
+
+@pytest.mark.parametrize(("share", "rounds"), [(1.0, 1), (0.5, 4), (0.25, 12)])
+def test_rounds_have_their_share_of_the_time_while_prompts_are_read(share, rounds):
+    """A prompt may be cut at its chunks alone."""
+    assert read_beside(share, lambda n: 1.0, n_cut=4) == ([4] * 10, [rounds] * 9)
+
+
+@pytest.mark.parametrize(("share", "size", "rounds"), [(1.0, 8, 1), (0.8, 8, 1), (0.5, 2, 1), (0.2, 1, 2)])
+def test_chunks_are_as_long_as_rounds_leave_time_for(share, size, rounds):
+    """A token of them takes half a round. The first chunk says so, and is as long as chunks may be."""
+    sizes, between = read_beside(share, lambda n: n * 0.125, n_chunk=8)
+    assert sizes[0] == 8 and set(sizes[1:-1]) == {size} and set(between[1:]) == {rounds}
+
+
+def test_chunks_are_not_so_short_that_they_are_slow():
+    """A chunk takes a second whatever it has, and more by its tokens. Short ones are tried and given up."""
+    sizes, between = read_beside(0.5, lambda n: 1 + n / 64, tokens=64 * 60, n_chunk=64)
+    assert sum(sizes) == 64 * 60 and sizes[0] == 64
+    # 64 tokens take 2 seconds and so 8 rounds, 32 of them 1.5 seconds, not more than 1.5 times as long a token. Fewer
+    # are slow. They are tried again now and then, since contexts and what decodes meanwhile change.
+    assert set(zip(sizes[1:-1], between[1:], strict=True)) >= {(32, 6)} and 64 not in sizes[1:]
+    assert sizes.count(32) > 0.9 * len(sizes)
+
+
+def test_one_that_decodes_not_has_whole_chunks():
+    core = FakeEngine(n_sequences=1, n_chunk=8, seconds={"prefill": 1.0})
+    loop = Loop(core, core.clock, 0.5)
+    loop.add(generation(core, Request(tuple(b"A" * 24), 1)))
+    while loop.running:
+        loop.step()
+    assert [len(detail) for verb, detail in core.calls if verb == "prefill"] == [8, 8, 8]
 
 
 def test_a_short_prompt_waits_for_no_long_one_and_the_long_one_is_read():

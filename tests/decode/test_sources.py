@@ -250,6 +250,9 @@ class Kept:
         sequence.resume(self.checkpoint)
         return N_CHUNK
 
+    def again(self, sequence):
+        return 0
+
     def ends(self, sequence):
         return range(N_CHUNK, 10 * N_CHUNK, N_CHUNK)
 

@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from depth import examples
-from drive import open_engine, open_model, prefill
+from drive import open_engine, open_model, prefill, read
 from hypothesis import example, given
 from hypothesis import strategies as st
 from saved_bytes import ARITHMETIC, BUILD, changed, former
@@ -63,18 +63,6 @@ def opened(model):
 
 def words(seed, n):
     return tuple(int(token) for token in np.random.default_rng(seed).integers(0, 256, n))
-
-
-def read(cache, sequence, prompt):
-    """Reads a prompt as a generation does: where it started."""
-    at = past = cache.resume(sequence, prompt)
-    ends = cache.ends(sequence)
-    for end in [*(end for end in ends if past < end < len(prompt)), len(prompt)]:
-        sequence.prefill(prompt[at:end], end == len(prompt))
-        if end in ends:
-            cache.reached(sequence, prompt)
-        at = end
-    return past
 
 
 def cold(engine, prompt):

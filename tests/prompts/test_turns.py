@@ -1,5 +1,6 @@
 """Checks where prompts are cut and kept: little of a conversation is read again, and each turn has the
-bits of a cold one, with chunks as long as a GPU's."""
+bits of a cold one, with chunks as long as a GPU's. Most models may be cut at any page; of some, whose n_cut is n_chunk,
+cuts change bits."""
 
 import queue
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from depth import deeper, examples
-from drive import open_engine, open_model
+from drive import open_engine, open_model, read
 from hypothesis import example, given
 from hypothesis import strategies as st
 from paper_engine import PaperEngine, PaperLine
@@ -24,7 +25,7 @@ from luce.native import File
 from luce.native.structs import PAGE
 from luce.planning.plan import Options
 from luce.prompts.cache import PrefixCache
-from luce.prompts.turns import LOST, Turns
+from luce.prompts.turns import LOST, Turns, rule
 
 CHUNK = 1024  # It is luce.model.defaults.GPU_CHUNK.
 MARK = 0  # This token begins a message here.
@@ -72,8 +73,8 @@ LENGTHS = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.integers
 
 @examples(40)
 @given(LENGTHS, LENGTHS, LENGTHS, st.integers(0, 40), st.sampled_from([256, 768, 1024, 2048]))
-def test_prompts_that_begin_alike_are_cut_alike(marked, same, one, other, torn, n_chunk):
-    turns = Turns(marked, n_chunk)
+def test_prompts_that_begin_alike_are_cut_alike_where_cuts_change_bits(marked, same, one, other, torn, n_chunk):
+    turns = Turns(marked, n_chunk, max(n_chunk, 2 * PAGE))
 
     def prompt(messages, seed):
         return sum((marked.message(role, n, seed) for role, n in messages), [])
@@ -97,8 +98,20 @@ def test_little_is_read_again_of_a_turn(marked, messages):
     """The next prompt of a conversation goes on where the answer begins."""
     head = marked.message("assistant", 0, 0)
     prompt = sum((marked.message(role, n, 1) for role, n in messages), []) + head
-    _, kept = Turns(marked, CHUNK).cut(prompt)
+    ends, kept = Turns(marked, CHUNK, 64).cut(prompt)
+    assert len(prompt) - max(kept, default=0) < PAGE
+    assert ends == sorted(kept) and all(end % PAGE == 0 for end in ends)
+    _, kept = Turns(marked, CHUNK, CHUNK).cut(prompt)
     assert len(prompt) - max(kept, default=0) <= max(len(prompt) / LOST, PAGE) + len(head)
+
+
+@pytest.mark.parametrize(("n_cut", "anywhere"), [(64, True), (128, True), (256, True), (512, False), (1024, False)])
+def test_a_prompt_goes_on_anywhere_where_no_cut_changes_a_bit(marked, n_cut, anywhere):
+    turns, prompt = Turns(marked, 1024, n_cut), PART[3] * 3
+    ends, _ = turns.cut(prompt)
+    assert ends == ([2304] if anywhere else [1024, 2048])
+    assert [turns.goes_on(at, ends) for at in (256, 512, 1024, 1280)] == [anywhere, anywhere, True, anywhere]
+    assert bool(rule(n_cut)) is not anywhere, "files depend on where prompts are cut"
 
 
 class Replayed:
@@ -118,9 +131,9 @@ class Replayed:
 
 def replayed(scheduler, talks, new=1):
     """Asks all conversations at once, each turn when the one before has ended. Returns for each turn after
-    the first what part of the prompt before was not read again."""
+    the first how many tokens of the prompt before were not read again, and how many that had."""
     events: queue.Queue = queue.Queue()
-    talks, before, shares = [iter(talk) for talk in talks], [0] * len(talks), []
+    talks, before, found = [iter(talk) for talk in talks], [0] * len(talks), []
 
     def go_on(n):
         if prompt := next(talks[n], ()):
@@ -134,34 +147,37 @@ def replayed(scheduler, talks, new=1):
         n, was, last = events.get(timeout=HANG_S)
         assert not isinstance(last, Failed), last
         if isinstance(last, Finished):
-            shares += [last.cached / was] if was else []
+            found += [(last.cached, was)] if was else []
             running -= not go_on(n)
-    return shares
+    return found
 
 
 @pytest.mark.parametrize(
     ("n_chunk", "slots", "talks", "how"),
     [
         (1024, 4, 4, {}),  # luce serve takes these on a GPU.
+        (1024, 4, 4, {"n_cut": 1024}),  # Its weights are of types that ggml multiplies.
         *deeper((2048, 4, 4, {})),
         (4096, 1, 1, {"n_pages": 119}),  # There is no page more than the longest prompt has, and one.
         *deeper((2048, 4, 8, {"host_bytes": 1 << 40})),  # Half of them have room on the device.
     ],
     ids=str,
 )
-def test_benchmarks_conversations_reuse_95_percent_of_each_turn(marked, n_chunk, slots, talks, how):
-    """They have 20 turns, up to 30000 tokens. What is not computed here has the bits of a cold prompt, as
-    the last test says."""
+def test_benchmarks_conversations_read_no_page_of_a_turn_again(marked, n_chunk, slots, talks, how):
+    """They have 20 turns, up to 30000 tokens. Where cuts change bits a twentieth may be read again. What is not
+    computed here has the bits of a cold prompt, as the last test says."""
     prompts = []
     for seed in range(talks):
         client = Replayed(marked, seed)
         assert len(list(conversation_of_bench(client, "", 20, 30000, 1))) == 21
         prompts.append(client.prompts)
-    engine = PaperEngine(marked, 32768, slots, 16, n_chunk, how.get("n_pages"))
+    engine = PaperEngine(marked, 32768, slots, 16, n_chunk, how.get("n_pages"), how.get("n_cut", 128))
     cache = PrefixCache(engine, marked, how.get("host_bytes", 0))
     scheduler = Scheduler(engine, cache)
-    shares = replayed(scheduler, prompts)
-    assert len(shares) == 19 * talks and min(shares) >= 0.95
+    found = replayed(scheduler, prompts)
+    assert len(found) == 19 * talks
+    most = (lambda was: was / LOST) if "n_cut" in how else (lambda was: PAGE - 1)
+    assert all(was - cached <= most(was) for cached, was in found)
     scheduler.close()
     assert not any(line.is_open and not line.is_checkpoint for line in engine.lines)
     cache.close()
@@ -195,7 +211,8 @@ def test_each_beginning_knows_the_one_before(marked, parts, checkpoints, host_by
         line, tokens = PaperLine(engine), np.asarray(prompt, np.int32)
         at = cache.resume(line, prompt)
         assert at == line.n_past < len(prompt)
-        for end in [*(end for end in cache.ends(line) if at < end < len(prompt)), len(prompt)]:
+        while at < len(prompt):
+            end = min(next((end for end in cache.ends(line) if at < end), len(prompt)), at + 512)
             cache.free_pages(-(-end // PAGE) - len(line.pages))
             line.prefill(tokens[at:end])
             if end in cache.ends(line):
@@ -238,23 +255,13 @@ def test_the_core_keeps_what_was_counted(long_gguf, marked):
     with Engine.open(long_gguf, options) as engine:
         cache = PrefixCache(engine.native, marked)
         scheduler = Scheduler(engine, cache)
-        shares = replayed(scheduler, [conversation(marked, 8, 5200, 260)])
-        assert len(shares) == 7 and min(shares) >= 0.95
+        found = replayed(scheduler, [conversation(marked, 8, 5200, 260)])
+        assert len(found) == 7 and all(was - cached < PAGE for cached, was in found)
         scheduler.close()
         cache.close()
 
 
 def test_a_turn_that_is_resumed_has_the_bits_of_a_cold_one(native, long_gguf, marked):
-    def read(cache, sequence, prompt):
-        begin = past = cache.resume(sequence, prompt)
-        ends = cache.ends(sequence)
-        for end in [*(end for end in ends if past < end < len(prompt)), len(prompt)]:
-            sequence.prefill(prompt[begin:end], end == len(prompt))
-            if end in ends:
-                cache.reached(sequence, prompt)
-            begin = end
-        return past
-
     sizes = {"n_ctx": 4096, "n_sequences": 2, "n_checkpoints": 4, "n_chunk": CHUNK}
     with open_model(native, long_gguf) as model, open_engine(model, **sizes) as engine:
         warm, resumed = PrefixCache(engine, marked), []

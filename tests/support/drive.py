@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import tiny
 
+from luce.decode.generation import Prefixes
 from luce.native import CHOSEN, Drafts, Engine, File, IntArray, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import EngineParams, Memory
@@ -130,6 +133,20 @@ def prefill(sequence: Timeline, tokens: Sequence[int], *, last: bool = True) -> 
     for begin, end in zip([0, *ends], ends, strict=False):
         choice = sequence.prefill(tokens[begin:end], last and end == len(tokens))
     return choice
+
+
+def read(cache: Prefixes, sequence: Any, prompt: Sequence[int], sizes: Sequence[int] = ()) -> int:
+    """Reads a prompt as a generation does that goes on from a kept beginning, in chunks that have so many tokens in
+    turn, or n_chunk. Returns where it went on."""
+    at = past = cache.resume(sequence, tuple(prompt))
+    ends, most = cache.ends(sequence), cycle(sizes or [sequence.engine.info.n_chunk])
+    while at < len(prompt):
+        end = min(next((end for end in ends if at < end), len(prompt)), at + next(most), len(prompt))
+        sequence.prefill(prompt[at:end], end == len(prompt))
+        if end in ends:
+            cache.reached(sequence, tuple(prompt))
+        at = end
+    return past
 
 
 def start(sequence: Timeline, prompt: Sequence[int]) -> int:

@@ -20,11 +20,11 @@ SIZE = 64  # A checkpoint in host memory has so many bytes for each of its token
 class PaperEngine:
     """Stands in for decode.engine.Engine, and for its native one. `n_pages` None is the core's default."""
 
-    def __init__(self, tokenizer, n_ctx, n_sequences, n_checkpoints, n_chunk, n_pages=None):
+    def __init__(self, tokenizer, n_ctx, n_sequences, n_checkpoints, n_chunk, n_pages=None, n_cut=64):
         self.tokenizer, self.native, self.ahead = tokenizer, self, False
         full = n_ctx // PAGE
         self.sizes = {"n_ctx": n_ctx, "n_sequences": n_sequences, "n_checkpoints": n_checkpoints, "n_rows": 8,
-                      "n_chunk": n_chunk, "n_pages": n_pages or full * (n_sequences + 1)}  # fmt: skip
+                      "n_chunk": n_chunk, "n_cut": n_cut, "n_pages": n_pages or full * (n_sequences + 1)}  # fmt: skip
         self.lines = []  # All of these hold pages.
 
     @property
@@ -85,9 +85,14 @@ class PaperLine:
         self.pages, self.n_past = list(own), checkpoint.n_past
 
     def prefill(self, tokens, last=True):
-        self.take(len(tokens))
-        self.n_past += len(tokens)
+        """A part of a prompt, which the core takes up to n_chunk, and which begins where it may be cut."""
+        assert len(tokens) <= self.engine.info.n_chunk and self.n_past % min(self.engine.info.n_cut, PAGE) == 0
+        self.add(len(tokens))
         return 33 if last else None
+
+    def add(self, n):
+        self.take(n)
+        self.n_past += n
 
     def take(self, n):
         assert self.n_past + n <= self.engine.info.n_ctx
@@ -111,4 +116,4 @@ class PaperLine:
         return [0], choices[0]
 
     def commit(self, path):
-        self.prefill([33] * len(path))
+        self.add(len(path))
