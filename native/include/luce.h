@@ -508,11 +508,13 @@ LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint
 
 /* ---- checkpoint: where sequences start --------------------------------------------------------- */
 
-/* Keeps the sequence's present position, where n_past is a multiple of LUCE_PAGE and nothing but prefill brought it there,
- * in parts that began at multiples of n_cut or of LUCE_PAGE (E_STATE otherwise). A prompt that is resumed there gives the
- * bits of a cold one; where n_cut is n_chunk, of one that is cut at the same places, this one among them.
+/* Keeps the sequence's present position, where n_past is a multiple of n_cut, or of LUCE_PAGE where that is no multiple of
+ * n_cut, and nothing but prefill brought it there, in parts that began at such multiples (E_STATE otherwise). A prompt
+ * that is resumed there gives the bits of a cold one; where n_cut is n_chunk, of one that is cut at the same places, this
+ * one among them.
  *
- * Pages are shared, and the recurrent state is copied on the device: no call waits. E_MEMORY when n_checkpoints are on the device. */
+ * Pages are shared, and the recurrent state and a page that has begun are copied on the device: no call waits. E_MEMORY when
+ * n_checkpoints are on the device, or no page is free for the copy. */
 LUCE_API luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence);
 LUCE_API luce_status luce_checkpoint_close(luce_checkpoint *checkpoint);
 
@@ -540,8 +542,8 @@ LUCE_API luce_status luce_checkpoint_load(luce_checkpoint **out, luce_engine *en
                                           uint64_t size);
 
 /* Puts the sequence at the checkpoint's position; this also heals a failed one. From the device only the recurrent
- * state is copied, and KV pages are shared; from the host all of it is copied. E_CONTEXT when n_ctx is too small for
- * another step, E_MEMORY when pages lack: the sequence is unchanged. */
+ * state and a page that has begun are copied, and other KV pages are shared; from the host all of it is copied. E_CONTEXT
+ * when n_ctx is too small for another step, E_MEMORY when pages lack: the sequence is unchanged. */
 LUCE_API luce_status luce_sequence_resume(luce_sequence *sequence, luce_checkpoint *checkpoint);
 
 /* ---- pure functions on host arrays -------------------------------------------------------------- */

@@ -279,6 +279,26 @@ std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, u
     return list;
 }
 
+std::vector<Cache::Piece> Cache::page_pieces(int32_t page) const {
+    std::vector<Piece> list;
+    const auto kv = [&](const Stage *on, const KvCells &cells) {
+        for (ggml_tensor *t : {cells.k, cells.v}) {
+            list.push_back({on, t, size_t(page) * t->nb[3], t->nb[3]});
+        }
+    };
+    for (size_t il = 0; il < kv_.size(); il++) {
+        if (kv_[il].k != nullptr) {
+            kv(stage_of(il), kv_[il]);
+        }
+    }
+    for (const Drafter *drafter : drafters_) {
+        for (const KvCells &cells : drafter_kv_[drafter->index]) {
+            kv(&last(), cells);
+        }
+    }
+    return list;
+}
+
 std::vector<Cache::Piece> Cache::state_pieces(int32_t slot, int32_t hidden) const {
     std::vector<Piece> list;
     for (size_t il = 0; il < delta_.size(); il++) {

@@ -138,11 +138,13 @@ public:
     }
 
     uint32_t n_cut = PAGE; // prompts are cut at its multiples (StepSizes)
+    // Checkpoints are made at its multiples, between the pages too where prompts may be cut there.
+    uint32_t n_kept() const { return PAGE % n_cut == 0 ? n_cut : uint32_t(PAGE); }
     Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
 
     // pieces() lists all of a timeline that the device holds, in the order that saved bytes have: for each
     // layer the K and V of its pages, or its state and window; the KV of each drafter in use; the hidden
-    // row. It covers n_past positions in whole pages.
+    // row. It covers n_past positions.
     struct Piece {
         const Stage *stage;
         ggml_tensor *tensor;
@@ -150,6 +152,8 @@ public:
     };
     std::vector<Piece> pieces(const std::vector<int32_t> &page_list, uint32_t n_past, int32_t slot,
                               int32_t hidden) const;
+    // Returns all that lies in one page: a piece of each pool.
+    std::vector<Piece> page_pieces(int32_t page) const;
     // Returns the part of pieces() that is the recurrent state and the hidden row.
     std::vector<Piece> state_pieces(int32_t slot, int32_t hidden) const;
 

@@ -225,7 +225,7 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
                  saved ? "with" : "without", drafter->kind->title, has ? "with" : "without");
         }
     }
-    if (h.n_cut != engine.cache().n_cut || h.n_past % PAGE != 0 || h.n_past == 0) {
+    if (h.n_cut != engine.cache().n_cut || h.n_past % engine.cache().n_kept() != 0 || h.n_past == 0) {
         fail(LUCE_E_ARG, "the checkpoint has %u tokens, cut at multiples of %u, this engine cuts at %u",
              h.n_past, h.n_cut, engine.cache().n_cut);
     }
@@ -296,7 +296,7 @@ void Checkpoint::check_open() const {
 std::vector<Cache::Piece> Checkpoint::pieces() const {
     const Cache &cache = engine_->cache();
     const int32_t slot = int32_t(engine_->params().cache.n_sequences) + (slot_ < 0 ? 0 : slot_);
-    const std::vector<int32_t> nowhere(slot_ < 0 ? n_past() / PAGE : 0, 0);
+    const std::vector<int32_t> nowhere(slot_ < 0 ? n_pages() : 0, 0);
     return cache.pieces(slot_ < 0 ? nowhere : pages_, n_past(), slot, cache.hidden_row(slot, 0, 0));
 }
 
@@ -341,20 +341,28 @@ std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
     const std::shared_ptr<Engine> &engine = sequence.engine();
     const Timeline &line = sequence.line();
     const uint32_t n_past = line.n_past();
-    if (n_past == 0 || n_past % PAGE != 0 || !line.prompt_only()) {
+    Cache &cache = engine->cache();
+    if (n_past == 0 || n_past % cache.n_kept() != 0 || !line.prompt_only()) {
         fail(LUCE_E_STATE,
-             "a checkpoint is made where prefill has ended a page of %d: the sequence has %u tokens%s", PAGE,
-             n_past, line.prompt_only() ? "" : ", not all of them from prefill that is cut where it may be");
+             "a checkpoint is made where prefill has ended at a multiple of %u: the sequence has %u tokens%s",
+             cache.n_kept(), n_past,
+             line.prompt_only() ? "" : ", not all of them from prefill that is cut where it may be");
     }
     std::shared_ptr<Checkpoint> made(new Checkpoint(engine, line.tokens()), DeleteLocked());
+    engine->need_pages(made->has_part() ? 1 : 0);
+    made->pages_.reserve(made->n_pages());
     made->take_device();
     made->pages_.assign(line.pages().begin(), line.pages().begin() + n_past / PAGE);
     for (const int32_t page : made->pages_) {
-        engine->cache().pages.share(page);
+        cache.pages.share(page);
+    }
+    if (made->has_part()) { // the sequence goes on in its own
+        made->pages_.push_back(cache.pages.take());
+        copy(cache.page_pieces(line.pages()[n_past / PAGE]), cache.page_pieces(made->pages_.back()));
     }
     const int32_t slot = int32_t(engine->params().cache.n_sequences) + made->slot_;
-    copy(engine->cache().state_pieces(line.slot(), line.hidden()),
-         engine->cache().state_pieces(slot, engine->cache().hidden_row(slot, 0, 0)));
+    copy(cache.state_pieces(line.slot(), line.hidden()),
+         cache.state_pieces(slot, cache.hidden_row(slot, 0, 0)));
     return made;
 }
 
@@ -389,10 +397,10 @@ void Checkpoint::to_device() {
     }
     check_open();
     check_devices(*engine_);
-    engine_->need_pages(n_past() / PAGE);
-    pages_.reserve(n_past() / PAGE);
+    engine_->need_pages(n_pages());
+    pages_.reserve(n_pages());
     take_device();
-    for (uint32_t i = 0; i < n_past() / PAGE; i++) {
+    for (uint32_t i = 0; i < n_pages(); i++) {
         pages_.push_back(engine_->cache().pages.take());
     }
     std::vector<Cache::Piece> list;
@@ -437,14 +445,22 @@ void Checkpoint::restore(Timeline &line) const {
         if (arriving_) {
             let_steps_wait();
         }
-        line.resume(tokens_, pages_);
+        std::vector<int32_t> pages = pages_;
+        if (has_part()) {
+            pages.back() = cache.pages.take();
+        }
+        line.resume(tokens_, pages);
+        if (has_part()) { // this page is the sequence's alone
+            cache.pages.release(pages.back());
+            copy(cache.page_pieces(pages_.back()), cache.page_pieces(pages.back()));
+        }
         const int32_t slot = int32_t(engine_->params().cache.n_sequences) + slot_;
         copy(cache.state_pieces(slot, cache.hidden_row(slot, 0, 0)),
              cache.state_pieces(line.slot(), line.hidden()));
         return;
     }
     std::vector<int32_t> pages;
-    for (uint32_t i = 0; i < n_past() / PAGE; i++) {
+    for (uint32_t i = 0; i < n_pages(); i++) {
         pages.push_back(cache.pages.take());
     }
     line.resume(tokens_, pages);

@@ -1,6 +1,6 @@
-// A checkpoint is a position that sequences can start from. It has whole pages of KV, shared by count, and a
-// copy of the recurrent state, the conv windows and the last hidden row. It lives on the device (pages and a
-// slot), in host memory, or as bytes.
+// A checkpoint is a position that sequences can start from. It has whole pages of KV, shared by count, a copy of the page that
+// it ends in, if it ends within one, and a copy of the recurrent state, the conv windows and the last hidden row. It lives on
+// the device (pages and a slot), in host memory, or as bytes.
 //
 // Saved bytes are: header | tokens i32[n_past] | body, where the body is the pieces of Cache::pieces one
 // after the other. They depend on the tokens, on where the prompt was cut, and on the model, build and device that the
@@ -43,12 +43,14 @@ public:
     // time. So steps go on beside it, and the checkpoint may be moved meanwhile.
     void save(uint8_t *data, uint64_t size);
     // Says how many free pages restore() needs.
-    uint32_t pages_wanted() const { return slot_ >= 0 ? 0 : n_past() / PAGE; }
+    uint32_t pages_wanted() const { return slot_ < 0 ? n_pages() : has_part() ? 1 : 0; }
     void restore(Timeline &line) const; // it brings the timeline to this position
 
 private:
     Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens);
 
+    uint32_t n_pages() const { return (n_past() + PAGE - 1) / PAGE; }
+    bool has_part() const { return n_past() % PAGE != 0; } // of its last page, which nobody shares
     std::vector<Cache::Piece> pieces() const; // these are the ones on the device
     void take_device(); // it takes pages and a slot, and fails with E_MEMORY when they lack
     void release_device();

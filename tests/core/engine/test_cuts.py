@@ -106,7 +106,7 @@ class Others:
         self.reading.close()
 
 
-def kept(checkpoint: Checkpoint, where: str, engine: Engine) -> Checkpoint:
+def moved(checkpoint: Checkpoint, where: str, engine: Engine) -> Checkpoint:
     """Moves a checkpoint about, or to bytes and into the engine."""
     if where == "file":
         return engine.load_checkpoint(checkpoint.save())
@@ -123,16 +123,19 @@ def kept(checkpoint: Checkpoint, where: str, engine: Engine) -> Checkpoint:
     wanted=st.lists(st.integers(1, 8), max_size=6),
     others=st.booleans(),
     on_small=st.booleans(),
-    page=st.integers(0, 3),
+    kept=st.integers(0, N_MOST // 64),
     before=st.lists(st.integers(1, 8), max_size=3),
     where=st.sampled_from(["device", "host", "host and back", "file"]),
 )
-@example(n=833, wanted=[1], others=True, on_small=True, page=0, before=[], where="device")
-@example(n=833, wanted=[], others=False, on_small=False, page=3, before=[1], where="file")
-@example(n=769, wanted=[2, 1], others=True, on_small=True, page=2, before=[3], where="host")
-@example(n=PAGE, wanted=[1], others=False, on_small=True, page=0, before=[], where="device")
+@example(n=833, wanted=[1], others=True, on_small=True, kept=0, before=[], where="device")
+@example(n=833, wanted=[], others=False, on_small=False, kept=12, before=[1], where="file")
+@example(n=833, wanted=[], others=False, on_small=False, kept=11, before=[1], where="file")
+@example(n=769, wanted=[2, 1], others=True, on_small=True, kept=4, before=[3], where="host")
+@example(n=769, wanted=[2, 1], others=True, on_small=True, kept=5, before=[3], where="host and back")
+@example(n=400, wanted=[1], others=True, on_small=True, kept=3, before=[], where="device")
+@example(n=PAGE, wanted=[1], others=False, on_small=True, kept=0, before=[], where="device")
 def test_a_cut_changes_no_bit(
-    whole: Engine, small: Engine, n: int, wanted: list[int], others: bool, on_small: bool, page: int,
+    whole: Engine, small: Engine, n: int, wanted: list[int], others: bool, on_small: bool, kept: int,
     before: list[int], where: str,
 ) -> None:  # fmt: skip
     """A prompt is read in one call, and in parts that end at any multiples of n_cut, in an engine of the same chunks
@@ -143,7 +146,7 @@ def test_a_cut_changes_no_bit(
         assert first is not None
         expected = end_of(sequence, first)
     engine = small if on_small else whole
-    begin, most, made = min(page * PAGE, (n - 1) // PAGE * PAGE), engine.info.n_chunk, list[Checkpoint]()
+    begin, most, made = min(kept * cut, (n - 1) // cut * cut), engine.info.n_chunk, list[Checkpoint]()
     with engine.sequence() as sequence:
         if begin > 0:
             longer = prompt[:begin] + tokens_of(N_MOST, 2)
@@ -153,7 +156,7 @@ def test_a_cut_changes_no_bit(
                 at = end
             made = [sequence.checkpoint()]
             sequence.prefill(longer[begin : begin + 10])
-            made.append(kept(made[0], where, engine))
+            made.append(moved(made[0], where, engine))
             sequence.resume(made[1])
         beside = Others(engine) if others else None
         at, choice = begin, None
