@@ -42,14 +42,14 @@ class Prefixes(Protocol):
 
     def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
         """Brings the sequence to the end of the longest kept beginning of `prompt`, or empties it. Returns
-        the number of tokens that it then has, whole pages and less than the prompt's."""
+        the number of tokens that it then has, less than the prompt's."""
 
     def again(self, sequence: Sequence) -> int:
         """Returns how many tokens of that prompt an earlier one began with too, and have to be read again."""
 
     def ends(self, sequence: Sequence) -> Items[int]:
-        """Returns where chunks of that prompt have to end besides at its own end, ascending, each at the end of a page.
-        Between them chunks are as long as pays."""
+        """Returns where chunks of that prompt have to end besides at its own end, ascending. Between them they are as
+        long as pays."""
 
     def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
         """Says that the sequence is where a chunk of `prompt` had to end, so that a checkpoint can be made."""

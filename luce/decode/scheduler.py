@@ -262,7 +262,8 @@ class Scheduler:
 
     def _pages_soon(self) -> int:
         """Returns the most pages that this turn and the next one take: copies that leave take a while."""
-        two_turns = 2 * (math.ceil(self._engine.info.n_chunk / PAGE) + 1 + len(self._jobs))
+        # A chunk begins within a page, and a checkpoint at its end has one of its own.
+        two_turns = 2 * (math.ceil(self._engine.info.n_chunk / PAGE) + 2 + len(self._jobs))
         if self._engine.native.info.pages_free >= two_turns:
             return 0
         running = ((each, job) for each, job in self._jobs.items() if not each.over)

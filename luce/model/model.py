@@ -228,9 +228,10 @@ class Model:
 
 class Prefix:
     """A beginning that a model has read and keeps, for any number of continuations. `beginning` is what
-    Model.prefix was given, and `kept_tokens` counts those that continuations do not read again: its whole pages
-    of 256. (Of a file with weights that ggml multiplies, those up to where a step ended.) It is a context manager;
-    closed, or as nobody holds it any more, it is evicted when room lacks. Its methods are Model's."""
+    Model.prefix was given, and `kept_tokens` counts those that continuations do not read again: all up to a
+    multiple of 64, on a GPU of 128, and of a file with weights that ggml multiplies up to where a step ended. It is
+    a context manager; closed, or as nobody holds it any more, it is evicted when room lacks. Its methods are
+    Model's."""
 
     def __init__(
         self, model: Model, beginning: str | Sequence[Message], tools: Sequence[Mapping[str, Any]], pin: Pin

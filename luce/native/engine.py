@@ -390,9 +390,9 @@ class Sequence(Handle):
         return bytes(self.library.bytes_of(self.library.lib.luce_sequence_dump, self.handle))
 
     def checkpoint(self) -> Checkpoint:
-        """Makes a checkpoint of the present position, which must be the end of a page that only prefill has
-        reached, in parts that began at multiples of n_cut or of pages (StateError otherwise). Raises OutOfMemory
-        where n_checkpoints are on the device."""
+        """Makes a checkpoint of the present position, which must be a multiple of n_cut, or of a page where that is
+        no multiple of n_cut, that only prefill has reached, in parts that began at such multiples (StateError
+        otherwise). Raises OutOfMemory where n_checkpoints are on the device, or no page is free."""
         out = self.library.ffi.new("luce_checkpoint **")
         self.library.check(self.library.lib.luce_checkpoint_make(out, self.handle))
         return Checkpoint(self.engine, out[0])

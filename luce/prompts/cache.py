@@ -1,6 +1,6 @@
 """Keeps beginnings of prompts, so that a prompt is read only from where it differs from all before it.
 
-It keeps checkpoints, which the core makes at beginnings of pages. They are made where they will be met again
+It keeps checkpoints, which the core makes where a prompt may be cut. They are made where they will be met again
 (turns.py). Each lies on the device (sharing pages with others), in host memory, or as a file (disk.py).
 
 Where room lacks, the checkpoint is evicted whose bytes save least. What it saves are the tokens that would have to
@@ -88,6 +88,11 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
     return int(differing[0]) if len(differing) else n
+
+
+def _part(n: int) -> int:
+    """Returns how many pages hold less than all of their positions, of n tokens: none or one, which is not shared."""
+    return 1 if n % PAGE else 0
 
 
 class Pin:
@@ -191,6 +196,7 @@ class PrefixCache:
             return
         with suppress(Error):  # Without it the prompt is read again one day, and nothing else.
             self._free_slot()
+            self.free_pages(_part(n_past))
             checkpoint = sequence.checkpoint()
             kept = Kept(tokens, checkpoint.info.size_bytes, self._prompts, checkpoint, on_device=True)
             self._add(kept)
@@ -326,15 +332,15 @@ class PrefixCache:
         self._held = kept
         try:
             checkpoint = kept.checkpoint = kept.checkpoint or self._loaded(kept)
-            pages = 0 if kept.on_device else len(kept.tokens) // PAGE
+            part = _part(len(kept.tokens))  # The sequence has a page of its own for it.
+            pages = len(kept.tokens) // PAGE + part
             if not kept.on_device:
                 with suppress(OutOfMemory):
                     self._free_slot()
-                    self.free_pages(pages)
+                    self.free_pages(pages + part)
                     checkpoint.to_device()
                     kept.on_device = True
-            if not kept.on_device:
-                self.free_pages(pages)
+            self.free_pages(part if kept.on_device else pages)
             sequence.resume(checkpoint)
         finally:
             self._held = None

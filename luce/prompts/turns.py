@@ -1,9 +1,9 @@
 """Decides at which places of a prompt its beginning is kept, and where its chunks end.
 
-It is kept at the beginnings of pages, in which a checkpoint is made: where a turn ends, since a conversation's
-next prompt goes on there, at the prompt's end, and every EVERY tokens. A chunk ends there, and the others are as
-long as who reads them wants, since where a prompt is cut changes no bit. A prompt goes on from any beginning of it
-that is kept, of whatever prompt that was.
+It is kept at the last multiple of n_cut ahead of where a turn ends, since a conversation's next prompt goes on there,
+of the prompt's end, and of every EVERY tokens. A chunk ends there, and the others are as long as who reads them wants,
+since where a prompt is cut changes no bit. A prompt goes on from any beginning of it that is kept, of whatever prompt
+that was.
 
 Where the core says that cuts do change bits (n_cut is more than a page), what follows has the bits of a cold prompt
 only if that was cut at the same places, so a prompt's own tokens alone say where. Chunks end at multiples of n_chunk,
@@ -28,7 +28,7 @@ RULE = f"chunks are cut at pages of {PAGE} for turns, where 1 in {LOST} is lost"
 
 
 def cuts_are_free(n_cut: int) -> bool:
-    """Says whether a prompt may be cut at any page without a bit changing; `n_cut` is EngineInfo's."""
+    """Says whether a prompt may be cut within a page, or at any, without a bit changing; `n_cut` is EngineInfo's."""
     return PAGE % n_cut == 0
 
 
@@ -41,7 +41,7 @@ class Turns:
     """Finds, in a prompt's tokens, where messages begin."""
 
     def __init__(self, tokenizer: Tokenizer, n_chunk: int, n_cut: int):
-        self._tokenizer, self._n_chunk, self._free = tokenizer, n_chunk, cuts_are_free(n_cut)
+        self._tokenizer, self._n_chunk, self._n_cut, self._free = tokenizer, n_chunk, n_cut, cuts_are_free(n_cut)
         self._mark = tokenizer.control.get("<|im_start|>", -1)  # No token has the id -1.
 
     def cut(self, prompt: Sequence[int]) -> tuple[list[int], frozenset[int]]:
@@ -55,15 +55,15 @@ class Turns:
         last = [at for at in answers if asked and at > asked[-1]]
         met = {len(prompt), *range(EVERY, len(prompt), EVERY), *asked[:1], *last[:1]}
         if self._free:
-            pages = {at - at % PAGE for at in met} - {0}
-            return sorted(pages), frozenset(pages)
+            kept = {at - at % self._n_cut for at in met} - {0}
+            return sorted(kept), frozenset(kept)
         ends = self._ends({*answers, *users[:1]}, len(prompt))
         found = (bisect_right(ends, at) for at in met)
         return ends, frozenset(ends[n - 1] for n in found if n)
 
     def goes_on(self, at: int, ends: Sequence[int]) -> bool:
-        """Says whether a prompt whose chunks end at `ends` may go on from its first `at` tokens, whole pages to which
-        another prompt was read."""
+        """Says whether a prompt whose chunks end at `ends` may go on from its first `at` tokens, to which another
+        prompt was read and kept."""
         return self._free or at in ends
 
     def _ends(self, turns: set[int], n: int) -> list[int]:

@@ -334,7 +334,7 @@ def test_busy_where_as_many_wait_as_may(device):
 def test_a_prefix_is_resumed_by_many():
     rests = [f"def g{n}(x):\n" for n in range(5)]
     with load(KEEPS, parallel=2, checkpoints=1) as model, model.prefix(LONG) as prefix:
-        assert prefix.kept_tokens == len(model.encode(LONG)) // 256 * 256 > 0
+        assert len(model.encode(LONG)) - 128 < prefix.kept_tokens < len(model.encode(LONG))
         for n in range(3):  # Others would take its place.
             model.generate(f"x{n} = 1\n" + LONG, max_tokens=1)
         answers = prefix.generate(rests, max_tokens=10)

@@ -46,6 +46,14 @@ def tokenizer(native, tiny_gguf):
         return Tokenizer(file.kv)
 
 
+@pytest.fixture(scope="module")
+def last_cut(model):
+    """Gives last_cut(n), the last place where a prompt of n tokens may be cut, at which it is kept."""
+    with open_engine(model, n_ctx=512) as engine:
+        cut = engine.info.n_cut
+    return lambda n: n // cut * cut
+
+
 @pytest.fixture
 def opened(model):
     """Gives opened(**params), an engine with two sequences that ends with the test."""
@@ -88,7 +96,7 @@ def test_a_resumed_prompt_is_the_cold_one(model, tokenizer, prompts, host):
         for parts in prompts:
             prompt = sum((PARTS[part] for part in parts), ())
             past = read(cache, sequence, prompt)
-            assert past % CHUNK == 0 and past < len(prompt)
+            assert past % engine.info.n_cut == 0 and past < len(prompt)
             assert sequence.dump() == cold(engine, prompt)
             device, kept = cache.sizes()["device"], cache.sizes()["host"]
             assert device[0] <= 2 and kept[1] <= host
@@ -97,25 +105,26 @@ def test_a_resumed_prompt_is_the_cold_one(model, tokenizer, prompts, host):
         assert engine.info.pages_free == engine.info.n_pages and engine.info.checkpoints_free == 2
 
 
-def test_the_same_prompt_again_reads_its_last_chunk_alone(opened, tokenizer):
-    engine = opened()
+def test_the_same_prompt_again_reads_what_is_behind_its_last_cut_alone(opened, tokenizer, last_cut):
+    engine, kept = opened(), last_cut(1500)
     cache, prompt = PrefixCache(engine, tokenizer), words(5, 1500)
     with engine.sequence() as sequence:
-        assert [read(cache, sequence, prompt) for _ in range(3)] == [0, 1280, 1280]
-        assert read(cache, sequence, prompt + words(6, 300)) == 1280
-        assert read(cache, sequence, prompt[:600] + words(6, 10)) == 0  # No end of a chunk was kept there.
-        assert (cache.hits, cache.queries) == (1280 * 3, 1500 * 3 + 1800 + 610)
+        assert [read(cache, sequence, prompt) for _ in range(3)] == [0, kept, kept]
+        assert read(cache, sequence, prompt + words(6, 300)) == kept
+        assert read(cache, sequence, prompt[:600] + words(6, 10)) == 0  # Nothing was kept there.
+        assert (cache.hits, cache.queries) == (kept * 3, 1500 * 3 + 1800 + 610)
 
 
-def test_a_side_request_takes_no_conversation_away(opened, tokenizer):
-    engine = opened()
-    cache, talk = PrefixCache(engine, tokenizer), words(7, 1500)
+def test_a_side_request_takes_no_conversation_away(opened, tokenizer, last_cut):
+    """Each prompt of it has 300 tokens more; a cut that saves fewer than a side request's is not kept for long."""
+    engine, talk = opened(), words(7, 1800)
+    cache = PrefixCache(engine, tokenizer)
     with engine.sequence() as main, engine.sequence() as side:
-        read(cache, main, talk)
-        for turn, kept in ((1, 1280), (2, 1536), (3, 1536)):  # Each is the last end of a chunk before.
+        read(cache, main, talk[:900])
+        for end in (1200, 1500, 1800):
             for n in range(3):  # Titles and summaries each say something else.
-                read(cache, side, words(100 * turn + n, 400))
-            assert read(cache, main, talk + words(8, 100 * turn)) == kept
+                read(cache, side, words(end + n, 200))
+            assert read(cache, main, talk[:end]) == last_cut(end - 300)
 
 
 def test_pages_come_back_when_they_are_needed(opened, tokenizer):
@@ -129,8 +138,8 @@ def test_pages_come_back_when_they_are_needed(opened, tokenizer):
             sequence.reset()
 
 
-def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_evicted(opened, tokenizer, tmp_path):
-    prompt = words(9, 1000)
+def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_evicted(opened, tokenizer, tmp_path, last_cut):
+    prompt, kept = words(9, 1000), last_cut(1000)
 
     def after_a_start(spoil=lambda path: None):
         engine = opened()
@@ -153,7 +162,7 @@ def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_evicted(opened
 
     assert after_a_start() == (0, True)
     (path,) = tmp_path.glob("*/*.prefix")
-    assert after_a_start() == (768, True)
+    assert after_a_start() == (kept, True)
     def elsewhere(path, field):
         """Makes the file one that another build saved, or that was computed on another device."""
         data = path.read_bytes()
@@ -161,10 +170,10 @@ def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_evicted(opened
         path.write_bytes(data[:core] + changed(data[core:], field, 0x30303030))
 
     assert after_a_start(flip) == (0, True)
-    assert after_a_start() == (768, True)
+    assert after_a_start() == (kept, True)
     for field in (BUILD, ARITHMETIC):
         assert after_a_start(partial(elsewhere, field=field)) == (0, True)
-        assert after_a_start() == (768, True), "it was written anew"
+        assert after_a_start() == (kept, True), "it was written anew"
 
     def of_before(path):
         """Makes the file one that luce of the former version left in chunks of 256."""
@@ -173,7 +182,7 @@ def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_evicted(opened
         path.write_bytes(data[:core] + former(data[core:], 5, 256))
 
     assert after_a_start(of_before) == (0, True)
-    assert after_a_start() == (768, True), "it was written anew"
+    assert after_a_start() == (kept, True), "it was written anew"
     assert after_a_start(lambda path: path.write_bytes(path.read_bytes()[:5000])) == (0, True)
     assert after_a_start(lambda path: path.unlink()) == (0, True)
     path.write_bytes(b"none of ours")
@@ -195,7 +204,7 @@ def test_a_file_is_told_by_its_tokens_and_not_by_its_name(tmp_path, monkeypatch)
     disk.close()
 
 
-def test_a_file_with_anothers_bytes_behind_its_tokens_is_evicted(opened, tokenizer, tmp_path):
+def test_a_file_with_anothers_bytes_behind_its_tokens_is_evicted(opened, tokenizer, tmp_path, last_cut):
     prompts = words(9, 1000), words(10, 1000)
     for prompt in (*prompts, *prompts):
         engine = opened()
@@ -208,15 +217,17 @@ def test_a_file_with_anothers_bytes_behind_its_tokens_is_evicted(opened, tokeniz
             cache.close()
         files = list(tmp_path.glob("*/*.prefix"))
         if len(files) == 2:
-            heads = [path.read_bytes()[: _HEAD.size + 4 * 768] for path in files]
+            heads = [path.read_bytes()[: _HEAD.size + 4 * last_cut(1000)] for path in files]
             bodies = [path.read_bytes()[len(heads[0]) :] for path in files]
             for path, head, body in zip(files, heads, reversed(bodies), strict=True):
                 path.write_bytes(head + body)
 
 
 @pytest.mark.parametrize("lacks", [MemoryError, OutOfMemory])
-def test_a_file_that_finds_no_memory_is_kept_and_passed_by(opened, tokenizer, tmp_path, monkeypatch, lacks):
-    prompt = words(9, 1000)
+def test_a_file_that_finds_no_memory_is_kept_and_passed_by(
+    opened, tokenizer, tmp_path, monkeypatch, lacks, last_cut
+):
+    prompt, kept = words(9, 1000), last_cut(1000)
 
     def after_a_start():
         cache = PrefixCache(opened(), tokenizer, 0, DiskCache(tmp_path, "key", 1 << 30))
@@ -235,7 +246,7 @@ def test_a_file_that_finds_no_memory_is_kept_and_passed_by(opened, tokenizer, tm
     with monkeypatch.context() as full:
         full.setattr(DiskCache, "read", mock.Mock(side_effect=lacks("x")))
         assert after_a_start() == (0, True)
-    assert path.stat().st_ino == written and after_a_start() == (768, True)
+    assert path.stat().st_ino == written and after_a_start() == (kept, True)
 
 
 def test_files_are_bounded(tmp_path):

@@ -19,12 +19,11 @@ from luce.data import BOX
 from luce.files.tokenizer import Tokenizer
 from luce.native import Engine, File, Library, Model
 from luce.native import Sequence as Timeline
-from luce.native.structs import PAGE
 from luce.prompts.cache import PrefixCache
 from luce.prompts.disk import DiskCache
 
 N_CTX, N_NEW = 1536, 3
-# Pieces of conversations. None is as long as pages are, so prompts part and go on within them.
+# Pieces of conversations, of which none is as long as pages are, so that prompts part and go on within them.
 LENGTHS = (40, 130, 270, 340)
 
 
@@ -122,7 +121,7 @@ def test_answers_are_those_of_a_cold_engine(
             prompt = prompt_of(tokenizer, pieces)
             with engine.sequence() as sequence:
                 at = drive.read(cache, sequence, prompt, [size * engine.info.n_cut for size in sizes])
-                assert at % PAGE == 0
+                assert at % engine.info.n_cut == 0
                 assert answered(sequence) == cold(whole, prompt)
             if starts:
                 cache.close()
@@ -131,18 +130,19 @@ def test_answers_are_those_of_a_cold_engine(
         cache.close()
 
 
-def test_a_prompt_goes_on_within_the_last_page_that_it_shares(
+def test_a_turn_goes_on_at_the_last_cut_of_the_one_before(
     opened: Callable[[int], Engine], tokenizer: Tokenizer
 ) -> None:
-    """Nothing but the rest of a page is read again of an agent's turn: its prompt, the answer and 64 new tokens."""
+    """Less than n_cut tokens are read again of an agent's turn: its prompt, the answer and 64 new tokens."""
     engine = opened(512)
+    cut = engine.info.n_cut
     cache, prompt = PrefixCache(engine, tokenizer), prompt_of(tokenizer, [2])
     with engine.sequence() as sequence:
         drive.read(cache, sequence, prompt)
         for _ in range(4):
             before, prompt = len(prompt), prompt + [7] * 64 + prompt_of(tokenizer, [1])[:64]
-            assert drive.read(cache, sequence, prompt) == before // PAGE * PAGE
-            assert cache.again(sequence) == before % PAGE
+            assert drive.read(cache, sequence, prompt) == before // cut * cut
+            assert cache.again(sequence) == before % cut
     cache.close()
 
 
@@ -153,8 +153,9 @@ def test_it_is_known_what_is_read_again(opened: Callable[[int], Engine], tokeniz
         found = []
         for prompt in (words[:1000], words[:1000], words[:700] + [1] * 300, words, words[500:]):
             found.append((drive.read(cache, sequence, prompt), cache.again(sequence)))
-    # 768 tokens are kept of the first prompt. Where the third parts from it, nothing is.
-    assert found == [(0, 0), (768, 232), (0, 700), (768, 232), (0, 0)]
+    # The first prompt is kept at its last cut. Where the third parts from it, nothing is.
+    kept = 1000 // engine.info.n_cut * engine.info.n_cut
+    assert found == [(0, 0), (kept, 1000 - kept), (0, 700), (kept, 1000 - kept), (0, 0)]
     cache.close()
 
 
@@ -169,4 +170,4 @@ def test_files_of_engines_with_other_chunks_are_used(
             assert answered(sequence) == cold(opened(N_CTX), prompt)
         cache.close()
         until(lambda: list(tmp_path.glob("*/*.prefix")), "a checkpoint is written")
-    assert found == [0, len(prompt) // PAGE * PAGE, len(prompt) // PAGE * PAGE]
+    assert found == [0, *[len(prompt) // opened(256).info.n_cut * opened(256).info.n_cut] * 2]

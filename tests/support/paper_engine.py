@@ -1,8 +1,8 @@
 """Is an engine that counts pages, sequences and checkpoints as the core does and computes nothing: a server's
 scheduler and cache run over it, with prompts of any length.
 
-A page is taken where a sequence first writes it, and shared by who starts from it. What leaves for host
-memory frees what it alone holds. A checkpoint needs a slot on the device, and so many of its pages there.
+A page is taken where a sequence first writes it, and shared by who starts from it; one that has begun only is
+copied. What leaves for host memory frees what it alone holds. A checkpoint needs a slot on the device, and so many of its pages there.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class PaperLine:
         pass
 
     def resume(self, checkpoint):
-        own = checkpoint.pages if checkpoint.on_device else self.engine.take(checkpoint.n_past // PAGE)
-        self.pages, self.n_past = list(own), checkpoint.n_past
+        shared = checkpoint.pages[: checkpoint.n_past // PAGE] if checkpoint.on_device else []
+        own = self.engine.take(-(-checkpoint.n_past // PAGE) - len(shared))
+        self.pages, self.n_past = shared + own, checkpoint.n_past
 
     def prefill(self, tokens, last=True):
         """A part of a prompt, which the core takes up to n_chunk, and which begins where it may be cut."""
@@ -99,16 +100,19 @@ class PaperLine:
         self.pages += self.engine.take(max(-(-(self.n_past + n) // PAGE) - len(self.pages), 0))
 
     def checkpoint(self):
-        assert self.n_past % PAGE == 0
+        assert self.n_past % min(self.engine.info.n_cut, PAGE) == 0
         self.engine.take_slot()
-        return PaperLine(self.engine, self)
+        part = self.engine.take(1 if self.n_past % PAGE else 0)
+        made = PaperLine(self.engine, self)
+        made.pages[self.n_past // PAGE :] = part
+        return made
 
     def to_host(self):
         self.on_device, self.pages = False, []
 
     def to_device(self):
         self.engine.take_slot()
-        self.pages, self.on_device = self.engine.take(self.n_past // PAGE), True
+        self.pages, self.on_device = self.engine.take(-(-self.n_past // PAGE)), True
 
     # ---- rounds, each of one row whose choice is always the same
 
