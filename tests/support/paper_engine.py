@@ -2,7 +2,8 @@
 scheduler and cache run over it, with prompts of any length.
 
 A page is taken where a sequence first writes it, and shared by who starts from it; one that has begun only is
-copied. What leaves for host memory frees what it alone holds. A checkpoint needs a slot on the device, and so many of its pages there.
+copied. What leaves for host memory frees what it alone holds. A checkpoint needs a slot on the device, and its pages
+there.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from nan_model import BAD, SMALL, state_of, tokens_of
 from saved_bytes import HEADER
 from tiny import Config
 
-from luce.errors import ArgumentError, ContextFull, NumericError, StateError
+from luce.errors import ArgumentError, ContextFull, NumericError, OutOfMemory, StateError
 from luce.native import Checkpoint, Engine, Library, Model
 from luce.native import Sequence as Timeline
 
@@ -236,6 +236,52 @@ def test_only_where_prefill_may_be_cut_is_a_checkpoint(model_of: Callable[..., M
     sequence.resume(checkpoint)
     sequence.prefill(tokens[256:512], last=False)
     sequence.checkpoint()
+
+
+def test_a_page_that_has_begun_is_copied_and_the_others_are_shared(model_of: Callable[..., Model]) -> None:
+    """A checkpoint of a page and a half needs a page of its own, and so does each sequence that goes on from it. Where
+    none is free nothing changes."""
+    model = model_of("Q4_K")
+    engine = open_engine(model, n_ctx=1024, n_pages=5)  # Its prompts may be cut at 384.
+    one, other, prompt = engine.sequence(), engine.sequence(), tokens_of(900)
+
+    def free() -> int:
+        return engine.info.pages_free
+
+    drive.prefill(one, prompt[:256], last=False)
+    one.prefill(prompt[256:384], last=False)
+    assert free() == 3
+    checkpoint = one.checkpoint()
+    assert free() == 2
+    other.resume(checkpoint)
+    assert free() == 1 and other.dump() == one.dump()
+    drive.prefill(one, prompt[384:512], last=False)
+    drive.prefill(other, tokens_of(128, seed=5), last=False)
+    assert free() == 1  # Each has written its own second page.
+    one.resume(checkpoint)
+    assert free() == 1
+    drive.prefill(one, prompt[384:700], last=False)
+    assert free() == 0
+    before = state_of(engine, one, other)
+    with pytest.raises(OutOfMemory, match="1 KV pages"):
+        other.resume(checkpoint)
+    assert state_of(engine, one, other) == before
+    other.reset()
+    assert free() == 1
+    other.resume(checkpoint)
+    with pytest.raises(OutOfMemory, match="1 KV pages"):
+        other.checkpoint()
+    with open_engine(model, n_ctx=1024).sequence() as cold:
+        drive.prefill(cold, prompt[:384], last=False)
+        assert cold.dump() == other.dump()
+    one.reset()
+    checkpoint.to_host()
+    other.reset()
+    assert free() == 5
+    checkpoint.to_device()
+    assert free() == 3
+    checkpoint.close()
+    assert free() == 5
 
 
 def test_a_failed_sequence_has_no_checkpoint_and_is_healed_by_one(model_of: Callable[..., Model]) -> None:
