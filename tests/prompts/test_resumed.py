@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import drive
 import numpy as np
@@ -16,9 +17,14 @@ from hypothesis import strategies as st
 from serving import until
 
 from luce.data import BOX
+from luce.decode.engine import Engine as Opened
+from luce.decode.events import Event, Failed, Finished, Tokens
+from luce.decode.request import Request
+from luce.decode.scheduler import Job, Scheduler
 from luce.files.tokenizer import Tokenizer
 from luce.native import Engine, File, Library, Model
 from luce.native import Sequence as Timeline
+from luce.planning.plan import Options
 from luce.prompts.cache import PrefixCache
 from luce.prompts.disk import DiskCache
 
@@ -171,3 +177,33 @@ def test_files_of_engines_with_other_chunks_are_used(
         cache.close()
         until(lambda: list(tmp_path.glob("*/*.prefix")), "a checkpoint is written")
     assert found == [0, *[len(prompt) // opened(256).info.n_cut * opened(256).info.n_cut] * 2]
+
+
+def tokens_and_logprobs(events: list[Event]) -> list[tuple[int, Any]]:
+    brought = [event for event in events if isinstance(event, Tokens)]
+    return [pair for event in brought for pair in zip(event.ids, event.logprobs, strict=True)]
+
+
+def test_answers_beside_others_are_those_alone(tokenizer: Tokenizer, device: str) -> None:
+    """Prompts are read in chunks that depend on how long rounds take, and go on from each other's beginnings."""
+    options = Options(device=device, threads=1, spec="off", ctx=N_CTX, chunk=512, checkpoints=4, sequences=3)
+    prompts = [prompt_of(tokenizer, pieces) for pieces in ([0], [3, 2], [3, 2, 1], [3, 6])]
+    new = [60, 8, 8, 8]
+    asked = [Request(tuple(each), n, ignore_eos=True, logprobs=2) for each, n in zip(prompts, new, strict=True)]
+    with Opened.open(BOX, options) as engine:
+
+        def run(cache: PrefixCache | None, requests: list[Request]) -> list[list[tuple[int, Any]]]:
+            scheduler = Scheduler(engine, cache, prefill_share=0.3)
+            found: list[list[Event]] = [[] for _ in requests]
+            for request, events in zip(requests, found, strict=True):
+                scheduler.submit(Job(request, events.extend))
+            until(lambda: all(events and isinstance(events[-1], (Finished, Failed)) for events in found), "all end")
+            scheduler.close()
+            assert not any(isinstance(events[-1], Failed) for events in found)
+            return [tokens_and_logprobs(events) for events in found]
+
+        alone = [run(None, [request])[0] for request in asked]
+        cache = PrefixCache(engine.native, tokenizer)
+        assert run(cache, asked) == alone
+        assert run(cache, asked[::-1]) == alone[::-1] and cache.hits > 0
+        cache.close()
