@@ -17,13 +17,14 @@ TOP_LEVEL = {"pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "NOTICE
 TOP_LEVEL |= {"native", "luce", "tests", "bench", "tools", "docs"}
 C_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh"}
 SOURCE_SUFFIXES = C_SUFFIXES | {".py", ".sh"}
-# What an engine waits for is counted in one file. The others upload weights, run one op for tests, and end a
-# step that failed, which is counted too.
+# What an engine waits for is counted in one file. The others upload weights, run one op for tests, end a step that
+# failed, which is counted too, and compare products when an engine opens.
 WAITER = "native/src/step/step.cpp"
 OTHER_WAITERS = {
     "native/src/model/device.cpp",
     "native/src/abi/test_hooks.cpp",
     "native/kernels/common/capture.cu",
+    "native/kernels/matmul/prompt_algorithms.cuh",
 }
 _WAIT = re.compile(
     r"\bggml_backend_(?:(?:event_)?synchronize|graph_compute|tensor_[gs]et(?:_2d)?)\b"

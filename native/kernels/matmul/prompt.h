@@ -11,7 +11,7 @@
 // by 8e-3 of a result's rms, and none of those GPUs was there to measure what it would gain.
 //
 // A row's bits do not depend on how many others there are: cuBLAS is held to algorithms that do not split K, and of these to
-// such as give the same bits (matmul/prompt.cu). No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t
+// such as give the same bits (matmul/prompt_algorithms.cuh). No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t
 // as int, and nothing but gemm_open synchronises.
 #pragma once
 

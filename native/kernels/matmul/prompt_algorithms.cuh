@@ -1,0 +1,254 @@
+// Chooses cuBLAS's algorithms for a product, so that a row has the same bits at any number of rows. That is done when an engine
+// opens, and waits for the device; no product does.
+//
+// An algorithm that does not split K among blocks gives a row the same bits at any number of rows, and nearly all that cuBLAS
+// offers give each other's (seen on an H200, cuBLAS 13: 7 products, 1 to 4,096 rows). So each product has one of them as its
+// reference, and those for other numbers of rows are tried on 128 rows and taken where no bit differs.
+#pragma once
+
+#include "matmul/cublas_calls.h"
+#include "matmul/prompt.h"
+
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+#include <vector>
+
+namespace luce {
+namespace {
+
+// Algorithms are chosen for so many rows and fewer.
+constexpr int CLASSES[] = {128, 256, 512, 1024, 2048, 4096}, N_CLASSES = 6;
+// The algorithm for this many rows is what a product's bits are: others are taken where they give the same.
+constexpr int REFERENCE_ROWS = 1024;
+constexpr int FEW_ROWS = 128; // cuBLAS's order of algorithms is often wrong here, so they are timed
+constexpr int OFFERED = 8; // it is asked for so many
+
+struct Algorithms {
+    cublasLtMatmulAlgo_t by_class[N_CLASSES];
+};
+struct Library {
+    cublasLtHandle_t handle = nullptr;
+    void *workspace = nullptr;
+    std::map<std::pair<int64_t, int64_t>, Algorithms> products = {}; // by N, K
+};
+int cuda_error(cublasStatus_t status) {
+    return status == CUBLAS_STATUS_SUCCESS ? 0 : CUBLAS_ERRORS + int(status);
+}
+
+// The product of T rows. cuBLAS counts columns first, so this is out^T {N, T} = (W^T {K, N})^T * x^T {K, T}.
+struct Product {
+    cublasLtMatmulDesc_t product = nullptr;
+    cublasLtMatrixLayout_t weights = nullptr, x = nullptr, out = nullptr;
+    int error;
+
+    Product(int T, int64_t N, int64_t K) {
+        const cublasOperation_t transposed = CUBLAS_OP_T;
+        error = cuda_error(cublasLtMatmulDescCreate(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+        const auto then = [&](cublasStatus_t status) { error = error != 0 ? error : cuda_error(status); };
+        if (error == 0) {
+            then(cublasLtMatmulDescSetAttribute(product, CUBLASLT_MATMUL_DESC_TRANSA, &transposed,
+                                                sizeof(transposed)));
+            then(cublasLtMatrixLayoutCreate(&weights, CUDA_R_16F, K, N, K));
+            then(cublasLtMatrixLayoutCreate(&x, CUDA_R_16F, K, T, K));
+            then(cublasLtMatrixLayoutCreate(&out, CUDA_R_32F, N, T, N));
+        }
+    }
+    Product(const Product &) = delete;
+    Product &operator=(const Product &) = delete;
+    ~Product() {
+        for (cublasLtMatrixLayout_t each : {weights, x, out}) {
+            if (each != nullptr) {
+                cublasLtMatrixLayoutDestroy(each);
+            }
+        }
+        if (product != nullptr) {
+            cublasLtMatmulDescDestroy(product);
+        }
+    }
+
+    // Returns algorithms, the best first as cuBLAS reckons. None of them splits K among blocks.
+    std::vector<cublasLtMatmulAlgo_t> offered(cublasLtHandle_t handle, int n) const {
+        std::vector<cublasLtMatmulAlgo_t> algorithms;
+        cublasLtMatmulPreference_t preference = nullptr;
+        if (error != 0 || cublasLtMatmulPreferenceCreate(&preference) != CUBLAS_STATUS_SUCCESS) {
+            return algorithms;
+        }
+        const size_t workspace = GEMM_WORKSPACE;
+        const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_NONE;
+        std::vector<cublasLtMatmulHeuristicResult_t> results(static_cast<size_t>(n));
+        int found = 0;
+        if (cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                 &workspace, sizeof(workspace)) == CUBLAS_STATUS_SUCCESS &&
+            cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                                                 &schemes, sizeof(schemes)) == CUBLAS_STATUS_SUCCESS &&
+            cublasLtMatmulAlgoGetHeuristic(handle, product, weights, x, out, out, preference, n,
+                                           results.data(), &found) == CUBLAS_STATUS_SUCCESS) {
+            for (int i = 0; i < found; i++) {
+                if (results[i].state == CUBLAS_STATUS_SUCCESS) {
+                    algorithms.push_back(results[i].algo);
+                }
+            }
+        }
+        cublasLtMatmulPreferenceDestroy(preference);
+        return algorithms;
+    }
+
+    int multiply(const Library &library, const cublasLtMatmulAlgo_t &algorithm, const void *w,
+                 const void *rows, float *to, cudaStream_t stream) const {
+        const float one = 1, zero = 0;
+        return error != 0 ? error
+                          : cuda_error(cublasLtMatmul(library.handle, product, &one, w, weights, rows, x,
+                                                      &zero, to, out, to, out, &algorithm, library.workspace,
+                                                      size_t(GEMM_WORKSPACE), stream));
+    }
+};
+
+// One algorithm for any number of rows.
+int reference(const Library &library, int64_t N, int64_t K, Algorithms &found) {
+    const Product many(REFERENCE_ROWS, N, K);
+    const std::vector<cublasLtMatmulAlgo_t> offered = many.offered(library.handle, 1);
+    if (offered.empty()) {
+        return many.error != 0 ? many.error : cuda_error(CUBLAS_STATUS_NOT_SUPPORTED);
+    }
+    std::fill(found.by_class, found.by_class + N_CLASSES, offered[0]);
+    return 0;
+}
+
+// Room on the device, which may not be there.
+template <class T> struct Room {
+    T *p = nullptr;
+    explicit Room(int64_t n) {
+        if (cudaMalloc(&p, size_t(n) * sizeof(T)) != cudaSuccess) {
+            cudaGetLastError();
+            p = nullptr;
+        }
+    }
+    Room(const Room &) = delete;
+    Room &operator=(const Room &) = delete;
+    ~Room() { cudaFree(p); }
+};
+
+// Writes F16 between -1 and 1, of which no two neighbours are alike.
+__global__ void fill_kernel(__half *out, int64_t n, uint32_t seed) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        uint32_t hash = uint32_t(i) * 2654435761u ^ seed;
+        hash = (hash ^ hash >> 16) * 0x85ebca6b;
+        hash = (hash ^ hash >> 13) * 0xc2b2ae35;
+        out[i] = __float2half((int(hash >> 16) - 32768) / 32768.0f);
+    }
+}
+
+// Counts values whose bits differ.
+__global__ void differ_kernel(const uint32_t *a, const uint32_t *b, int64_t n, uint32_t *count) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        if (a[i] != b[i]) {
+            atomicAdd(count, 1u);
+        }
+    }
+}
+
+// Compares algorithms for a product on rows and weights that are made up.
+struct Trial {
+    const Library &library;
+    const int64_t N, K;
+    __half *weights;
+    cudaStream_t stream;
+    Room<__half> x;
+    Room<float> expected, found;
+    Room<uint32_t> count;
+    cudaEvent_t begin = nullptr, end = nullptr;
+
+    Trial(const Library &of, int64_t n, int64_t k, __half *w, cudaStream_t on)
+        : library(of), N(n), K(k), weights(w), stream(on), x(FEW_ROWS * k), expected(FEW_ROWS * n),
+          found(FEW_ROWS * n), count(1) {
+        cudaEventCreate(&begin);
+        cudaEventCreate(&end);
+        if (ready()) {
+            fill_kernel<<<1024, 256, 0, stream>>>(w, N * K, 1);
+            fill_kernel<<<1024, 256, 0, stream>>>(x.p, FEW_ROWS * K, 2);
+        }
+    }
+    ~Trial() {
+        cudaEventDestroy(begin);
+        cudaEventDestroy(end);
+    }
+    bool ready() const {
+        return x.p != nullptr && expected.p != nullptr && found.p != nullptr && count.p != nullptr &&
+               begin != nullptr && end != nullptr;
+    }
+
+    int run(const cublasLtMatmulAlgo_t &algorithm, int rows, float *to) const {
+        return Product(rows, N, K).multiply(library, algorithm, weights, x.p, to, stream);
+    }
+
+    // Whether it gives the reference's bits.
+    bool same(const cublasLtMatmulAlgo_t &algorithm) const {
+        uint32_t differing = 1;
+        if (cudaMemsetAsync(found.p, 0xff, size_t(FEW_ROWS * N) * sizeof(float), stream) != cudaSuccess ||
+            cudaMemsetAsync(count.p, 0, sizeof(uint32_t), stream) != cudaSuccess ||
+            run(algorithm, FEW_ROWS, found.p) != 0) {
+            return false;
+        }
+        differ_kernel<<<512, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(expected.p),
+                                               reinterpret_cast<uint32_t *>(found.p), FEW_ROWS * N, count.p);
+        return cudaMemcpyAsync(&differing, count.p, sizeof(uint32_t), cudaMemcpyDeviceToHost, stream) ==
+                   cudaSuccess &&
+               cudaStreamSynchronize(stream) == cudaSuccess && differing == 0;
+    }
+
+    float milliseconds(const cublasLtMatmulAlgo_t &algorithm, int rows) const {
+        float best = INFINITY;
+        for (int i = 0; i < 3; i++) {
+            float ms = INFINITY;
+            if (cudaEventRecord(begin, stream) != cudaSuccess || run(algorithm, rows, found.p) != 0 ||
+                cudaEventRecord(end, stream) != cudaSuccess || cudaEventSynchronize(end) != cudaSuccess ||
+                cudaEventElapsedTime(&ms, begin, end) != cudaSuccess) {
+                return INFINITY;
+            }
+            best = std::min(best, ms);
+        }
+        return best;
+    }
+
+    // Chooses for each class of rows: the first that gives the reference's bits, and among few rows the fastest.
+    int choose(Algorithms &chosen) const {
+        if (const int error = run(chosen.by_class[0], FEW_ROWS, expected.p); error != 0) {
+            return error;
+        }
+        std::vector<cublasLtMatmulAlgo_t> few;
+        for (int i = 0; i < N_CLASSES; i++) {
+            for (const cublasLtMatmulAlgo_t &each :
+                 Product(CLASSES[i], N, K).offered(library.handle, OFFERED)) {
+                if (!same(each)) {
+                    continue;
+                }
+                if (CLASSES[i] > FEW_ROWS) {
+                    chosen.by_class[i] = each;
+                    if (CLASSES[i] == 2 * FEW_ROWS) {
+                        few.push_back(each);
+                    }
+                    break;
+                }
+                few.push_back(each);
+            }
+        }
+        for (int i = 0; CLASSES[i] <= FEW_ROWS; i++) {
+            float best = milliseconds(chosen.by_class[i], CLASSES[i]);
+            for (const cublasLtMatmulAlgo_t &each : few) {
+                if (const float ms = milliseconds(each, CLASSES[i]); ms < best) {
+                    best = ms;
+                    chosen.by_class[i] = each;
+                }
+            }
+        }
+        return 0;
+    }
+};
+
+} // namespace
+} // namespace luce
