@@ -8,7 +8,7 @@
 #include "attention/prefill.h"
 #include "attention/sizes.h"
 #include "attention/tile.cuh"
-#include "common/warp.cuh"
+#include "common/lanes.cuh"
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -31,6 +31,7 @@ template <int D, int WARPS> struct PrefillLayout {
 };
 
 constexpr float LOG2E = 1.44269504f;
+constexpr int QUAD = 4; // so many lanes share a row of a warp's tile
 
 // What a range of positions gave one row: its largest score, in units of log2, the sum of 2^(score - largest), and that of
 // 2^(score - largest) * v, which is `value` for one column.
@@ -44,16 +45,6 @@ __device__ float2 add_up(Sum &sum, const Sum &more) {
     const float2 factors = {exp2_fast(sum.most - base), exp2_fast(more.most - base)};
     sum = {most, sum.weights * factors.x + more.weights * factors.y};
     return factors;
-}
-
-__device__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-__device__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
 // A block has ROWS rows of one head, a warp 16 of them, and a thread columns lane % 4 * 2 and the next of each 8 in rows
@@ -174,7 +165,7 @@ template <int D, int WARPS> struct PrefillBlock {
             for (int n = 0; n < N; n++) {
                 most = fmaxf(most, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
             }
-            most = fmaxf(sum.most, quad_max(most));
+            most = fmaxf(sum.most, warp_max(most, QUAD));
             const float origin = most == -INFINITY ? 0.0f : most, factor = exp2_fast(sum.most - origin);
             float added = 0;
 #pragma unroll
@@ -231,8 +222,8 @@ template <int D, int WARPS> struct PrefillBlock {
             __syncthreads();
             add_values(weights);
         }
-        sums[0].weights = quad_sum(sums[0].weights);
-        sums[1].weights = quad_sum(sums[1].weights);
+        sums[0].weights = warp_sum(sums[0].weights, QUAD);
+        sums[1].weights = warp_sum(sums[1].weights, QUAD);
     }
 
     __device__ bool has(int half) const { return first_row + row(half) < a.T; }
