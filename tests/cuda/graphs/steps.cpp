@@ -122,7 +122,7 @@ std::string params_of(const ggml_tensor *node, int first) {
     return text;
 }
 
-const char *const KINDS[] = {"prefill", "prefill_last", "prompt", "verify", "draft", "feed"};
+const char *const KINDS[] = {"prefill", "prefill_last", "prefill_tail", "verify", "draft", "feed"};
 
 std::string kind_of(const StepShape &shape, const Cache &cache) {
     if (shape.kind != StepKind::draft) {
