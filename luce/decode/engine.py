@@ -16,8 +16,8 @@ from luce.decode.reading import Reading
 from luce.decode.request import Request
 from luce.errors import Error
 from luce.files.tokenizer import Tokenizer
-from luce.native import Model, Progress, Source
-from luce.native.structs import EngineInfo
+from luce.native import Form, Model, Progress, Source
+from luce.native.structs import EngineInfo, first
 from luce.planning.opened import Files, params_of
 from luce.planning.plan import (
     Auto,
@@ -76,8 +76,8 @@ class Engine:
             if isinstance(plan.draft, Auto) and not keep_drafters:
                 with ExitStack() as measured:
                     measured.enter_context(native)
-                    first, plan = plan, _paying(plan, plan.draft, native)
-                    if (first.drafts, first.blocks) == (plan.drafts, plan.blocks):
+                    before, plan = plan, _paying(plan, plan.draft, native)
+                    if (before.drafts, before.blocks) == (plan.drafts, plan.blocks):
                         measured.pop_all()
                     else:  # Without a drafter, steps need not keep its caches up to date.
                         measured.close()
@@ -180,8 +180,13 @@ def _drafters(draft: Drafting, sequence: _native.Sequence, info: EngineInfo) -> 
     """Returns the model's drafters that a plan names."""
     part = draft.chain if info.n_part else 0
     sizes = {Source.NEXTN: draft.chain, Source.PART: part, Source.DFLASH: draft.block}
-    ranks = max(info.n_top, 1)
-    return [Drafter(sequence, by, most, ranks, info.n_part) for by, most in sizes.items() if most]
+    made = []
+    for by, most in sizes.items():
+        if most:
+            drafter = info.drafters[first(info.drafters, by) or 0]
+            ranks = max((info.n_top and drafter.n_list) or info.n_top, 1)
+            made.append(Drafter(sequence, by, most, ranks, info.n_part, Form(drafter.form)))
+    return made
 
 
 def _open(model: Model, plan: Plan) -> _native.Engine:

@@ -8,7 +8,7 @@ one-line message.
 from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, Rows, Sequence, Verified
 from luce.native.files import File, Model, Progress
 from luce.native.library import Handle, IntArray, Library, Lists, default, load, use
-from luce.native.structs import Source
+from luce.native.structs import Form, Source
 
 __all__ = [
     "CHOSEN",
@@ -17,6 +17,7 @@ __all__ = [
     "Drafts",
     "Engine",
     "File",
+    "Form",
     "Handle",
     "IntArray",
     "Library",

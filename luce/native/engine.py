@@ -16,6 +16,7 @@ from luce.native.structs import (
     DrafterInfo,
     EngineInfo,
     EngineParams,
+    Form,
     Logprobs,
     Penalties,
     Sampling,
@@ -297,16 +298,16 @@ class Sequence(Handle):
         drafted: list[int] = self.library.ffi.unpack(tokens, n)
         return drafted
 
-    def lists(self, depth: int, k: int, comb: bool = True) -> Lists:
-        """Returns the k best candidates of each of the first `depth` drafts of the last draft, for tree().
-        With k = 1 these are the drafts themselves, with scores of 0. `comb` says that the drafts are a
-        chain. Raises NumericError as drafted() does."""
-        made = Lists(self.library, depth, k, comb)
+    def lists(self, depth: int, k: int, form: Form = Form.CHAIN) -> Lists:
+        """Returns the k best candidates of each of the first `depth` drafts of the last draft, for tree(); its drafter
+        has lists of this form. With k = 1 these are the drafts themselves, with scores of 0. Raises NumericError as
+        drafted() does."""
         if k == 1:
+            made = Lists(self.library, depth, k, Form.CHAIN)
             made.ids[0:depth] = self.drafted(depth)
             return made
-        get = self.library.lib.luce_sequence_get_lists
-        self.library.check(get(self.handle, made.ids, made.scores, depth, k))
+        made = Lists(self.library, depth, k, form)
+        self.library.check(self.library.lib.luce_sequence_get_lists(self.handle, made.struct))
         return made
 
     def tree(

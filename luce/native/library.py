@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from luce.errors import BY_CODE, ArgumentError, Error, InternalError, StateError
 from luce.native.declare import declared
-from luce.native.structs import Device, Penalties, Sampling, TypeInfo
+from luce.native.structs import Device, Form, Penalties, Sampling, TypeInfo
 
 if TYPE_CHECKING:
     import numpy as np
@@ -213,21 +214,35 @@ class Library:
         return made
 
 class Lists:
-    """These are a drafter's lists of candidates, one for each depth, best first. Ids are int32[depth * k] and
-    their scores float[depth * k], both C arrays. `comb` says that the lists follow the first choices
-    alone."""
+    """A drafter's candidates at each depth (luce.h: luce_lists). Ids are int32[depth * k] and their scores
+    float[depth * k], or of conditional lists float[depth * k * k], both C arrays."""
 
-    def __init__(self, library: Library, depth: int, k: int, comb: bool):
-        self.depth, self.k = depth, k
+    def __init__(self, library: Library, depth: int, k: int, form: Form):
+        self.depth, self.k, self.form = depth, k, form
         self.ids = library.ffi.new("int32_t[]", max(depth * k, 1))
-        self.scores = library.ffi.new("float[]", max(depth * k, 1))
+        self.scores = library.ffi.new("float[]", max(depth * k * (k if form is Form.CONDITIONAL else 1), 1))
         self.struct = library.struct(
-            "luce_lists", ids=self.ids, scores=self.scores, depth=depth, k=k, comb=int(comb)
+            "luce_lists", ids=self.ids, scores=self.scores, depth=depth, k=k, form=int(form)
         )
 
     def at(self, depth: int) -> list[int]:
-        """Returns the ids at a depth, counted from 0."""
-        return list(self.ids[depth * self.k : (depth + 1) * self.k])
+        """Returns the ids at a depth, counted from 0, best first. Of conditional lists it is the one behind the best
+        candidate of each depth above, without those that cannot be chosen."""
+        ids = list(self.ids[depth * self.k : (depth + 1) * self.k])
+        if self.form is not Form.CONDITIONAL:
+            return ids
+        above = 0
+        for each in range(depth + 1):
+            order = self._behind(each, above)
+            above = order[0] if order else 0
+        return [ids[candidate] for candidate in order]
+
+    def _behind(self, depth: int, above: int) -> list[int]:
+        """Returns the candidates of a depth behind one of the depth above, best first."""
+        first = (depth * self.k + above) * self.k
+        scores = self.scores[first : first + self.k]
+        there = [candidate for candidate in range(self.k) if scores[candidate] > -math.inf]
+        return sorted(there, key=lambda candidate: (-scores[candidate], self.ids[depth * self.k + candidate]))
 
 
 class Handle:

@@ -93,6 +93,15 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Form(IntEnum):
+    """What the candidates of a draft are (luce.h: luce_form): a chain, each from those before it; a list for each
+    depth, whatever was chosen above; or for each depth a list behind each candidate of the depth above."""
+
+    CHAIN = 0
+    INDEPENDENT = 1
+    CONDITIONAL = 2
+
+
 @dataclass(frozen=True)
 class DrafterParams:
     """How an engine drafts with the model's drafter of this index: at most `n_draft` tokens a round, which 0
@@ -106,7 +115,8 @@ class DrafterParams:
 @dataclass(frozen=True)
 class DrafterInfo:
     """A drafter of a model's or an engine's list (luce.h: luce_drafter_info). `kind` is "nextn" or "dflash",
-    and `n_block` counts the rows of the step that drafts all at once; 0 means that a step drafts one token."""
+    `form` a Form, and `n_block` counts the rows of the step that drafts all at once; 0 means that a step drafts one
+    token. Conditional lists have `n_list` candidates of each depth."""
 
     STRUCT: ClassVar[str] = "luce_drafter_info"
 
@@ -114,6 +124,7 @@ class DrafterInfo:
     form: int
     n_draft: int
     n_block: int
+    n_list: int
     n_part: int
     drafter: int
     has_kv: int

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from luce.native import Lists, Source
+from luce.native import Form, Lists, Source
 from luce.speculate.prices import Costs
 
 
@@ -110,7 +110,7 @@ class Text(Protocol):
     """This is a sequence, as draft sources see it (luce.native.Sequence)."""
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]: ...
-    def lists(self, depth: int, k: int, comb: bool = True) -> Lists: ...
+    def lists(self, depth: int, k: int, form: Form = Form.CHAIN) -> Lists: ...
     def tree(
         self, anchor: int, lists: Lists, budget: int, chain: Sequence[int] = ()
     ) -> tuple[list[int], list[int], list[int]]: ...
@@ -145,14 +145,16 @@ class TextLookup:
 class Drafter:
     """Drafts with a part of the model that runs on the device: its NextN head, which chains at most `most`
     drafts, or a DFlash drafter, whose block has as many. `ranks` is how many candidates the engine keeps of
-    each draft. Trees need more than one. `part` is how many tokens Source.PART drafts among. `head` names
-    what drafts: the NextN head is one, whatever it drafts among."""
+    each draft. Trees need more than one. `form` says what these are, `part` how many tokens Source.PART drafts
+    among. `head` names what drafts: the NextN head is one, whatever it drafts among."""
 
-    def __init__(self, text: Text, by: Source, most: int, ranks: int = 1, part: int = 0):
+    def __init__(
+        self, text: Text, by: Source, most: int, ranks: int = 1, part: int = 0, form: Form = Form.CHAIN
+    ):
         self.name = {Source.NEXTN: "mtp", Source.PART: "mtp-part", Source.DFLASH: "dflash"}[by]
         self.head = "mtp" if by is Source.PART else self.name
         self.most, self.ranks, self.part = most, ranks, part if by is Source.PART else 0
-        self._text, self._by = text, by
+        self._text, self._by, self._form = text, by, form
         self._lists: Lists | None = None  # These are of the last draft, where the host has seen it.
         # These are by the number of drafts, and none is made twice.
         self.chains = [Draft(on_device=n, by=by, sources=(self.name,) * n) for n in range(most + 1)]
@@ -174,7 +176,7 @@ class Drafter:
 
     def _grow(self, anchor: int, n: int, budget: int | None, chain: Sequence[int]) -> Draft:
         k, size = (1, n) if budget is None else (self.ranks, budget)
-        self._lists = self._text.lists(n, k, self._by is not Source.DFLASH)
+        self._lists = self._text.lists(n, k, self._form)
         tokens, parents, bits = self._text.tree(anchor, self._lists, size, chain)
         names = ("", self.name, "lookup", f"{self.name}+lookup")
         return Draft(tuple(tokens[1:]), tuple(parents), sources=tuple(names[bit] for bit in bits[1:]))

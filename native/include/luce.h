@@ -249,7 +249,8 @@ LUCE_API luce_status luce_model_get_info(luce_model *model, luce_model_info *out
 typedef enum luce_form {
     LUCE_FORM_CHAIN =
         0, /* each draft from those before it: the list of a depth holds behind their first choices alone */
-    LUCE_FORM_INDEPENDENT = 1 /* the list of a depth holds behind whatever was chosen before it */
+    LUCE_FORM_INDEPENDENT = 1, /* the list of a depth holds behind whatever was chosen before it */
+    LUCE_FORM_CONDITIONAL = 2 /* a depth has a list behind each candidate of the depth above */
 } luce_form;
 
 typedef struct luce_drafter_info {
@@ -259,6 +260,7 @@ typedef struct luce_drafter_info {
     uint32_t n_draft; /* most drafts of a round: that it can, or that the engine's entry allows */
     uint32_t
         n_block; /* rows of the step that drafts all at once, the anchor's among them; 0: a step drafts one token */
+    uint32_t n_list; /* candidates of each depth, of conditional lists; else 0 */
     uint32_t n_part; /* of an engine's entry */
     uint32_t drafter; /* index of the model's list */
     int32_t has_kv; /* it has KV of its own in each engine that uses it */
@@ -407,7 +409,8 @@ LUCE_API luce_status luce_sequence_commit(luce_sequence *sequence, const int32_t
 
 /* Reads the F32 logits of one row; n must be n_vocab. It is a row of the engine's last verify, row 0 of its last
  * prefill with a choice (the prompt's last token), or row i of its last drafted block: the drafter's for the token at
- * the anchor's position + i, -1e30 where it lacks a token. E_STATE when the engine has run another step since. */
+ * the anchor's position + i, or where a block drafts as many tokens as it has rows, behind that; without what the draft before
+ * adds to them, and -1e30 where it lacks a token. E_STATE when the engine has run another step since. */
 LUCE_API luce_status luce_sequence_get_logits(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
 
 /* ---- rounds: begun here, waited for later ------------------------------------------------------- */
@@ -460,11 +463,23 @@ LUCE_API luce_status luce_engine_draft(luce_engine *engine, uint32_t drafter, co
  * whose logits were not finite is E_NUMERIC; the sequence is not failed by it. */
 LUCE_API luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *tokens, uint32_t n);
 
-/* Reads the k <= n_top best candidates of the last draft's first `depth` tokens: ids and scores (depth, k), by log-
- * probability over the whole vocabulary, then the lower id. A sequence that samples has the draft first, the rest by
- * log-probability and noise, within its filters. -1 ends a list. It waits for the device and fails as get_draft does. */
-LUCE_API luce_status luce_sequence_get_lists(luce_sequence *sequence, int32_t *ids, float *scores,
-                                             uint32_t depth, uint32_t k);
+/* A drafter's candidates after the anchor, depth by depth. In the forms LUCE_FORM_CHAIN and LUCE_FORM_INDEPENDENT a depth has
+ * one list, best first, of which an id < 0 or a score of -inf is the end. With LUCE_FORM_CONDITIONAL a depth has k candidates
+ * in any order, and a list behind each candidate of the depth above: scores[d][a][b] is that of candidate b behind candidate
+ * a, and -inf where it is none. At depth 0 a is 0, the anchor. */
+typedef struct luce_lists {
+    uint64_t struct_size;
+    int32_t *ids; /* (depth, k) */
+    float *scores; /* (depth, k), or conditional (depth, k, k) */
+    uint32_t depth, k;
+    int32_t form; /* luce_form */
+} luce_lists;
+/* Reads the candidates of the last draft's first lists->depth tokens into lists->ids and lists->scores; its form is that of the
+ * drafter, and k at most n_top, or conditional luce_drafter_info.n_list. Scores are log-probabilities: over the whole
+ * vocabulary, with ties in the order of ids, or conditional over the k. A sequence that samples has log-probability and
+ * noise, within its filters, and unless conditional the draft first. It waits for the device and fails as get_draft does;
+ * E_ARG: the last draft has other lists, or n_top is 0. */
+LUCE_API luce_status luce_sequence_get_lists(luce_sequence *sequence, const luce_lists *lists);
 
 /* Drafts what followed where the text stood before: the committed tokens, then `anchor`. Earlier positions match where
  * their last four tokens are those at the end. The newest 32 are compared, over 256 tokens at most. The longest match
@@ -482,13 +497,6 @@ LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t ancho
  * tokens, parents, sources: room for 1 + budget + n_chain <= LUCE_MAX_ROWS rows, of which *n are written, depth first, the
  * anchor first. sources: whose candidate a row is, 1 the lists', 2 the chain's, 3 of both. lists may be NULL where budget
  * is 0. E_ARG; E_NUMERIC where a score is NaN. */
-typedef struct luce_lists {
-    uint64_t struct_size;
-    const int32_t *ids; /* (depth, k) best first; < 0: the list ends before it */
-    const float *scores; /* (depth, k); -inf: the list ends before it */
-    uint32_t depth, k;
-    int32_t comb; /* 1: lists follow the first choices, which alone have children; 0: any node above */
-} luce_lists;
 LUCE_API luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, const int32_t *chain,
                                uint32_t n_chain, int32_t *tokens, int32_t *parents, uint8_t *sources,
                                uint32_t *n);

@@ -55,7 +55,7 @@ void check(int64_t n, int T, int k) {
     Device<StepCtl> control(std::vector<StepCtl>{ctl});
     Device<int32_t> lists(size_t(T) * 2 * k), scratch(size_t(T) * topk_scratch(k));
     for (int run = 0; run < 2; run++) { // the second run goes over what the first left
-        must(cuda::topk({in.p, n, T, k, control.p, lists.p, scratch.p}, stream));
+        must(cuda::topk({in.p, n, T, k, control.p, lists.p, scratch.p, 2 * k}, stream));
         must(cudaStreamSynchronize(stream));
         const std::vector<int32_t> got = lists.get();
         bool good = true;
@@ -111,7 +111,7 @@ void time_topk() {
     for (const auto &each : cases) {
         const int T = each[0], k = each[1];
         const double us = median_us(
-            [&] { must(cuda::topk({logits.p, n, T, k, control.p, lists.p, scratch.p}, stream)); }, 50);
+            [&] { must(cuda::topk({logits.p, n, T, k, control.p, lists.p, scratch.p, 2 * k}, stream)); }, 50);
         printf("topk %2d rows of %lld, k %2d: %7.1f us\n", T, (long long) n, k, us);
     }
 }

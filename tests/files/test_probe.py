@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import tiny
+import tiny_dflash2
 
 from luce.cli.terminal import facts_text, size
 from luce.errors import FileError
@@ -227,6 +228,7 @@ def test_a_drafter_tells_its_settings(facts_of, tmp_path, prefix):
     assert "drafts for a target" in facts.reasons[0]
     assert json.loads(json.dumps(facts.as_json()))["dflash"] == {
         "block_size": 16,
+        "drafts": 15,
         "target_layers": [2, 17, 32, 47, 62],
         "mask_token_id": 248070,
         "sliding_window": 2048,
@@ -305,6 +307,15 @@ def test_what_does_not_say_what_it_fits_is_said_to_be_unknown(facts_of, tmp_path
     text = facts_text(facts_of(path))
     assert "drafter         DFlash, of a block of unknown size\n" in text
     assert "drafts for      unknown: the file does not say\n" in text
+
+
+@pytest.mark.parametrize("name", tiny_dflash2.CASES)
+def test_a_drafter_tells_how_many_drafts_its_blocks_make(facts_of, tmp_path, name):
+    """They are as many as the core makes."""
+    case = tiny_dflash2.CASES[name]
+    path = tiny_dflash2.write(tmp_path / "d.gguf", case, tiny_dflash2.weights(case))
+    dflash = facts_of(path).dflash
+    assert (dflash.block_size, dflash.drafts) == (case.base.drafter.block_size, case.n_draft)
 
 
 def test_the_drafter_of_the_box_says_what_it_fits(facts_of):

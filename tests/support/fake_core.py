@@ -20,7 +20,7 @@ from luce.decode.loop import MAX_ROWS, Loop
 from luce.decode.request import Request
 from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
 from luce.files.tokenizer import Tokenizer
-from luce.native import CHOSEN, Drafts, Lists, Rows, Verified, default
+from luce.native import CHOSEN, Drafts, Form, Lists, Rows, Verified, default
 from luce.native import Source as By
 from luce.native.structs import DrafterInfo, EngineInfo, SequenceInfo
 from luce.speculate.drafting import Drafter, Fixed
@@ -122,7 +122,7 @@ class FakeEngine:
             n_rows=self.n_rows, n_drafters=1, n_top=self.n_top, n_chunk=self.n_chunk, n_threads=1,
             n_cut=self.n_cut, pages_free=1,
             sequences_free=self.n_sequences - len(self.open), checkpoints_free=0,
-            drafters=(DrafterInfo("nextn", 0, self.n_draft, 0, 0, 0, 1),),
+            drafters=(DrafterInfo("nextn", 0, self.n_draft, 0, 0, 0, 0, 1),),
         )  # fmt: skip
 
     def sequence(self):
@@ -319,10 +319,10 @@ class FakeSequence:
                 return text[len(text) - most :] if most else [], 4
         return [], 0
 
-    def lists(self, depth, k, comb=True):
+    def lists(self, depth, k, form=Form.CHAIN):
         """Returns the chain's tokens and, as next best ones, those that follow them by number."""
         self.engine.called("lists", (depth, k))
-        made = Lists(default(), depth, k, comb)
+        made = Lists(default(), depth, k, form)
         drafted = self.chain[1 : depth + 1]
         made.ids[0 : depth * k] = [(token + rank) % 256 for token in drafted for rank in range(k)]
         made.scores[0 : depth * k] = [-0.5 * rank for _ in range(depth) for rank in range(k)]

@@ -17,7 +17,7 @@ import numpy as np
 from checkout import ROOT
 
 from luce.bench.oracle_model import Rule
-from luce.native import Source
+from luce.native import Form, Source
 from luce.native.structs import Cost
 from luce.planning.plan import AUTO_BUDGET
 from luce.speculate.auto import Auto
@@ -120,7 +120,7 @@ class Text:
         tokens = [self.at + 1 + i if i < right else WRONG for i in range(proposed)]
         return tokens[:most], matched
 
-    def lists(self, depth: int, k: int, comb: bool = True) -> Any:
+    def lists(self, depth: int, k: int, form: Form = Form.CHAIN) -> Any:
         raise NotImplementedError
 
     tree: Any = lists

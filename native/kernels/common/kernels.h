@@ -345,13 +345,17 @@ struct ChooseArgs {
     // 1: a row's logits are of the position after its own; 0: of its own, as a block's masks are.
     int32_t ahead;
     ChoiceRow *out; // [T]
-    // Entry rows[t].keep of both becomes {token, not-finite flag} of row t: one for later rows, and one for the host, in
+    // Entry rows[..].keep of both becomes {token, not-finite flag} of row t: one for later rows, and one for the host, in
     // memory of its own that a GPU writes to, since a copy would take longer. They may be the same, or both null.
     int32_t *drafts, *given; // [n][2]
+    // Logits t are those of the step's row first + t * (1 + between): of blocks, of one row each.
+    int32_t first, between;
+
+    LUCE_BOTH int32_t row_of(int32_t t) const { return first + t * (1 + between); }
 };
 
 // topk lists the k best candidates of each row, in the order (logit descending, id ascending), with their
-// log-probabilities over the whole vocabulary. Entry rows[t].keep of `lists` becomes k ids and then the bits
+// log-probabilities over the whole vocabulary. Entry rows[t].keep of `lists` begins with k ids and then the bits
 // of k F32 scores. Where a row has fewer than k logits above -inf, the list ends with ids of -1. (Rows with
 // keep -1 are not looked at. Of a row with a logit that is NaN or +inf the list is any list: its entry in
 // `drafts` says so.)
@@ -360,8 +364,9 @@ struct TopkArgs {
     int64_t n;
     int32_t T, k; // k is 1 .. TOPK_MAX
     const StepCtl *ctl;
-    int32_t *lists; // [entries][2 * k]; in/out
+    int32_t *lists; // [entries][entry]; in/out
     int32_t *scratch; // [T][topk_scratch(k)]
+    int32_t entry; // 2 * k or more
 };
 constexpr int TOPK_MAX = 63;
 constexpr int TOPK_PART = 4096; // one block sorts so many logits
@@ -385,6 +390,65 @@ LUCE_BOTH int32_t token_of(int32_t given, const int32_t *drafts, int32_t n_vocab
     const int32_t token = given >= 0 ? given : drafts[2 * int64_t(-1 - given)];
     return token < 0 || token >= n_vocab ? 0 : token;
 }
+
+// ---- blocks of drafters whose drafts depend on each other ------------------------------------------------
+
+// block_conv is a causal convolution over the rows of each block, with zeros before its first one:
+//   out_t[c] = sum over i of (base[side][i][c] + added_t[side][i][c / G]) * x_{t-i}[c], where G = E / groups
+struct BlockConvArgs {
+    int32_t T, E, taps, groups;
+    int32_t side; // 0: ahead of a sublayer; 1: behind it
+    const float *x; // [T][E]
+    const float *added; // [T][2][taps][groups]
+    const float *base; // [2][taps][E]
+    const StepCtl *ctl;
+    float *out; // [T][E]
+};
+
+// prior_tokens gives the token before the one that a row drafts, for one row of each block: what the row above it has
+// drafted, else the anchor. Row t of T is the step's row first + t * (1 + between), and draws on `drafts` as choose leaves
+// them.
+struct PriorArgs {
+    int32_t T, first, between, n_vocab;
+    const int32_t *tokens; // [rows of the step]; those of anchors are read, as TokensArgs says
+    const int32_t *drafts; // [n][2]
+    const StepCtl *ctl;
+    int32_t *out; // [T]
+
+    LUCE_BOTH int32_t row_of(int32_t t) const { return first + t * (1 + between); }
+};
+
+// candidates lists the K largest logits of each row, in the order (logit descending, id ascending). Where one of the row's
+// logits is not finite, the ids are any and the logits NaN.
+struct CandidatesArgs {
+    int32_t T, K; // K <= n
+    int64_t n;
+    const float *logits; // [T][n]
+    const int64_t *tokens; // [n] the target's token of each; null: the same
+    int32_t *out; // [3][T][K]: indexes of logits, the target's tokens, bits of logits
+};
+
+// lattice scores each candidate b of a row behind each candidate a of the row above in the same block:
+//   s_t(b | a) = z_t(b) + sum over r of before(a)[r] * gates_t[r] * behind(b)[r]
+// The first row that drafts has the anchor alone in the place of a. Where `drafts` is not null, it drafts along the
+// rows: of each the candidate that the sequence's ChoiceCtl takes of s_t(. | the one above), as choose does of logits.
+// Entry rows[t].keep of `lists`, where that is not null, begins with K tokens and then the bits of [K][K] F32: by a, and
+// then by b, the logarithm of the softmax over b.
+struct LatticeArgs {
+    int32_t T, K, R;
+    int32_t ahead; // as ChooseArgs says
+    int32_t chooses; // 0: another op drafts
+    const int32_t *candidates; // [3][T][K] of CandidatesArgs
+    const float *anchors; // [T][R]: before() of the rows' own tokens, of which those of anchors are read
+    const float *before; // [T][K][R]
+    const float *behind; // [T][K][R]
+    const float *gates; // [T][R]; null: ones
+    const StepCtl *ctl;
+    int32_t *drafts, *given; // [n][2], as ChooseArgs says
+    int32_t *lists; // [entries][entry]; null: none are kept
+    int32_t entry;
+    float *out; // [T][K][K] s_t by a and b; of a that was not chosen only where there are lists
+};
 
 // Rows go to the host and their results come back through pinned memory, which the device's kernels read and write. The
 // host clears `given` before the launch, and sees it set when all of a row is there.

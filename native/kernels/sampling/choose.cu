@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(PICK_THREADS) pick_kernel(const __grid_constan
     __shared__ Best shared[PICK_THREADS / WARP];
     let_next_start();
     const Row row(a, blockIdx.x);
-    const int32_t keep = a.drafts == nullptr ? -1 : a.ctl->rows[blockIdx.x].keep;
+    const int32_t keep = a.drafts == nullptr ? -1 : a.ctl->rows[a.row_of(blockIdx.x)].keep;
     if (row.c.scale == 0 && threadIdx.x >= WARP) {
         return; // a warp is enough
     }

@@ -100,7 +100,7 @@ struct Row {
     uint64_t position = 0; // the token to be chosen is at this position
 
     __device__ Row(const ChooseArgs &a, int t) : x(a.logits + t * a.n), out(a.out + t) {
-        const RowCtl &row = a.ctl->rows[t];
+        const RowCtl &row = a.ctl->rows[a.row_of(t)];
         if (row.seq >= 0) {
             c = a.ctl->seqs[row.seq].choice;
             position = uint64_t(row.position + a.ahead);

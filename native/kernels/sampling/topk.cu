@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int
         log_sum = logf(sum);
     }
     sort(keys, n_sort);
-    int32_t *list = a.lists + int64_t(keep) * 2 * a.k;
+    int32_t *list = a.lists + int64_t(keep) * a.entry;
     for (int i = threadIdx.x; i < a.k; i += PICK_THREADS) {
         const Key key = i < n_sort ? keys[i] : 0;
         list[i] = key == 0 ? -1 : int32_t(~uint32_t(key));
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int
 
 int cuda::topk(const TopkArgs &args, void *stream) {
     if (args.T < 0 || args.T > MAX_ROWS || args.n <= 0 || args.n > TOPK_MAX_N || args.k < 1 ||
-        args.k > TOPK_MAX) {
+        args.k > TOPK_MAX || args.entry < 2 * args.k) {
         return int(cudaErrorInvalidValue);
     }
     if (args.T == 0) {

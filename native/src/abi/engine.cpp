@@ -293,13 +293,13 @@ luce_status luce_sequence_get_draft(luce_sequence *sequence, int32_t *tokens, ui
     });
 }
 
-luce_status luce_sequence_get_lists(luce_sequence *sequence, int32_t *ids, float *scores, uint32_t depth,
-                                    uint32_t k) {
+luce_status luce_sequence_get_lists(luce_sequence *sequence, const luce_lists *lists) {
     return guarded([&] {
         const auto s = g_sequences.get(sequence);
-        need(ids, "ids");
-        need(scores, "scores");
-        locked(s, [&](Sequence &one) { one.get_lists(ids, scores, depth, k); });
+        check_struct(lists, "lists");
+        need(lists->ids, "lists->ids");
+        need(lists->scores, "lists->scores");
+        locked(s, [&](Sequence &one) { one.get_lists(*lists); });
     });
 }
 

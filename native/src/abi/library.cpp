@@ -228,6 +228,7 @@ luce_drafter_info luce::drafter_info(const Model &model, uint32_t index) {
     info.form = int32_t(drafter.form);
     info.n_draft = drafter.n_draft;
     info.n_block = drafter.n_block;
+    info.n_list = drafter.n_list;
     info.drafter = index;
     info.has_kv = !drafter.kv.empty();
     return info;
@@ -288,7 +289,7 @@ luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, 
             check_struct(lists, "lists");
             need(lists->ids, "lists->ids");
             need(lists->scores, "lists->scores");
-            of = {lists->ids, lists->scores, lists->depth, lists->k, lists->comb != 0};
+            of = tree_lists(*lists);
         }
         if (n_chain > 0) {
             need(chain, "chain");

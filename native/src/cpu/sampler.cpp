@@ -186,6 +186,29 @@ int32_t choose(const float *x, int64_t n, const ChoiceCtl &ctl, uint64_t positio
     return best.id();
 }
 
+uint32_t score_candidates(const ChoiceCtl &ctl, uint64_t position, const int32_t *ids, const float *logits,
+                          uint32_t n, float *scores, uint64_t *kept) {
+    const auto gap = [&](uint32_t i) { return half_gap(logits[i], logits[0]); };
+    const uint32_t most = ctl.top_k > 0 ? std::min(n, uint32_t(ctl.top_k)) : n;
+    uint64_t total = 0;
+    uint32_t end = 0;
+    for (; end < most && ids[end] >= 0; end++) {
+        total += mass_of(z_of(gap(end), ctl.scale));
+    }
+    const uint64_t needed = needed_mass(total, ctl.top_p);
+    uint32_t i = 0;
+    for (*kept = 0; i < end && *kept < needed; i++) {
+        const uint64_t mass = mass_of(z_of(gap(i), ctl.scale));
+        if (mass < ctl.min_mass) {
+            break;
+        }
+        *kept += mass;
+        const Words4 words = noise_words(ctl.seed, position, uint32_t(ids[i]) / 4);
+        scores[i] = score_of(gap(i), ctl.scale, words.w[ids[i] % 4]);
+    }
+    return i;
+}
+
 int32_t sample(const float *logits, uint32_t n, const luce_sampling &s, uint64_t position) {
     bool any = false;
     for (uint32_t i = 0; i < n; i++) {
@@ -203,7 +226,7 @@ int32_t sample(const float *logits, uint32_t n, const luce_sampling &s, uint64_t
 void cpu_choose(const ChooseArgs &a, int ith, int nth) {
     for (int t = ith; t < a.T; t += nth) {
         const float *x = a.logits + t * a.n;
-        const RowCtl &row = a.ctl->rows[t];
+        const RowCtl &row = a.ctl->rows[a.row_of(t)];
         const bool finite = std::all_of(x, x + a.n, [](float value) { return std::isfinite(value); });
         const ChoiceCtl greedy{};
         a.out[t].token = choose(x, a.n, finite && row.seq >= 0 ? a.ctl->seqs[row.seq].choice : greedy,

@@ -20,6 +20,12 @@ ChoiceCtl choice_ctl(const luce_sampling &sampling);
 // one must be finite.
 int32_t choose(const float *x, int64_t n, const ChoiceCtl &ctl, uint64_t position);
 
+// Keeps of n candidates, whose logits are in the order (logit descending, id ascending), what the filters keep: the first
+// ones, whose number is returned. Each gets its z + G in `scores`. Their mass goes to *kept, in units of 2^-40 of the
+// first one's. An id below 0 ends the candidates. (The filters' sums are over these n alone.)
+uint32_t score_candidates(const ChoiceCtl &ctl, uint64_t position, const int32_t *ids, const float *logits,
+                          uint32_t n, float *scores, uint64_t *kept);
+
 // Does what luce.h says of luce_sample.
 int32_t sample(const float *logits, uint32_t n, const luce_sampling &sampling, uint64_t position);
 

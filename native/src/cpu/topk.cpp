@@ -36,7 +36,7 @@ void cpu_topk(const TopkArgs &a, int ith, int nth) {
         const int32_t keep = a.ctl->rows[t].keep;
         // with NaN nth_element's order is none: such rows are marked in `drafts`
         if (keep >= 0 && std::none_of(x, x + a.n, [](float v) { return std::isnan(v); })) {
-            list_row(a, x, a.lists + int64_t(keep) * 2 * a.k);
+            list_row(a, x, a.lists + int64_t(keep) * a.entry);
         }
     }
 }

@@ -113,7 +113,11 @@ Cache::Cache(const Model &model, const CacheParams &params)
     given_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2, choice_entry(MAX_ENQUEUED, 0));
     host_bytes_ = ggml_nbytes(given_);
     if (params.n_top > 0) {
-        lists_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, 2 * int64_t(params.n_top), choice_entry(0, 0));
+        uint32_t size = 0;
+        for (const Drafter *drafter : drafters_) {
+            size = std::max(size, drafter->list_size(params.n_top));
+        }
+        lists_ = ggml_new_tensor_2d(host, GGML_TYPE_I32, size, choice_entry(0, 0));
         host_bytes_ += ggml_nbytes(lists_);
     }
     for (const Drafter *drafter : drafters_) {
@@ -412,11 +416,12 @@ void Timeline::verified(const int32_t *tokens, const int32_t *parents, uint32_t 
     std::copy_n(parents, n, verified_.parents);
 }
 
-void Timeline::drafted(int32_t anchor, uint32_t n) {
+void Timeline::drafted(uint32_t drafter, int32_t anchor, uint32_t n) {
     debts_.moves = false;
     verified_.n = 0; // the drafter's KV of the verified rows is overwritten
     draft_anchor_ = anchor;
     n_drafted_ = n;
+    drafter_ = drafter;
 }
 
 void Timeline::check_path(const int32_t *path, uint32_t n) const {

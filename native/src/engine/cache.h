@@ -63,6 +63,8 @@ struct DrafterUse {
     uint32_t n_part; // it drafts among so many first tokens of the vocabulary; 0 means among all
     uint32_t n_block; // Drafter::n_block
 
+    // The first row of a block that drafts: 1, or where the anchor's own does 0.
+    uint32_t first_row() const { return n_block > n_draft ? 1 : 0; }
     // Positions behind the committed ones that n drafts write.
     uint32_t reach(uint32_t n) const { return std::max(n, n_block); }
 };
@@ -117,7 +119,7 @@ public:
     // {2, entries} I32 of what rows have chosen; an entry is a token, and a flag which is 1 where a logit was not finite.
     ggml_tensor *drafts() const { return drafts_; }
     // Both are in host memory, where a GPU's kernels write them. given() has the entries of drafts(); lists() has
-    // {2 * n_top, entries of the slots} I32, as TopkArgs says, and is null where n_top is 0.
+    // {the largest Drafter::list_size, entries of the slots} I32, and is null where n_top is 0.
     ggml_tensor *given() const { return given_; }
     ggml_tensor *lists() const { return lists_; }
     // {E, rows} F32: the target's after output_norm, or those of drafts. It is null where no drafter reads them.
@@ -250,7 +252,7 @@ public:
     // memory, so that none is done by half.
     void verified(const int32_t *tokens, const int32_t *parents, uint32_t n, bool seen);
     void fed() { debts_.unseen.n = 0; } // its unseen rows were fed
-    void drafted(int32_t anchor, uint32_t n);
+    void drafted(uint32_t drafter, int32_t anchor, uint32_t n);
     void settled() { debts_.pay(); } // it had no rows of its own
     // Fails with E_ARG unless it is a path from the root.
     void check_path(const int32_t *path, uint32_t n) const;
@@ -263,6 +265,7 @@ public:
     int32_t draft_anchor() const { return draft_anchor_; }
     // Counts those of the last draft, until the timeline moves on.
     uint32_t n_drafted() const { return n_drafted_; }
+    uint32_t drafter() const { return drafter_; } // of the engine's list, which made it
 
 private:
     void release_pages();
@@ -281,7 +284,7 @@ private:
         bool seen = true; // drafters that lag were fed with them
     } verified_; // the rows of the last verify, until they are committed or rejected
     int32_t draft_anchor_ = 0;
-    uint32_t n_drafted_ = 0;
+    uint32_t n_drafted_ = 0, drafter_ = 0;
 };
 
 } // namespace luce

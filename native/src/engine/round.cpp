@@ -560,7 +560,7 @@ void Rounds::draft_chain(uint32_t drafter, const DraftItem &item) {
         batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link);
     }
     engine_.step().draft_chain(drafter, item.n);
-    sequence.line().drafted(item.anchor, item.n);
+    sequence.line().drafted(drafter, item.anchor, item.n);
     sequence.fail_with("");
 }
 
@@ -583,7 +583,7 @@ void Rounds::draft_link(uint32_t drafter, const DraftItem *items, uint32_t n_ite
     engine_.step().draft(drafter, width, link, batch.n_pages());
     for (uint32_t i = 0; i < n_items; i++) {
         if (items[i].n == link + 1) {
-            items[i].sequence->line().drafted(items[i].anchor, items[i].n);
+            items[i].sequence->line().drafted(drafter, items[i].anchor, items[i].n);
             items[i].sequence->fail_with("");
         }
     }
@@ -609,12 +609,12 @@ void Rounds::draft_some_blocks(uint32_t drafter, const DraftItem *items, uint32_
     for (uint32_t i = 0; i < n_items; i++) {
         Sequence &sequence = *items[i].sequence;
         prepare(drafter, items[i]);
-        batch.add_block(sequence.line(), sequence.choice_ctl(), items[i].anchor, by.n_block, mask);
+        batch.add_block(sequence.line(), sequence.choice_ctl(), items[i].anchor, by, mask);
     }
     engine_.step().draft(drafter, n_items * by.n_block, index, batch.n_pages());
     for (uint32_t i = 0; i < n_items; i++) {
-        items[i].sequence->line().drafted(items[i].anchor, items[i].n);
-        items[i].sequence->end_step(Sequence::Rows::drafted, items[i].n + 1, i * by.n_block);
+        items[i].sequence->line().drafted(drafter, items[i].anchor, items[i].n);
+        items[i].sequence->end_step(Sequence::Rows::drafted, items[i].n + by.first_row(), i * by.n_block);
     }
 }
 

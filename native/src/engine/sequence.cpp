@@ -142,26 +142,46 @@ void Sequence::get_draft(int32_t *tokens, uint32_t n) {
     }
 }
 
-void Sequence::get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k) {
-    const uint32_t n_top = engine_->params().cache.n_top;
-    if (k < 1 || k > n_top) {
-        fail(LUCE_E_ARG, "the engine keeps %u candidates of a draft, got %u", n_top, k);
-    }
+void Sequence::get_lists(const luce_lists &lists) {
+    const CacheParams &cache = engine_->params().cache;
+    const uint32_t n_top = cache.n_top, depth = lists.depth, k = lists.k;
     check_drafted(depth);
+    const Drafter &drafter = *engine_->model().weights().drafters[cache.drafters[line_.drafter()].drafter];
+    const bool conditional = drafter.form == Candidates::conditional;
+    if (lists.form != int32_t(drafter.form)) {
+        fail(LUCE_E_ARG, "the lists have form %d, those of the last draft %d", lists.form, int(drafter.form));
+    }
+    if (k < 1 || n_top == 0 || (conditional ? k != drafter.n_list : k > n_top)) {
+        fail(LUCE_E_ARG, "the engine keeps %u candidates of a draft, got %u",
+             conditional && n_top > 0 ? drafter.n_list : n_top, k);
+    }
     // They come with the drafts, in one wait.
-    const int32_t *lists = engine_->step().listed(engine_->cache().draft_entry(line_.slot(), 0));
+    const int32_t *kept = engine_->step().listed(engine_->cache().draft_entry(line_.slot(), 0));
+    const int64_t entry = engine_->cache().lists()->ne[0];
     std::vector<int32_t> drafts(depth);
     get_draft(drafts.data(), depth);
     for (uint32_t i = 0; i < depth; i++) {
-        const int32_t *list = lists + size_t(i) * 2 * n_top;
+        const int32_t *list = kept + i * entry;
+        const uint64_t position = line_.n_past() + i + 1;
+        if (conditional) {
+            float *scores = lists.scores + size_t(i) * k * k;
+            std::copy_n(list, k, lists.ids + size_t(i) * k);
+            const uint32_t n_above = i == 0 ? 1 : k; // lists: one behind each candidate above
+            memcpy(scores, list + k, size_t(n_above) * k * sizeof(float));
+            std::fill(scores + n_above * k, scores + k * k, -INFINITY);
+            for (uint32_t above = 0; choice_.scale > 0 && above < n_above; above++) {
+                add_noise(choice_, position, list, scores + above * k, k);
+            }
+            continue;
+        }
         std::vector<int32_t> best(list, list + n_top);
         std::vector<float> score(n_top);
         memcpy(score.data(), list + n_top, n_top * sizeof(float));
         if (choice_.scale > 0) {
-            add_noise(choice_, line_.n_past() + i + 1, drafts[i], best.data(), score.data(), n_top);
+            add_noise(choice_, position, drafts[i], best.data(), score.data(), n_top);
         }
-        std::copy(best.begin(), best.begin() + k, ids + size_t(i) * k);
-        std::copy(score.begin(), score.begin() + k, scores + size_t(i) * k);
+        std::copy(best.begin(), best.begin() + k, lists.ids + size_t(i) * k);
+        std::copy(score.begin(), score.begin() + k, lists.scores + size_t(i) * k);
     }
 }
 

@@ -24,7 +24,7 @@ public:
     // Its tail (step/step.h) is a step of its own.
     void prefill(const int32_t *tokens, uint32_t n, int32_t *choice);
     void get_draft(int32_t *tokens, uint32_t n);
-    void get_lists(int32_t *ids, float *scores, uint32_t depth, uint32_t k);
+    void get_lists(const luce_lists &lists);
     uint32_t lookup(int32_t anchor, int32_t *draft, uint32_t most, uint32_t *matched);
     void commit(const int32_t *path, uint32_t n);
     void read_logits(uint32_t row, float *out);

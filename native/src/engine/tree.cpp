@@ -1,10 +1,14 @@
 #include "engine/tree.h"
 
 #include "abi/status.h"
+#include "cpu/sampler.h"
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <numeric>
 #include <queue>
+#include <tuple>
 
 namespace luce {
 namespace {
@@ -16,6 +20,7 @@ struct Node {
     int32_t token;
     uint8_t sources;
     uint32_t parent, depth, rank; // parent NONE means the anchor; depth counts from 0
+    uint32_t candidate; // of its depth's: the rank, unless lists are conditional
     double score;
     std::vector<uint32_t> children; // they are by rank, then the chain's
 };
@@ -23,36 +28,36 @@ struct Node {
 class Builder {
 public:
     Builder(const TreeLists &lists, int32_t anchor) : lists_(lists) {
-        nodes_.push_back({anchor, 0, NONE, 0, 0, 0.0, {}});
+        nodes_.push_back({anchor, 0, NONE, 0, 0, 0, 0.0, {}});
     }
 
     void take_best(uint32_t budget) {
         const auto later = [this](const Candidate &a, const Candidate &b) { return before(b, a); };
         std::priority_queue<Candidate, std::vector<Candidate>, decltype(later)> heap(later);
         const auto offer = [&](uint32_t parent, uint32_t rank) {
-            const uint32_t depth = nodes_[parent].depth;
-            const size_t at = size_t(depth) * lists_.k + rank;
-            if (depth >= lists_.depth || rank >= lists_.k || lists_.ids[at] < 0) {
-                return;
+            float score = -INFINITY;
+            if (nodes_[parent].depth < lists_.depth && rank < lists_.k) {
+                score = score_of(parent, at_rank(parent, rank));
             }
-            if (std::isnan(lists_.scores[at])) {
-                fail(LUCE_E_NUMERIC, "the score of rank %u at depth %u is not a number", rank, depth + 1);
+            if (std::isnan(score)) {
+                fail(LUCE_E_NUMERIC, "the score of rank %u at depth %u is not a number", rank,
+                     nodes_[parent].depth + 1);
             }
-            if (lists_.scores[at] > -INFINITY) {
-                heap.push({nodes_[parent].score + double(lists_.scores[at]), parent, rank});
+            if (score > -INFINITY) {
+                heap.push({nodes_[parent].score + double(score), parent, rank});
             }
         };
         offer(0, 0);
         for (; budget > 0 && !heap.empty(); budget--) {
             const Candidate best = heap.top();
             heap.pop();
-            const uint32_t depth = nodes_[best.parent].depth;
-            const int32_t token = lists_.ids[size_t(depth) * lists_.k + best.rank];
-            const uint32_t node = add(best.parent, token, Tree::OF_LISTS);
+            const uint32_t depth = nodes_[best.parent].depth, of = at_rank(best.parent, best.rank);
+            const uint32_t node = add(best.parent, lists_.ids[size_t(depth) * lists_.k + of], Tree::OF_LISTS);
             nodes_[node].rank = best.rank;
+            nodes_[node].candidate = of;
             nodes_[node].score = best.score;
             offer(best.parent, best.rank + 1);
-            if (!lists_.comb || best.rank == 0) {
+            if (lists_.form != Candidates::chain || best.rank == 0) {
                 offer(node, 0);
             }
         }
@@ -81,6 +86,38 @@ private:
         uint32_t parent, rank;
     };
 
+    // Where a candidate of the depth below a node stands in the scores.
+    size_t place(uint32_t parent, uint32_t candidate) const {
+        const size_t depth = nodes_[parent].depth, k = lists_.k;
+        const bool conditional = lists_.form == Candidates::conditional;
+        return (conditional ? depth * k + nodes_[parent].candidate : depth) * k + candidate;
+    }
+
+    float score_of(uint32_t parent, uint32_t candidate) const {
+        const bool there = lists_.ids[size_t(nodes_[parent].depth) * lists_.k + candidate] >= 0;
+        return there ? lists_.scores[place(parent, candidate)] : -INFINITY;
+    }
+
+    // Which candidate of the depth below a node has this rank there. Conditional lists are sorted as they are asked for:
+    // by score, and then by id. NaN comes first.
+    uint32_t at_rank(uint32_t parent, uint32_t rank) {
+        if (lists_.form != Candidates::conditional) {
+            return rank;
+        }
+        std::vector<uint32_t> &order = orders_[place(parent, 0)];
+        if (order.empty()) {
+            const int32_t *ids = lists_.ids + size_t(nodes_[parent].depth) * lists_.k;
+            order.resize(lists_.k);
+            std::iota(order.begin(), order.end(), 0);
+            const auto key = [&](uint32_t i) {
+                const float score = score_of(parent, i);
+                return std::tuple(!std::isnan(score), std::isnan(score) ? 0.0f : -score, ids[i]);
+            };
+            std::sort(order.begin(), order.end(), [&](uint32_t i, uint32_t j) { return key(i) < key(j); });
+        }
+        return order[rank];
+    }
+
     std::vector<uint32_t> path(const Candidate &candidate) const {
         std::vector<uint32_t> ranks = {candidate.rank};
         for (uint32_t at = candidate.parent; at != 0; at = nodes_[at].parent) {
@@ -96,7 +133,7 @@ private:
 
     uint32_t add(uint32_t parent, int32_t token, uint8_t source) {
         const uint32_t at = uint32_t(nodes_.size());
-        nodes_.push_back({token, source, parent, nodes_[parent].depth + 1, 0, 0.0, {}});
+        nodes_.push_back({token, source, parent, nodes_[parent].depth + 1, 0, 0, 0.0, {}});
         nodes_[parent].children.push_back(at);
         return at;
     }
@@ -112,8 +149,14 @@ private:
     }
 
     const TreeLists &lists_;
+    std::map<size_t, std::vector<uint32_t>> orders_; // by where a list begins
     std::vector<Node> nodes_; // a node comes after its parent and its better siblings
 };
+
+// Of what the filters keep, in units of 2^-40.
+float log_mass(uint64_t mass) {
+    return std::log(std::max(float(mass) * 0x1p-40f, 1e-30f));
+}
 
 } // namespace
 
@@ -123,25 +166,12 @@ void add_noise(const ChoiceCtl &choice, uint64_t position, int32_t draft, int32_
         int32_t id;
         float score;
     };
-    const auto z = [&, first = scores[0]](uint32_t i) {
-        return z_of(half_gap(scores[i], first), choice.scale);
-    };
-    uint32_t n_kept = 0;
-    uint64_t total = 0, kept = 0;
-    const uint32_t most = choice.top_k > 0 ? std::min(n, uint32_t(choice.top_k)) : n;
-    for (; n_kept < most && ids[n_kept] >= 0; n_kept++) {
-        total += mass_of(z(n_kept));
-    }
-    const uint64_t needed = needed_mass(total, choice.top_p);
+    std::vector<float> noisy(n);
+    uint64_t kept = 0;
+    const uint32_t n_kept = score_candidates(choice, position, ids, scores, n, noisy.data(), &kept);
     std::vector<Candidate> list;
-    for (uint32_t i = 0; i < n_kept && kept < needed; i++) {
-        const uint64_t mass = mass_of(z(i));
-        if (mass < choice.min_mass) {
-            break;
-        }
-        kept += mass;
-        const Words4 words = noise_words(choice.seed, position, uint32_t(ids[i]) / 4);
-        list.push_back({ids[i], score_of(half_gap(scores[i], scores[0]), choice.scale, words.w[ids[i] % 4])});
+    for (uint32_t i = 0; i < n_kept; i++) {
+        list.push_back({ids[i], noisy[i]});
     }
     std::sort(list.begin(), list.end(), [](const Candidate &a, const Candidate &b) {
         return a.score != b.score ? a.score > b.score : a.id < b.id;
@@ -153,12 +183,39 @@ void add_noise(const ChoiceCtl &choice, uint64_t position, int32_t draft, int32_
         list.erase(at);
     }
     list.insert(list.begin(), {draft, best});
-    const float log_kept = std::log(std::max(float(kept) * 0x1p-40f, 1e-30f));
+    const float log_kept = log_mass(kept);
     for (uint32_t i = 0; i < n; i++) {
         const bool there = i < list.size();
         ids[i] = there ? list[i].id : -1;
         scores[i] = there ? list[i].score - log_kept : -INFINITY;
     }
+}
+
+void add_noise(const ChoiceCtl &choice, uint64_t position, const int32_t *ids, float *scores, uint32_t n) {
+    std::vector<uint32_t> order(n);
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(), [&](uint32_t i, uint32_t j) {
+        return scores[i] != scores[j] ? scores[i] > scores[j] : ids[i] < ids[j];
+    });
+    std::vector<int32_t> sorted(n);
+    std::vector<float> logits(n), noisy(n);
+    for (uint32_t i = 0; i < n; i++) {
+        sorted[i] = ids[order[i]];
+        logits[i] = scores[order[i]];
+    }
+    uint64_t kept = 0;
+    const uint32_t n_kept =
+        score_candidates(choice, position, sorted.data(), logits.data(), n, noisy.data(), &kept);
+    for (uint32_t i = 0; i < n; i++) {
+        scores[order[i]] = i < n_kept ? noisy[i] - log_mass(kept) : -INFINITY;
+    }
+}
+
+TreeLists tree_lists(const luce_lists &lists) {
+    if (lists.form < LUCE_FORM_CHAIN || lists.form > LUCE_FORM_CONDITIONAL) {
+        fail(LUCE_E_ARG, "the lists have form %d, expected 0 to %d", lists.form, LUCE_FORM_CONDITIONAL);
+    }
+    return {lists.ids, lists.scores, lists.depth, lists.k, Candidates(lists.form)};
 }
 
 Tree make_tree(int32_t anchor, const TreeLists &lists, uint32_t budget, const int32_t *chain,

@@ -1,13 +1,14 @@
 // The draft tree says which candidates one verify takes of a drafter's lists, and of a chain beside them.
 //
-// A drafter gives a list of its best tokens at each depth, best first, each with a score (a log-probability; when
-// sampling, one with the noise that the target will choose with). A node of the tree is a path of ranks, one at each
-// depth; its score is the sum of those along the path. Nodes are taken best first until the budget is spent, a node
-// before its children and before its next sibling. Ties go to the lexicographically smaller path of ranks. This is
-// DDTree: of log-probabilities, which are no more than 0, it is the tree of the budget with the largest expected
-// accepted length, under the drafter's own probabilities.
+// A drafter gives a list of its best tokens at each depth, or one behind each candidate of the depth above, each token with
+// a score (a log-probability; when sampling, one with the noise that the target will choose with). A node of the tree is a
+// path of ranks, one at each depth; its score is the sum of those along the path. Nodes are taken best first until the
+// budget is spent, a node before its children and before its next sibling. Ties go to the lexicographically smaller path
+// of ranks. This is DDTree: of log-probabilities, which are no more than 0, it is the tree of the budget with the largest
+// expected accepted length, under the drafter's own probabilities.
 #pragma once
 
+#include "graph/drafter.h"
 #include "sampling/sampling.h"
 
 #include <cstddef>
@@ -16,13 +17,15 @@
 
 namespace luce {
 
+// As luce_lists says. Those of a chain follow the first choices alone, so only nodes on that path have children.
 struct TreeLists {
-    const int32_t *ids; // (depth, k); the best comes first; an id below 0 says that the list ends before it
-    const float *scores; // (depth, k); -inf says that the list ends before it
+    const int32_t *ids; // (depth, k)
+    const float *scores; // (depth, k), or conditional (depth, k, k)
     uint32_t depth, k;
-    // The lists follow the first choices alone (a chain's), so only nodes on that path have children.
-    bool comb;
+    Candidates form;
 };
+// E_ARG: there is no such form.
+TreeLists tree_lists(const luce_lists &lists);
 
 // Turns the best candidates of a draft, in the order (logit descending, id ascending), into those that
 // `choice` is likely to take at `position`. Of the ones that its filters keep, they are those with the
@@ -30,6 +33,8 @@ struct TreeLists {
 // chosen of all of the vocabulary, comes first. The filters' sums are taken over the n candidates alone.
 void add_noise(const ChoiceCtl &choice, uint64_t position, int32_t draft, int32_t *ids, float *scores,
                uint32_t n);
+// The same of candidates in any order, which keep it: the scores of those that the filters drop become -inf.
+void add_noise(const ChoiceCtl &choice, uint64_t position, const int32_t *ids, float *scores, uint32_t n);
 
 struct Tree {
     static constexpr uint8_t OF_LISTS = 1, OF_CHAIN = 2;

@@ -1,6 +1,6 @@
-// Reads a DFlash drafter from a file's names to hyperparameters and checked tensors. It reads llama.cpp's
-// layout (architecture dflash) and the older ones (dflash-draft, which the target's architecture and a dash may
-// precede), whose keys may have `dflash.` before their name and whose tensors may begin with it. Nothing that a file
+// Reads a DFlash, DFlash2 or DSpark drafter from a file's names to hyperparameters and checked tensors. It reads
+// llama.cpp's layout (architecture dflash) and the older ones (dflash-draft, which the target's architecture and a dash
+// may precede), whose keys may have `dflash.` before their name and whose tensors may begin with it. Nothing that a file
 // leaves out is guessed. What luce does not implement is refused by name: dropped in silence, it would show as low
 // acceptance and nothing else.
 //
@@ -8,16 +8,32 @@
 //   context   F = RMS(fc [outputs of the tapped blocks]) * hidden_norm of each committed position; a layer's K and V
 //             are k_norm(Wk F), rotated to the position, and Wv F, without the layer's own norm
 //   block     rows [anchor, mask, mask ..] at the anchor's position and those after it; a layer's rows see the context
-//             and, where it is not causal, all of the block; row i predicts the token at its own position
+//             and, where it is not causal, all of the block; row i predicts the token at its own position, or where the
+//             anchor's row drafts too, at the next one
+//   DFlash2   has convolutions over a block's rows around attention and FFN, and a selector: of each row the K best logits
+//             z, of which one is taken by z(b) + A[a] . U . B[b] behind the token a of the row before, U of the row itself
+//   DSpark    has a Markov head: W2 W1[a] is added to a row's logits, behind the token a of the row before. Its chain is
+//             chosen of all of the vocabulary, and its lists are those of a selector with W1 for A, W2 for B, 1 for U
 #include "graph/dflash.h"
 
 #include "graph/blocks.h"
 #include "ops/shapes.h"
 
 #include <cmath>
+#include <optional>
 
 namespace luce {
 namespace {
+
+// A Markov head's lists have so many candidates of each depth.
+constexpr int64_t MARKOV_CANDIDATES = 16;
+
+// A convolution over a block's rows ahead of a sublayer, and another behind it. What a row adds to both kernels is computed
+// of the sublayer's input.
+struct BlockConv {
+    ggml_tensor *base; // {E, taps, 2}; null: there is none
+    ggml_tensor *added; // {E, 2*taps*E/G}
+};
 
 // A layer of a DFlash drafter has attention without a gate, over context rows and the block.
 struct DFlashLayer {
@@ -26,6 +42,17 @@ struct DFlashLayer {
     ggml_tensor *attn_norm; // {E}
     ggml_tensor *ffn_norm; // {E}
     Ffn ffn;
+    BlockConv attn_conv, ffn_conv;
+};
+
+// How a draft depends on the one before it: by a product of what two tables have of both tokens (LatticeArgs).
+struct Pairs {
+    ggml_tensor *before; // {R, V}: A or W1
+    ggml_tensor *behind; // {R, rows of d2t or V}: B or W2
+    ggml_tensor *gates; // {E, R}; null: ones
+    ggml_tensor
+        *all; // `behind` as a matrix: the chain is chosen of all of the vocabulary. Null: of the K best
+    uint32_t k; // K
 };
 
 // DFlash is a block-diffusion drafter. The keys and values of committed positions come from outputs of the trunk's
@@ -34,7 +61,8 @@ struct DFlash : Drafter {
     std::vector<uint32_t> taps; // they rise; t is the residual stream after trunk block t - 1
     float rms_eps;
     float embedding_scale; // it scales the block's embeddings
-    float softcap; // it bounds logits; 0 means that nothing does
+    float logit_scale; // it scales logits
+    float softcap; // it bounds them then; 0 means that nothing does
     ggml_tensor *fc; // {n_taps*E, E}
     ggml_tensor *hidden_norm; // {E}
     std::vector<DFlashLayer> layers;
@@ -43,9 +71,16 @@ struct DFlash : Drafter {
     ggml_tensor *token_embd;
     // {rows of output} I64: the target's token of each row; null means all of the vocabulary.
     ggml_tensor *d2t;
+    std::optional<Pairs> pairs; // conditional candidates
 
     void feed(Plain &g, const Seen &seen) const override;
     void draft(Plain &g) const override;
+
+private:
+    template <typename Sublayer> Val convolved(Val x, const BlockConv &conv, const Sublayer &sublayer) const;
+    void choose_by_pairs(Val h, Val logits) const;
+    bool ahead() const { return n_draft == n_block; } // a row drafts the token behind its own position
+    Val spread_out(Val logits) const { return spread(logits, d2t, logits.graph->model.hparams().n_vocab); }
 };
 
 struct Found {
@@ -83,13 +118,12 @@ struct Found {
 // Refuses keys of kin of DFlash and of features that luce has no graph for, unless they have the value that
 // means none.
 void refuse_keys(const Found &f) {
-    for (const char *name : {"selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size",
-                             "hyper_connection.count", "expert_count", "markov_rank"}) {
+    for (const char *name : {"hyper_connection.count", "expert_count"}) {
         if (f.has(name) && f.file.integer(f.key(name), 0, INT32_MAX) != 0) {
             f.refuse("key " + f.key(name) + ": luce does not implement drafters that have it");
         }
     }
-    for (const char *name : {"attention.value_scale", "attention.scale", "logit_scale"}) {
+    for (const char *name : {"attention.value_scale", "attention.scale"}) {
         const double value = f.has(name) ? f.file.number(f.key(name)) : 0;
         if (value != 0 && (value != 1 || std::string(name) == "attention.scale")) {
             f.refuse(format("key %s is %g: luce does not implement it", f.key(name).c_str(), value));
@@ -234,6 +268,79 @@ DFlashLayer read_layer(WeightReader &r, const AttentionShape &shape, int64_t E, 
     return layer;
 }
 
+// Returns a key's number, and 0 where the file does not have it.
+uint32_t optional_size(const Found &f, const char *name, int64_t hi) {
+    return uint32_t(f.file.integer_or(f.key(name), 0, 0, hi));
+}
+
+BlockConv read_conv(WeightReader &r, const std::string &prefix, int64_t E, int64_t taps, int64_t group) {
+    BlockConv conv{};
+    if (taps > 0) {
+        conv.base = r.f32(prefix + "_conv_base", {E, taps, 2});
+        conv.added = r.matrix(prefix + "_conv_proj.weight", E, 2 * taps * (E / group));
+    }
+    return conv;
+}
+
+// Returns how many rows the kernels of convolutions reach over, and how many values share what a row adds to them.
+std::pair<uint32_t, uint32_t> conv_sizes(const Found &f, uint32_t E) {
+    const uint32_t taps = optional_size(f, "conv_kernel_size", MAX_ROWS),
+                   group = optional_size(f, "conv_group_size", E);
+    if ((taps == 0) != (group == 0) || (group > 0 && E % group != 0)) {
+        f.bad(
+            format("keys %s and %s are %u and %u: expected both, and groups that divide embedding_length, %u",
+                   f.key("conv_kernel_size").c_str(), f.key("conv_group_size").c_str(), taps, group, E));
+    }
+    return {taps, group};
+}
+
+// Reads a selector or a Markov head over `rows` of a vocabulary of V, where the file has one.
+std::optional<Pairs> read_pairs(WeightReader &r, const Found &f, int64_t E, int64_t rows, int64_t V) {
+    constexpr int64_t MOST = 65536;
+    const int64_t selector = optional_size(f, "selector_rank", MOST);
+    const GgufTensor *markov = f.file.tensor("markov_w1.weight");
+    Pairs pairs{};
+    if (selector > 0 && markov != nullptr) {
+        f.bad("key " + f.key("selector_rank") + " and tensor markov_w1.weight: expected one of them");
+    }
+    if (selector > 0) {
+        pairs.k = f.size("selector_top_k", std::min<int64_t>(TOPK_MAX, rows));
+        pairs.before = r.table("selector_predecessor.weight", selector, V);
+        pairs.behind = r.table("selector_successor.weight", selector, rows);
+        pairs.gates = r.matrix("selector_hidden.weight", E, selector);
+        return pairs;
+    }
+    if (markov == nullptr) {
+        for (const char *name : {"selector_top_k", "markov_rank"}) {
+            if (optional_size(f, name, MOST) > 0) {
+                f.bad("key " + f.key(name) + ": the file has neither a selector's rank nor a Markov head");
+            }
+        }
+        return std::nullopt;
+    }
+    const int64_t rank = f.file.integer_or(f.key("markov_rank"), markov->ne[0], 1, MOST);
+    pairs.k = uint32_t(std::min<int64_t>(MARKOV_CANDIDATES, rows));
+    pairs.before = r.table("markov_w1.weight", rank, V);
+    pairs.behind = r.table("markov_w2.weight", rank, rows);
+    pairs.all = r.tied("markov_w2.weight", pairs.behind);
+    return pairs;
+}
+
+// A confidence head predicts whether drafts are right. Nothing asks it: what drafts are worth is learned from rounds.
+void skip_confidence(WeightReader &r, const Found &f, int64_t E, const std::optional<Pairs> &pairs) {
+    const GgufTensor *proj = f.file.tensor("conf_proj.weight");
+    if (proj == nullptr || !pairs || pairs->all == nullptr) {
+        return; // finish() refuses what is left
+    }
+    const int64_t rank = pairs->before->ne[0];
+    WeightReader checking = r.checking();
+    checking.matrix("conf_proj.weight", proj->ne[0] == E ? E : E + rank, 1);
+    checking.f32("conf_proj.bias", {1}, false);
+    r.forget("conf_proj.");
+    log(1, "%s: its confidence head is not used: luce learns from rounds how many drafts pay",
+        f.file.path().c_str());
+}
+
 // Reads embedding and head: the drafter's own where the file has them, else the target's. A drafter with an
 // embedding alone uses it as its head too.
 void read_ends(WeightReader &r, const Found &f, const HParams &trunk, const Weights &weights, DFlash &d) {
@@ -273,14 +380,12 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     refuse_keys(f);
     check_target(f, trunk);
     auto d = std::make_shared<DFlash>();
-    d->form = Candidates::independent;
     d->reads = READS_TAPS;
     d->n_block = f.size("block_size", 65536);
     if (d->n_block < 2 || d->n_block > MAX_ROWS) {
         f.refuse(format("key %s is %u: luce drafts blocks of 2 to %d rows", f.key("block_size").c_str(),
                         d->n_block, MAX_ROWS));
     }
-    d->n_draft = d->n_block - 1;
     d->taps = read_taps(f, trunk.n_layer);
     d->mask_token = read_mask_token(f, trunk.n_vocab);
     d->rms_eps = float(file.number(f.key("attention.layer_norm_rms_epsilon")));
@@ -291,6 +396,7 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     d->softcap = gemma || f.has("final_logit_softcapping")
                      ? float(file.number(f.key("final_logit_softcapping")))
                      : 0.0f;
+    d->logit_scale = f.has("logit_scale") ? float(file.number(f.key("logit_scale"))) : 1.0f;
     if (!(d->rms_eps > 0) || d->softcap < 0) {
         f.bad("the RMS epsilon must be positive and final_logit_softcapping not negative");
     }
@@ -299,6 +405,7 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     const AttentionShape shape = read_attention(f);
     const std::vector<bool> causal = causal_layers(f, n_layer);
     const std::vector<uint32_t> window = windows(f, n_layer);
+    const auto [taps, group] = conv_sizes(f, trunk.n_embd);
 
     WeightReader r(model, file);
     d->fc = r.matrix(f.tensor({"fc.weight", "dflash.fc.weight"}), int64_t(d->taps.size()) * E, E);
@@ -307,13 +414,34 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
                            {E});
     for (uint32_t il = 0; il < n_layer; il++) {
         d->layers.push_back(read_layer(r, shape, E, FF, il));
+        const std::string prefix = "blk." + std::to_string(il);
+        d->layers.back().attn_conv = read_conv(r, prefix + ".attn", E, taps, group);
+        d->layers.back().ffn_conv = read_conv(r, prefix + ".ffn", E, taps, group);
         d->layers.back().causal = causal[il];
         d->layers.back().attention.shape.window = window[il];
         d->kv.push_back(d->layers.back().attention.shape);
     }
     d->norm = r.f32(f.tensor({"output_norm.weight", "dflash.output_norm.weight", "dflash.norm.weight"}), {E});
     read_ends(r, f, trunk, weights, *d);
+    d->pairs = read_pairs(r, f, E, d->output->ne[1], trunk.n_vocab);
+    d->form = d->pairs ? Candidates::conditional : Candidates::independent;
+    d->n_list = d->pairs ? d->pairs->k : 0;
+    // A Markov head's files leave the key out where the anchor's row drafts, and others where it does not.
+    const bool from_anchor =
+        f.file.integer_or(f.key("sample_from_anchor"), d->pairs && d->pairs->all != nullptr, 0, 1) != 0;
+    d->n_draft = d->n_block - (from_anchor ? 0 : 1);
+    if (d->n_draft >= MAX_ROWS) {
+        f.refuse(format("key %s is %u: luce verifies %d drafts at most", f.key("block_size").c_str(),
+                        d->n_block, MAX_ROWS - 1));
+    }
+    skip_confidence(r, f, E, d->pairs);
     r.finish("", "DFlash drafters");
+    if (model.gpu() && (d->pairs || taps > 0)) {
+        f.refuse(format("luce has no GPU kernels for DFlash drafters with %s: device \"cpu\" runs them",
+                        taps > 0                   ? "convolutions (DFlash2)"
+                        : d->pairs->all != nullptr ? "a Markov head (DSpark)"
+                                                   : "a selector"));
+    }
     return d;
 }
 
@@ -330,19 +458,54 @@ void DFlash::feed(Plain &g, const Seen &seen) const {
     }
 }
 
+// Convolves what a sublayer takes and what it gives.
+template <typename Sublayer>
+Val DFlash::convolved(Val x, const BlockConv &conv, const Sublayer &sublayer) const {
+    if (conv.base == nullptr) {
+        return sublayer(x);
+    }
+    const Val added = matmul(x, conv.added); // {2*taps*E/G, T}
+    const Val y = sublayer(block_conv(x, added, conv.base, 0));
+    return block_conv(y, added, conv.base, 1);
+}
+
 void DFlash::draft(Plain &g) const {
     Val x = scale(embed(g, token_embd), embedding_scale); // {E, T}
     for (size_t il = 0; il < layers.size(); il++) {
         const DFlashLayer &layer = layers[il]; // K and V of a block's rows lie behind the context's
-        const Val y = luce::norm(x, layer.attn_norm, rms_eps);
-        x = add(x, attention(y, layer.attention, kv_of(g, il), rms_eps, /*block=*/!layer.causal));
-        x = add(x, ffn(luce::norm(x, layer.ffn_norm, rms_eps), layer.ffn));
+        const auto attend = [&](Val y) {
+            return attention(y, layer.attention, kv_of(g, il), rms_eps, /*block=*/!layer.causal);
+        };
+        x = add(x, convolved(luce::norm(x, layer.attn_norm, rms_eps), layer.attn_conv, attend));
+        const auto feed_forward = [&](Val y) { return ffn(y, layer.ffn); };
+        x = add(x, convolved(luce::norm(x, layer.ffn_norm, rms_eps), layer.ffn_conv, feed_forward));
     }
-    const Val own =
-        luce::softcap(matmul(luce::norm(x, norm, rms_eps), output), softcap); // {rows of d2t or V, T}
-    g.logits = spread(own, d2t, g.model.hparams().n_vocab); // {V, T}
-    choose(g.logits, /*ahead=*/false);
-    keep_best(g.logits);
+    const Val h = luce::norm(x, norm, rms_eps);
+    const Val own = luce::softcap(scale(matmul(h, output), logit_scale), softcap); // {rows of d2t or V, T}
+    g.logits = spread_out(own); // {V, T}
+    if (pairs) {
+        compute(g.logits);
+        choose_by_pairs(named(h, "dflash_hidden"), own);
+    } else {
+        choose(g.logits, ahead());
+        keep_best(g.logits);
+    }
+}
+
+// Rows h {E, T} are normed, and `logits` {rows of d2t or V, T} those before what the draft of the row above adds.
+void DFlash::choose_by_pairs(Val h, Val logits) const {
+    Plain &g = *h.graph;
+    const bool exact = pairs->all != nullptr;
+    if (!exact || g.cache.params().n_top > 0) {
+        const Val best = candidates(logits, d2t, pairs->k);
+        const Val gates = pairs->gates == nullptr ? Val{} : matmul(h, pairs->gates); // {R, T}
+        lattice(best, embed(g, pairs->before), rows_at(best, pairs->before, By::token),
+                rows_at(best, pairs->behind, By::index), gates, {ahead(), !exact});
+    }
+    for (uint32_t row = n_block - n_draft; exact && row < n_block; row++) { // each behind the one above
+        const Val added = matmul(rows_at(prior_tokens(g, row), pairs->before), pairs->all);
+        choose(spread_out(add(one_of_block(logits, row), added)), ahead(), int32_t(row));
+    }
 }
 
 } // namespace

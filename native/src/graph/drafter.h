@@ -9,8 +9,8 @@
 namespace luce {
 
 // What the candidates of a draft are (luce_form): a chain, each from those before it; a list for each depth, whatever was
-// chosen above.
-enum class Candidates { chain, independent };
+// chosen above; or for each depth a list behind each candidate of the depth above.
+enum class Candidates { chain, independent, conditional };
 
 // What a drafter reads of the target's rows, in bits.
 enum Reads : uint8_t {
@@ -34,8 +34,10 @@ struct Drafter {
     Candidates form = Candidates::chain;
     uint8_t reads = 0;
     uint32_t n_draft = 0; // so many drafts of a round at most
-    // Rows of the step that drafts all at once: the anchor's and one a draft. 0: each draft is a step of one row.
+    // Rows of the step that drafts all at once: the anchor's, which may make the first draft itself, and one for each other
+    // draft. 0: each draft is a step of one row.
     uint32_t n_block = 0;
+    uint32_t n_list = 0; // conditional: each depth has so many candidates
     int32_t mask_token = 0; // of the rows of such a step but the anchor's
     std::vector<AttentionShape> kv; // of each layer of its own that has KV
     uint32_t first = 0; // its KV has no positions below
@@ -49,6 +51,11 @@ struct Drafter {
     // Its step: one row of each sequence, whose choice and hidden state are kept for the next draft, or a block of each.
     virtual void draft(Plain &g) const = 0;
 
+    // Values of a draft's entry in Cache::lists(), in an engine that keeps n_top candidates: 2 * n_top as TopkArgs says, or
+    // as LatticeArgs.
+    uint32_t list_size(uint32_t n_top) const {
+        return form == Candidates::conditional ? n_list + n_list * n_list : 2 * n_top;
+    }
     // It has KV which a verify of one row leaves to a feed: hidden rows are kept for that, taps are not.
     bool lags() const { return (reads & READS_HIDDEN) != 0 && !kv.empty(); }
     KvLayer kv_of(const Plain &g, size_t layer) const {

@@ -307,6 +307,59 @@ ggml_tensor *Lowering::host_experts(ggml_tensor *routed, ggml_tensor *x, const M
     return ops::ram_experts(ctx, {routed, x, w.down, w.gate_up != nullptr ? w.gate_up : w.gate, w.up}, a);
 }
 
+// ---- blocks whose drafts depend on each other ----
+
+ggml_tensor *Lowering::block_node(const Node &n) {
+    const Cache &cache = plain.cache;
+    const auto ids = [&](ggml_tensor *t) { return ggml_reshape_1d(ctx, t, ggml_nelements(t)); };
+    switch (n.op) {
+        case Op::block_conv: {
+            BlockConvArgs a{};
+            a.side = int32_t(std::get<int64_t>(n.params));
+            return ops::block_conv(ctx, {values(n.in[0]), flat(n.in[1]), n.w[0], in->ctl}, a);
+        }
+        case Op::one_of_block: { // {n, blocks}
+            ggml_tensor *x = flat(n.in[0]);
+            const size_t between = plain.use().n_block * x->nb[1];
+            const size_t at = size_t(std::get<int64_t>(n.params)) * x->nb[1];
+            return ggml_cont(ctx, ggml_view_2d(ctx, x, n.n[0], n.T, between, at));
+        }
+        case Op::prior_tokens: {
+            PriorArgs a{};
+            a.T = int32_t(n.T);
+            a.first = int32_t(std::get<int64_t>(n.params));
+            a.between = int32_t(plain.use().n_block) - 1;
+            a.n_vocab = int32_t(plain.model.hparams().n_vocab);
+            return ops::prior_tokens(ctx, {in->tokens, cache.drafts(), in->ctl}, a);
+        }
+        case Op::candidates: { // {k * T, 3} I32
+            CandidatesArgs a{};
+            a.K = int32_t(std::get<int64_t>(n.params));
+            return ops::candidates(ctx, {flat(n.in[0]), n.w.empty() ? nullptr : n.w[0]}, a);
+        }
+        case Op::table_rows: {
+            ggml_tensor *given = rows(n.in[0]);
+            if (const int64_t *by = std::get_if<int64_t>(&n.params)) { // a plane of candidates
+                given = ggml_view_1d(ctx, given, given->ne[0], size_t(*by) * given->nb[1]);
+            }
+            return ggml_get_rows(ctx, n.w[0], ids(given));
+        }
+        default: {
+            const Links &links = std::get<Links>(n.params);
+            LatticeArgs a{};
+            a.ahead = links.ahead;
+            a.chooses = links.chooses;
+            std::vector<ggml_tensor *> args = {rows(n.in[0])};
+            for (const size_t i : {1, 2, 3}) {
+                args.push_back(flat(n.in[i]));
+            }
+            args.push_back(n.in.size() > 4 ? flat(n.in[4]) : nullptr);
+            args.insert(args.end(), {in->ctl, cache.drafts(), cache.given(), cache.lists()});
+            return expand(ops::lattice(ctx, args, a));
+        }
+    }
+}
+
 void Lowering::keep(Val h) {
     expand(ggml_set_rows(ctx, plain.cache.hidden(), values(h), in->hidden_to));
 }
@@ -421,8 +474,13 @@ void Lowering::emit(int32_t node) {
             break;
         case Op::compute: expand(rows(n.in[0])); break;
         case Op::choose: {
+            const Chooses &chooses = std::get<Chooses>(n.params);
             ChooseArgs a{};
-            a.ahead = int32_t(std::get<int64_t>(n.params));
+            a.ahead = chooses.ahead;
+            if (chooses.row != ALL_ROWS) {
+                a.first = chooses.row;
+                a.between = int32_t(plain.use().n_block) - 1;
+            }
             set(expand(ops::choose(ctx, {flat(n.in[0]), in->ctl, cache.drafts(), cache.given()}, a)));
             break;
         }
@@ -432,6 +490,12 @@ void Lowering::emit(int32_t node) {
             expand(ops::topk(ctx, {flat(n.in[0]), in->ctl, cache.lists()}, a));
             break;
         }
+        case Op::block_conv:
+        case Op::one_of_block:
+        case Op::prior_tokens:
+        case Op::candidates:
+        case Op::table_rows:
+        case Op::lattice: set(block_node(n)); break;
         case Op::norm_rope: emit_norm_rope(n, y); break;
         case Op::gated_norm: { // {S, H, T}
             const int64_t S = n.w[0]->ne[0], H = n.n[0] / S;

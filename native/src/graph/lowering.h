@@ -55,6 +55,7 @@ protected:
     const Node &part(const Node &n, const char *name) const { return plain.nodes[size_t(n.part(name))]; }
     DeltaShape delta_shape(const Node &n) const;
     OpNode attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_tensor *plan, int32_t layer);
+    ggml_tensor *block_node(const Node &n);
     ggml_tensor *host_experts(ggml_tensor *routed, ggml_tensor *x, const Moe &w, int64_t T);
 
     // Attention of a prompt's rows. As it stands it is ggml's over their sequence's cells, put side by side.

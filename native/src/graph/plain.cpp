@@ -11,7 +11,8 @@ static int traits_of(Op op) {
         case Op::norm_rope:
         case Op::compute:
         case Op::choose:
-        case Op::keep_best: return RUNS_IN_ORDER;
+        case Op::keep_best:
+        case Op::lattice: return RUNS_IN_ORDER;
         case Op::heads: return RUNS_IN_ORDER | ADDS_UP;
         case Op::keep_hidden: return RUNS_IN_ORDER | TAKES_PACKED;
         case Op::matmul:
@@ -212,13 +213,48 @@ Val compute(Val x) {
     like(Op::compute, x, {x});
     return x;
 }
-Val choose(Val logits, bool ahead) {
-    return like(Op::choose, logits, {logits}, {}, int64_t(ahead));
+Val choose(Val logits, bool ahead, int32_t row) {
+    return like(Op::choose, logits, {logits}, {}, Chooses{ahead, row});
 }
 void keep_best(Val logits) {
     if (logits.graph->cache.params().n_top > 0) {
         like(Op::keep_best, logits, {logits});
     }
+}
+
+Val block_conv(Val x, Val added, ggml_tensor *base, int64_t side) {
+    return like(Op::block_conv, x, {x, added}, {base}, side);
+}
+Val one_of_block(Val x, int64_t row) {
+    Plain &g = *x.graph;
+    return g.add({Op::one_of_block, {x}, {}, {g.width(x)}, g.T / g.use().n_block, row});
+}
+Val prior_tokens(Plain &g, int64_t row) {
+    return g.add({Op::prior_tokens, {}, {}, {1}, g.T / g.use().n_block, row});
+}
+Val candidates(Val logits, ggml_tensor *tokens, int64_t k) {
+    const Plain &g = *logits.graph;
+    std::vector<ggml_tensor *> map;
+    if (tokens != nullptr) {
+        map.push_back(tokens);
+    }
+    return logits.graph->add({Op::candidates, {logits}, map, {3 * k}, g.at(logits).T, k});
+}
+Val rows_at(Val tokens, ggml_tensor *table) {
+    Plain &g = *tokens.graph;
+    return g.add({Op::table_rows, {tokens}, {table}, {table->ne[0]}, g.at(tokens).T});
+}
+Val rows_at(Val candidates, ggml_tensor *table, By by) {
+    Plain &g = *candidates.graph;
+    const int64_t pairs = g.at(candidates).T * (g.width(candidates) / 3);
+    return g.add({Op::table_rows, {candidates}, {table}, {table->ne[0]}, pairs, int64_t(by)});
+}
+void lattice(Val candidates, Val anchors, Val before, Val behind, Val gates, Links links) {
+    std::vector<Val> in = {candidates, anchors, before, behind};
+    if (gates.graph != nullptr) {
+        in.push_back(gates);
+    }
+    like(Op::lattice, candidates, std::move(in), {}, links);
 }
 Val named(Val x, const std::string &name) {
     x.graph->names[x] = name;

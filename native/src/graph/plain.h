@@ -67,6 +67,12 @@ enum class Op : uint8_t {
     compute, // x is computed, whether or not anything reads it
     choose, // a token for each row
     keep_best, // the best candidates of each row go into the cache's lists
+    block_conv, // x convolved over the rows of its block, by a kernel to which (y) each row adds
+    one_of_block, // of each block of rows one, the same in all
+    prior_tokens, // for one row of each block the token before the one that it drafts
+    candidates, // K of each row: indexes of the best logits, then their tokens, then the logits
+    table_rows, // rows of a table: of what prior_tokens gives, or of candidates by index or token
+    lattice, // candidates are scored behind those of the row above, listed, and may be chosen
     // ---- what rules put in the place of several (rules.cpp) ----
     add_norm,
     matmul_add,
@@ -115,9 +121,20 @@ struct Recurs {
     DeltaState state;
 };
 
+// Which row of each block is meant; -1: all rows of the step.
+constexpr int32_t ALL_ROWS = -1;
+struct Chooses {
+    bool ahead; // it is for the position behind a row's own
+    int32_t row; // of each block, or ALL_ROWS
+};
+// What makes the scores of candidates behind each other a lattice (LatticeArgs).
+struct Links {
+    bool ahead, chooses;
+};
+
 // What a node has besides its inputs and weights: an epsilon or a factor, a count, a shape, a state.
 using Params = std::variant<std::monostate, float, int64_t, const AttentionShape *, KvLayer, Attends, Recurs,
-                            const Moe *>;
+                            const Moe *, Chooses, Links>;
 
 struct Node {
     Op op = Op::any;
@@ -229,8 +246,20 @@ Val mix(Val y, Val route, const Moe &w); // -> {E, T}
 
 void keep_hidden(Val h);
 Val compute(Val x);
-Val choose(Val logits, bool ahead); // `ahead`: it is for the position behind a row's own
+Val choose(Val logits, bool ahead, int32_t row = ALL_ROWS); // Chooses says what these are
 void keep_best(Val logits);
+
+// ---- of steps that draft blocks ----
+
+Val block_conv(Val x, Val added, ggml_tensor *base, int64_t side); // {E, T}
+Val one_of_block(Val x, int64_t row); // {n, T} -> {n, blocks}
+Val prior_tokens(Plain &g, int64_t row); // {1, blocks}
+Val candidates(Val logits, ggml_tensor *tokens, int64_t k); // {3 * k, T}; `tokens` are of d2t, or null
+Val rows_at(Val tokens, ggml_tensor *table); // of prior_tokens: table {R, V} -> {R, blocks}
+enum class By : uint8_t { index, token }; // what candidates are looked up by
+Val rows_at(Val candidates, ggml_tensor *table, By by); // {R, k * T}
+// anchors {R, T}, before and behind {R, k * T}, gates {R, T} or none: a Val without a graph
+void lattice(Val candidates, Val anchors, Val before, Val behind, Val gates, Links links);
 Val named(Val x, const std::string &name);
 
 } // namespace luce

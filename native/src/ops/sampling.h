@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/attention.h" // cpu_row_tokens
+#include "cpu/draft_block.h"
 #include "cpu/sampler.h"
 #include "ops/matmul.h"
 #include "ops/row.h"
@@ -16,7 +17,7 @@ inline const auto &choose = row<ChooseArgs>("choose", [](auto &op, auto &a) {
     op.in(FIELD(drafts), {2, entries}).maybe();
     op.in(FIELD(given), {2, entries}).maybe();
     op.dims(a.n, V, a.T, T);
-    op.params(FIELD(ahead));
+    op.params(FIELD(ahead), FIELD(first), FIELD(between));
     op.out(FIELD(out), {CHOICE_WIDTH, T});
     op.runs(cpu_choose, LUCE_CUDA(choose));
 });
@@ -25,11 +26,11 @@ inline const auto &choose = row<ChooseArgs>("choose", [](auto &op, auto &a) {
 inline const auto &topk = row<TopkArgs>("topk", [](auto &op, auto &a) {
     op.in(FIELD(logits), {V, T});
     op.in(FIELD(ctl));
-    op.in(FIELD(lists), {ANY, entries});
-    op.dims(a.n, V, a.T, T);
+    op.in(FIELD(lists), {width, entries});
+    op.dims(a.n, V, a.T, T, a.entry, width);
     op.params(FIELD(k));
-    op.known(width, [](const auto &args) { return topk_scratch(args.k); });
-    op.out(FIELD(scratch), {width, T});
+    op.known(sums, [](const auto &args) { return topk_scratch(args.k); });
+    op.out(FIELD(scratch), {sums, T});
     op.runs(cpu_topk, LUCE_CUDA(topk));
 });
 
@@ -41,6 +42,55 @@ inline const auto &row_tokens = row<TokensArgs>("row_tokens", [](auto &op, auto 
     op.params(FIELD(n_vocab));
     op.out(FIELD(out), {T});
     op.runs(cpu_row_tokens, LUCE_CUDA(row_tokens));
+});
+
+// ---- blocks of drafters whose drafts depend on each other: there are kernels for a CPU alone ----
+
+inline const auto &block_conv = row<BlockConvArgs>("block_conv", [](auto &op, auto &a) {
+    op.in(FIELD(x), {E, T});
+    op.in(FIELD(added), {Extent(2) * K * C, T});
+    op.in(FIELD(base), {E, K, 2});
+    op.in(FIELD(ctl));
+    op.dims(a.E, E, a.T, T, a.taps, K, a.groups, C);
+    op.params(FIELD(side));
+    op.out(FIELD(out), {E, T});
+    op.runs(cpu_block_conv, nullptr);
+});
+
+inline const auto &prior_tokens = row<PriorArgs>("prior_tokens", [](auto &op, auto &a) {
+    op.in(FIELD(tokens), {ANY});
+    op.in(FIELD(drafts), {2, entries});
+    op.in(FIELD(ctl));
+    op.params(FIELD(T), FIELD(first), FIELD(between), FIELD(n_vocab));
+    op.known(T, a.T);
+    op.out(FIELD(out), {T});
+    op.runs(cpu_prior_tokens, nullptr);
+});
+
+inline const auto &candidates = row<CandidatesArgs>("candidates", [](auto &op, auto &a) {
+    op.in(FIELD(logits), {V, T});
+    op.in(FIELD(tokens), {V}).maybe();
+    op.dims(a.n, V, a.T, T);
+    op.params(FIELD(K));
+    op.known(K, a.K);
+    op.out(FIELD(out), {K * T, 3});
+    op.runs(cpu_candidates, nullptr);
+});
+
+inline const auto &lattice = row<LatticeArgs>("lattice", [](auto &op, auto &a) {
+    op.in(FIELD(candidates), {K * T, 3});
+    op.in(FIELD(anchors), {D, T});
+    op.in(FIELD(before), {D, K * T});
+    op.in(FIELD(behind), {D, K * T});
+    op.in(FIELD(gates), {D, T}).maybe();
+    op.in(FIELD(ctl));
+    op.in(FIELD(drafts), {2, entries});
+    op.in(FIELD(given), {2, entries});
+    op.in(FIELD(lists), {width, ANY}).maybe();
+    op.dims(a.T, T, a.K, K, a.R, D, a.entry, width);
+    op.params(FIELD(ahead), FIELD(chooses));
+    op.out(FIELD(out), {K * K, T});
+    op.runs(cpu_lattice, nullptr);
 });
 
 #ifdef LUCE_USE_CUDA

@@ -52,10 +52,10 @@ void Step::run_trial(const StepShape &shape) {
         h.hidden_from[row] = cache_.keeps_hidden() ? cache_.hidden_zero() : 0;
         h.hidden_to[row] = cache_.keeps_hidden() ? cache_.hidden_unused() : 0;
         if (row == 0 || !shape.prefill()) {
-            const bool keeps = chains || (drafts && i > 0);
-            const int32_t entry = cache_.draft_entry(int32_t(index), i > 0 ? int32_t(i) - 1 : 0);
+            const int32_t draft =
+                int32_t(i) - (n_block > 0 ? int32_t(params_.cache.drafters[shape.drafter].first_row()) : 0);
             h.ctl->rows[row] = {int32_t(index), i == 0 ? -1 : int32_t(row) - 1, h.positions[row],
-                                keeps ? entry : -1};
+                                drafts && draft >= 0 ? cache_.draft_entry(int32_t(index), draft) : -1};
         }
     }
     h.ctl->n_rows = int32_t(shape.rows);

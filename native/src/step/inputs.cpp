@@ -150,14 +150,15 @@ void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anc
     h_.hidden_to[seq.row0] = cache_.hidden_draft(line.slot());
 }
 
-void Batch::add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t n,
+void Batch::add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, const DrafterUse &use,
                       int32_t mask) {
     const int32_t index = h_.ctl->n_seqs;
-    const SeqCtl &seq = add_sequence(line, choice, n);
+    const SeqCtl &seq = add_sequence(line, choice, use.n_block);
     for (int32_t i = 0; i < seq.n_rows; i++) {
+        const int32_t draft = i - int32_t(use.first_row());
         const int32_t row = seq.row0 + i, position = seq.n_past + i;
         h_.ctl->rows[row] = {index, i == 0 ? -1 : row - 1, position,
-                             i == 0 ? -1 : cache_.draft_entry(line.slot(), i - 1)};
+                             draft < 0 ? -1 : cache_.draft_entry(line.slot(), draft)};
         h_.tokens[row] = i == 0 ? anchor : mask;
         h_.positions[row] = position;
         h_.hidden_from[row] = h_.hidden_to[row] = 0;

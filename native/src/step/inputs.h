@@ -97,8 +97,9 @@ public:
                     const int32_t *tokens);
     // Adds row i of a chain, at n_past + i. Its token is the anchor or the draft before.
     void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i);
-    // Adds a block of n rows after what is committed: [anchor, mask, mask ..]. Each row's choice but the anchor's is kept.
-    void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t n, int32_t mask);
+    // Adds a block of rows after what is committed: [anchor, mask, mask ..]. The choices of those that draft are kept.
+    void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, const DrafterUse &use,
+                   int32_t mask);
     // Adds the committed rows that drafters which lag have not seen.
     void add_unseen(const Timeline &line);
     // Adds rows that only fill the step's width.

@@ -200,7 +200,7 @@ std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, co
 static size_t most_nodes(const Model &model, const Cache &cache) {
     size_t n_layer = model.hparams().n_layer;
     for (const Drafter *drafter : cache.drafters()) {
-        n_layer += drafter->kv.size() + 1;
+        n_layer += drafter->kv.size() + 1 + drafter->n_block / 4; // a draft of its own can take 16 nodes
     }
     return 64 * (n_layer + 1) + 64;
 }

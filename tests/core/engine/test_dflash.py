@@ -20,7 +20,7 @@ from luce.decode.events import Finished, Warned
 from luce.decode.request import Request
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
 from luce.files.tokenizer import Tokenizer
-from luce.native import Drafts, File, Library, Model, Rows, Source
+from luce.native import Drafts, File, Form, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import Sampling
 from luce.planning.opened import Files
@@ -253,7 +253,7 @@ def test_lists_are_those_of_the_last_draft(model: Model) -> None:
     drive.draft(sequence, 5, 3)
     chain = sequence.lists(3, 4)
     drafts, logits = block_of(sequence, 5)
-    lists = sequence.lists(7, 4, comb=False)
+    lists = sequence.lists(7, 4, form=Form.INDEPENDENT)
     for depth in range(7):
         assert lists.at(depth) == np.argsort(-logits[depth + 1], kind="stable")[:4].tolist()
         assert lists.at(depth)[0] == drafts[depth]
@@ -269,6 +269,7 @@ def test_more_lists_than_were_drafted_take_no_memory(native: Library, model: Mod
     ids, scores = native.ffi.new("int32_t[]", 4), native.ffi.new("float[]", 4)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # It counts KiB.
     for depth in (0, 4, 2**29):
-        status = native.lib.luce_sequence_get_lists(sequence.handle, ids, scores, depth, 1)
+        lists = native.struct("luce_lists", ids=ids, scores=scores, depth=depth, k=1, form=Form.CHAIN)
+        status = native.lib.luce_sequence_get_lists(sequence.handle, lists)
         assert status == ArgumentError.code
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak + (1 << 20)

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash
+import tiny_dflash2
 from tiny import Weights
 from tiny_dflash import CASES
 
 from luce.errors import Error, FileError, UnsupportedError
 from luce.files.probe import probe
-from luce.native import File, Library, Source
+from luce.native import File, Form, Library, Source
 
 CASE = CASES["yarn-own-vocabulary"]  # It has all that a file may have.
 Keys = dict[str, gguf.GGUFValue]
@@ -108,8 +109,7 @@ MISSING = ("block_size", "target_layers", "rope.freq_base", "attention.head_coun
            "attention.key_length", "attention.layer_norm_rms_epsilon", "block_count", "feed_forward_length",
            "embedding_length", "rope.scaling.factor", "rope.scaling.original_context_length")  # fmt: skip
 UNSUPPORTED = {
-    "selector_rank": (4, U32), "conv_kernel_size": (3, U32), "hyper_connection.count": (2, U32),
-    "attention.value_scale": (0.5, F32), "logit_scale": (2.0, F32), "hidden_act": ("gelu", TEXT),
+    "hyper_connection.count": (2, U32), "attention.value_scale": (0.5, F32), "hidden_act": ("gelu", TEXT),
     "rope.scaling.type": ("linear", TEXT), "block_size": (65, U32), "attention.value_length": (32, U32),
     "attention.head_count_kv": (4, U32),
 }  # fmt: skip
@@ -164,7 +164,8 @@ def test_gemmas_files_say_their_scale_and_cap(native: Library, target: Path, tmp
 
 
 ZERO = np.zeros((2, 128), np.float32)
-MORE = ("markov_w1.weight", "selector_hidden.weight", "blk.0.attn_conv_base", "blk.0.attn_sinks.weight",
+MORE = ("selector_hidden.weight", "blk.0.attn_conv_base", "blk.0.attn_sinks.weight", "conf_proj.weight",
+        "markov_gate_proj.weight", "markov_joint_proj.weight", "prefix_gru.weight_ih_l0", "embed_proj.0.weight",
         "blk.1.post_attention_norm.weight", "blk.0.layer_output_scale.weight",
         "rope_freqs.weight")  # fmt: skip
 
@@ -201,6 +202,87 @@ def test_a_tensor_that_is_missing_or_wrong_is_named(
     change, kind, message = TENSORS[what]
     path = tiny_dflash.write(tmp_path / "d.gguf", CASE, change(tiny_dflash.weights(CASE)))
     refused(native, target, path, kind, message)
+
+
+# ---- DFlash2 and DSpark
+
+OF_KEYS: dict[str, tuple[str, Callable[[Keys], None], type[Error], str]] = {
+    "taps alone": ("dflash2", without("dflash.conv_group_size"), FileError,
+                   r"dflash\.conv_kernel_size and dflash\.conv_group_size are 2 and 0: expected both"),
+    "groups alone": ("dflash2", without("dflash.conv_kernel_size"), FileError, "are 0 and 16: expected both"),
+    "groups that do not divide": ("dflash2", having("dflash.conv_group_size", 24), FileError,
+                                  "2 and 24: .* divide embedding_length, 64"),
+    "no number of candidates": ("dflash2", without("dflash.selector_top_k"), FileError,
+                                r"key dflash\.selector_top_k is missing"),
+    "too many candidates": ("dflash2", having("dflash.selector_top_k", 64), FileError, "selector_top_k.* 64"),
+    "no rank": ("dflash2", without("dflash.selector_rank"), FileError,
+                r"key dflash\.selector_top_k: the file has neither a selector's rank nor a Markov head"),
+    "another rank": ("dflash2", having("dflash.selector_rank", 9), FileError,
+                     r"selector_predecessor\.weight: expected shape \{9, 384\}, found \{8, 384\}"),
+    "another rank of a head": ("dspark", having("dflash.markov_rank", 9, U32), FileError,
+                               r"markov_w1\.weight: expected shape \{9, 384\}, found \{8, 384\}"),
+    "both": ("dspark", having("dflash.selector_rank", 8, U32), FileError,
+             r"dflash\.selector_rank and tensor markov_w1\.weight: expected one of them"),
+    "64 drafts": ("dspark", having("dflash.block_size", 64), UnsupportedError,
+                  r"dflash\.block_size is 64: luce verifies 63 drafts at most"),
+}  # fmt: skip
+OF_TENSORS: dict[str, tuple[str, str, tuple[int, ...] | None, str]] = {
+    name: (case, name, shape, message)
+    for case, name, shape, message in (
+        ("dflash2", "blk.1.attn_conv_base", (2, 3, 64), r"expected shape \{64, 2, 2\}, found \{64, 3, 2\}"),
+        ("dflash2", "blk.2.ffn_conv_base", None, r"is missing, expected \{64, 2, 2\}"),
+        ("dflash2", "blk.0.ffn_conv_proj.weight", (8, 64), r"expected shape \{64, 16\}, found \{64, 8\}"),
+        ("dflash2", "blk.0.attn_conv_proj.weight", None, r"is missing, expected \{64, 16\}"),
+        ("dflash2", "selector_successor.weight", (200, 8), r"expected shape \{8, 384\}, found \{8, 200\}"),
+        ("dflash2", "selector_hidden.weight", None, r"is missing, expected \{64, 8\}"),
+        ("dspark", "markov_w2.weight", None, r"is missing, expected \{8, 384\}"),
+        ("dspark", "markov_w1.weight", (383, 8), r"expected shape \{8, 384\}, found \{8, 383\}"),
+        ("dspark-reduced", "conf_proj.weight", (1, 129), r"expected shape \{160\}, found \{129, 1\}"),
+        ("dspark-reduced", "conf_proj.bias", (2,), r"expected shape \{1\}, found \{2\}"),
+    )
+}  # fmt: skip
+
+
+def target_of(case: tiny_dflash2.More, folder: Path) -> Path:
+    return tiny.write(folder / "t.gguf", case.base.target, tiny.layout(case.base.target, case.base.seed))
+
+
+@pytest.mark.parametrize("what", OF_KEYS)
+def test_a_key_of_a_later_generation_that_is_missing_or_wrong_is_named(
+    what: str, native: Library, tmp_path: Path
+) -> None:
+    name, change, kind, message = OF_KEYS[what]
+    case = tiny_dflash2.CASES[name]
+    path = tiny_dflash2.write(tmp_path / "d.gguf", case, tiny_dflash2.weights(case), change)
+    refused(native, target_of(case, tmp_path), path, kind, message)
+
+
+@pytest.mark.parametrize("what", OF_TENSORS)
+def test_a_tensor_of_a_later_generation_that_is_missing_or_wrong_is_named(
+    what: str, native: Library, tmp_path: Path
+) -> None:
+    name, tensor, shape, message = OF_TENSORS[what]
+    case = tiny_dflash2.CASES[name]
+    weights = tiny_dflash2.weights(case)
+    weights.pop(tensor)
+    if shape is not None:
+        weights[tensor] = np.zeros(shape, np.float32)
+    path = tiny_dflash2.write(tmp_path / "d.gguf", case, weights)
+    refused(native, target_of(case, tmp_path), path, FileError, rf"tensor {tensor}:? {message}")
+
+
+def test_an_alignment_is_read_and_not_guessed(native: Library, tmp_path: Path) -> None:
+    """A block of 7 rows makes 7 drafts where the anchor's row drafts, which a Markov head means without the key; else
+    6."""
+    for name, said, n_draft in (
+        ("dspark", None, 7), ("dspark", True, 7), ("dspark", False, 6),
+        ("dflash2", None, 7), ("dflash2", True, 8), ("dflash2", False, 7),
+    ):  # fmt: skip
+        case = replace(tiny_dflash2.CASES[name], from_anchor=said)
+        path = tiny_dflash2.write(tmp_path / "d.gguf", case, tiny_dflash2.weights(case))
+        info = drive.open_model(native, target_of(case, tmp_path), drafter=path).info.drafters[0]
+        assert (info.n_draft, info.n_block) == (n_draft, case.base.drafter.block_size)
+        assert (info.form, info.n_list) == (Form.CONDITIONAL, case.candidates)
 
 
 def test_what_is_no_drafter_is_refused(native: Library, target: Path) -> None:

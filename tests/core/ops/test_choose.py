@@ -38,7 +38,7 @@ def choose(
     """Returns [token, whether a logit is not finite] of each row, of a sequence each."""
     rows = [Seq(parents=[-1], n_past=n, sampling=each) for each, n in zip(samplings, past, strict=True)]
     shape = (len(logits), CHOICE_WIDTH)
-    return op_run(native, device, "choose", [logits, step_ctl(*rows)], (1,), shape=shape, dtype=np.int32)[
+    return op_run(native, device, "choose", [logits, step_ctl(*rows)], (1, 0, 0), shape=shape, dtype=np.int32)[
         :, :2
     ]
 
@@ -90,7 +90,7 @@ def test_a_value_that_is_not_finite_is_reported(native, device, bad, where, samp
 def test_rows_that_fill_a_width_are_greedy(native, device):
     logits = np.random.default_rng(1).normal(0, 1, (3, 500)).astype(np.float32)
     ctl = step_ctl(Seq(parents=[-1], sampling=Sampling(30.0, seed=3)))
-    found = op_run(native, device, "choose", [logits, ctl], (1,), shape=(3, CHOICE_WIDTH), dtype=np.int32)
+    found = op_run(native, device, "choose", [logits, ctl], (1, 0, 0), shape=(3, CHOICE_WIDTH), dtype=np.int32)
     assert found[1:, 0].tolist() == logits[1:].argmax(1).tolist()
 
 
@@ -100,7 +100,7 @@ def test_choices_are_kept_for_later_rows_and_for_the_host(native, device):
     ctl = step_ctl(Seq(parents=[-1, 0, 1, 2], keep=[3, -1, 0, 7], sampling=Sampling(1.0, seed=3)))
     drafts, given = np.full((2, 8, 2), -1, np.int32)
     args = [logits, ctl, drafts, given]
-    found = op_run(native, device, "choose", args, (1,), shape=(5, CHOICE_WIDTH), dtype=np.int32)
+    found = op_run(native, device, "choose", args, (1, 0, 0), shape=(5, CHOICE_WIDTH), dtype=np.int32)
     expected = np.full((8, 2), -1, np.int32)
     expected[[3, 0, 7]] = found[[0, 2, 3], :2]
     assert found[:, 1].tolist() == [0, 0, 1, 0, 0]

@@ -13,7 +13,7 @@ from op_run import op_run
 from step_ctl import Seq, step_ctl
 
 from luce.errors import ArgumentError, NumericError, StateError
-from luce.native import Lists, Source
+from luce.native import Form, Lists, Source
 from luce.native.structs import Sampling
 from luce.speculate.drafting import Drafter, Round
 
@@ -21,7 +21,7 @@ ANCHOR = 99
 
 
 def lists_of(native, ids, scores, comb=False):
-    made = Lists(native, len(ids), len(ids[0]), comb)
+    made = Lists(native, len(ids), len(ids[0]), Form.CHAIN if comb else Form.INDEPENDENT)
     made.ids[0 : len(ids) * len(ids[0])] = list(np.ravel(ids))
     made.scores[0 : len(ids) * len(ids[0])] = list(np.ravel(scores))
     return made
@@ -237,7 +237,7 @@ class Listing:
     def __init__(self, native):
         self.tree, self.native = native.tree, native
 
-    def lists(self, depth, k, comb=True):
+    def lists(self, depth, k, form):
         ids = [[10 * at + i for i in range(k)] for at in range(1, depth + 1)]
         return lists_of(self.native, ids, [[0] * k] * depth)
 

@@ -1,0 +1,96 @@
+"""Compares DFlash2 and DSpark drafters with their equations in torch (tools/make_dflash2_goldens.py): the K and V of
+the context, the logits of a block, the lists behind each candidate, and the greedy drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import drive
+import numpy as np
+import pytest
+import tiny_dflash2
+from checkout import GOLDENS
+from core.graph.test_dflash_goldens import context_of, error, full
+from tiny_dflash2 import CASES
+
+from luce.native import Form, Library, Source
+from luce.native import Sequence as Timeline
+
+CPU_BOUND = 1e-3  # The largest error of logits and scores, whose standard deviations are 1 to 2.2.
+
+
+def lists_of(sequence: Timeline, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the last draft's candidates (n, k) and their scores (n, k, k)."""
+    lists = sequence.lists(n, k, Form.CONDITIONAL)
+    ids, scores = list(lists.ids[0 : n * k]), list(lists.scores[0 : n * k * k])
+    return np.reshape(ids, (n, k)), np.reshape(np.array(scores, np.float32), (n, k, k))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_lists_and_drafts_are_those_of_the_equations(
+    name: str, native: Library, tmp_path: Path
+) -> None:
+    golden, case = dict(np.load(GOLDENS / f"{name}.npz")), CASES[name]
+    c, n, k = case.base.drafter, case.n_draft, case.candidates
+    target, drafter = tiny_dflash2.files(tmp_path, case)
+    model = drive.open_model(native, target, drafter=drafter)
+    sequence = drive.open_sequence(model, n_ctx=128, blocks=1, n_top=1)
+    prompt, anchor = golden["prompt"].tolist(), int(golden["anchor"])
+    expected = full(c, golden["logits"], tiny_dflash2.weights(case).get("d2t"))
+    for width in (0, 1, 7):  # It is a prefill, or verifies of so many rows.
+        sequence.reset()
+        if width:
+            drive.chain_logits(sequence, prompt, width)
+        else:
+            drive.prefill(sequence, prompt)
+        context = context_of(sequence, case.base.target, c, len(prompt))
+        for kv, expected_kv in enumerate((golden["k"], golden["v"])):
+            assert error(context[:, kv][:, golden["at"]], expected_kv) <= CPU_BOUND
+        for _ in range(2):  # A block leaves the context as it was.
+            drive.draft(sequence, anchor, n, Source.DFLASH)
+            rows = range(0 if case.anchor_drafts else 1, c.block_size)
+            logits = np.stack([sequence.logits(row) for row in rows])
+            assert error(logits, expected[rows.start :]) <= CPU_BOUND
+        assert sequence.drafted(n) == golden["path"].tolist()
+        ids, scores = lists_of(sequence, n, k)
+        assert np.array_equal(ids, golden["candidates"])
+        assert np.array_equal(np.isinf(scores), np.isinf(golden["scores"]))
+        there = np.isfinite(golden["scores"])
+        assert error(scores[there], golden["scores"][there]) <= CPU_BOUND
+
+
+def test_drafts_are_the_same_without_lists(native: Library, tmp_path: Path) -> None:
+    for name, case in CASES.items():
+        (folder := tmp_path / name).mkdir()
+        target, drafter = tiny_dflash2.files(folder, case)
+        golden = dict(np.load(GOLDENS / f"{name}.npz"))
+        model = drive.open_model(native, target, drafter=drafter)
+        sequence = drive.open_sequence(model, n_ctx=128, blocks=1)
+        drive.prefill(sequence, golden["prompt"].tolist())
+        drive.draft(sequence, int(golden["anchor"]), case.n_draft, Source.DFLASH)
+        assert sequence.drafted(case.n_draft) == golden["path"].tolist()
+
+
+def test_cases_differ_where_it_matters() -> None:
+    cases = list(CASES.values())
+    assert {case.taps for case in cases} == {0, 2, 3, 4}
+    assert {sorted(set(case.base.drafter.causal)) == [True] for case in cases} == {True, False}
+    assert {case.anchor_drafts for case in cases if case.markov} == {True, False}
+    assert {case.anchor_drafts for case in cases if not case.markov} == {True, False}
+    assert {len(case.base.drafter.target_layer_ids) for case in cases} >= {2, 3, 5}
+    assert any(case.base.drafter.window and case.taps for case in cases)
+    for name in CASES:  # What the draft before adds decides which one is next.
+        golden = dict(np.load(GOLDENS / f"{name}.npz"))
+        assert (golden["path"] != golden["candidates"][:, 0]).any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_goldens_are_what_torch_computes(name: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import make_dflash2_goldens
+
+    made, golden = make_dflash2_goldens.of_case(CASES[name]), dict(np.load(GOLDENS / f"{name}.npz"))
+    assert made.keys() == golden.keys()
+    for key, value in golden.items():
+        assert np.allclose(made[key], value, atol=1e-4), key
