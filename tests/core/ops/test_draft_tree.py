@@ -112,6 +112,112 @@ def test_a_chain_is_joined_once(native, drafts, budget, chain):
         path = [*path[: path.index(parents[row]) + 1], row]
 
 
+# ---- lists behind each candidate of the depth above
+
+
+@st.composite
+def conditional(draw, best=0.0):
+    """Draws ids (depth, k) and scores (depth, k, k), of a few values so that there are ties; depth 0 has one list."""
+    depth, k = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    ids = [draw(st.permutations(range(10 * d, 10 * d + k))) for d in range(depth)]
+    value = st.sampled_from([best, best - 0.5, best - 1.0, best - 1.5, best - 3.0, -np.inf])
+    lists = st.lists(st.lists(value, min_size=k, max_size=k), min_size=k, max_size=k)
+    return ids, np.array([draw(lists) for _ in range(depth)], np.float32)
+
+
+def conditional_lists(native, ids, scores):
+    depth, k = len(ids), len(ids[0])
+    made = Lists(native, depth, k, Form.CONDITIONAL)
+    made.ids[0 : depth * k] = list(np.ravel(ids))
+    made.scores[0 : depth * k * k] = [float(x) for x in np.ravel(scores)]
+    return made
+
+
+def order(ids, scores, path):
+    """Returns the candidates behind a path of candidates that can be chosen, best first."""
+    row = scores[len(path), path[-1] if path else 0]
+    return sorted((c for c in range(len(row)) if row[c] > -np.inf), key=lambda c: (-row[c], ids[len(path)][c]))
+
+
+def paths(ids, scores, path=(), ranks=(), total=0.0):
+    """Yields all paths of candidates: their sum of scores, their ranks, their tokens."""
+    if ranks:
+        yield total, ranks, tuple(ids[d][c] for d, c in enumerate(path))
+    if len(path) < len(ids):
+        for rank, c in enumerate(order(ids, scores, path)):
+            score = float(scores[len(path), path[-1] if path else 0, c])
+            yield from paths(ids, scores, (*path, c), (*ranks, rank), total + score)
+
+
+def words_of(tokens, parents):
+    return [tuple(tokens[r] for r in drive.root_path(parents, row))[1:] for row in range(1, len(tokens))]
+
+
+@pytest.mark.sanitize
+@examples(200)
+@given(drafts=conditional(), budget=st.integers(0, 63))
+def test_a_tree_of_conditional_lists_is_the_best_of_all_paths(native, drafts, budget):
+    """Its nodes have the largest sums of log-probabilities, each behind what it follows, with children under every
+    rank. Ties go to the smaller path of ranks."""
+    ids, scores = drafts
+    best = sorted(paths(ids, scores), key=lambda path: (-path[0], path[1]))[:budget]
+    tokens, parents, sources = native.tree(ANCHOR, conditional_lists(native, ids, scores), budget)
+    assert words_of(tokens, parents) == [word for _, _, word in sorted(best, key=lambda path: path[1])]
+    assert (tokens[0], parents[0], sources[0]) == (ANCHOR, -1, 0) and set(sources[1:]) <= {1}
+
+
+@pytest.mark.sanitize
+@examples(100)
+@given(drafts=conditional(best=1.5), budget=st.integers(0, 63))
+def test_a_node_of_conditional_lists_comes_after_its_parent_and_its_better_siblings(native, drafts, budget):
+    """It does so also where scores hold noise and may be above 0."""
+    ids, scores = drafts
+    left, chosen = list(paths(ids, scores)), []
+    while left and len(chosen) < budget:
+        taken = {ranks for _, ranks, _ in chosen}
+        open_ = [
+            path for path in left
+            if (len(path[1]) == 1 or path[1][:-1] in taken)
+            and (path[1][-1] == 0 or (*path[1][:-1], path[1][-1] - 1) in taken)
+        ]  # fmt: skip
+        chosen.append(min(open_, key=lambda path: (-path[0], path[1])))
+        left.remove(chosen[-1])
+    tokens, parents, _ = native.tree(ANCHOR, conditional_lists(native, ids, scores), budget)
+    assert words_of(tokens, parents) == [word for _, _, word in sorted(chosen, key=lambda path: path[1])]
+
+
+@pytest.mark.sanitize
+def test_conditional_trees_at_their_ends(native):
+    scores = np.full((2, 2, 2), -np.inf, np.float32)
+    scores[0, 0], scores[1, 0], scores[1, 1] = [-1.0, -0.1], [-0.2, -2.0], [-5.0, -0.1]
+    lists = conditional_lists(native, [[4, 5], [6, 7]], scores)
+    assert native.tree(9, lists, 2, [5, 6])[:2] == ([9, 5, 7, 6], [-1, 0, 1, 1])
+    assert [lists.at(0), lists.at(1)] == [[5, 4], [7, 6]]  # The second is behind 5.
+    scores[1, 1, 0] = np.nan
+    with pytest.raises(NumericError):
+        native.tree(9, conditional_lists(native, [[4, 5], [6, 7]], scores), 9)
+    with pytest.raises(ArgumentError, match="the lists have form 3, expected 0 to 2"):
+        wrong = native.struct("luce_lists", ids=lists.ids, scores=lists.scores, depth=1, k=2, form=3)
+        lists.struct = wrong
+        native.tree(9, lists, 3)
+
+
+def test_a_wrong_draft_shows_its_rank_behind_the_right_ones(native):
+    class Listed:
+        tree = native.tree
+
+        def lists(self, depth, k, form):
+            assert (depth, k, form) == (2, 2, Form.CONDITIONAL)
+            scores = np.full((2, 2, 2), -np.inf, np.float32)
+            scores[0, 0], scores[1, 0], scores[1, 1] = [-1.0, -0.1], [-0.2, -2.0], [-5.0, -0.1]
+            return conditional_lists(native, [[4, 5], [6, 7]], scores)
+
+    drafter = Drafter(Listed(), Source.DFLASH, 2, ranks=2, form=Form.CONDITIONAL)
+    drafter.draft(ANCHOR, 2, 3).grow()
+    for tokens, expected in (((5, 6), (2, 1, 1)), ((5, 8), (2, 1, 2)), ((4, 6), (2, 0, 1)), ((5, 7), (2, 2, None))):
+        assert drafter.shown(Round(3, 1, 0.0, 0.0, 0.0, tokens), 2) == expected
+
+
 def test_every_budget_of_a_block_is_spent(native):
     rng = np.random.default_rng(3)
     scores = np.sort(np.log(rng.random((15, 63), np.float32)))[:, ::-1]
