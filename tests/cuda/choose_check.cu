@@ -145,6 +145,33 @@ void check_rows(int32_t n, int T, float spread, int first) {
     }
 }
 
+// Logits of one row of each block go by what the step says of these rows.
+void check_rows_of_blocks() {
+    const int n = 300, blocks = 4, between = 2, first = 1, T = blocks * (1 + between);
+    const Floats logits = normals(size_t(n) * blocks);
+    std::vector<ChoiceCtl> rows;
+    for (int t = 0; t < T; t++) {
+        rows.push_back(ctl_of(SETTINGS[t % 4], uint64_t(t)));
+    }
+    StepCtl control = ctl_for(rows);
+    for (int t = 0; t < T; t++) {
+        control.rows[t].keep = t;
+    }
+    Device<float> in(logits);
+    Device<StepCtl> ctl(std::vector<StepCtl>{control});
+    Device<ChoiceRow> out{size_t(blocks)};
+    Ints kept(size_t(2) * T, -5);
+    Device<int32_t> drafts(kept), given(kept);
+    must(cuda::choose({in.p, n, blocks, ctl.p, 1, out.p, drafts.p, given.p, first, between}, stream));
+    must(cudaStreamSynchronize(stream));
+    for (int b = 0; b < blocks; b++) {
+        const int t = first + b * (1 + between);
+        kept[size_t(2) * t] = expected(&logits[size_t(b) * n], n, rows[size_t(t)], uint64_t(977 * t) + 1);
+        kept[size_t(2) * t + 1] = 0;
+    }
+    expect(drafts.get() == kept && given.get() == kept, "choices of one row of each block");
+}
+
 // The tokens of rows that earlier rows have chosen.
 void check_tokens() {
     Device<int32_t> tokens(Ints{5, -1, -4, -8, 0}),
@@ -158,6 +185,7 @@ void check_tokens() {
 
 void check_choose(bool all) {
     check_tokens();
+    check_rows_of_blocks();
     if (!all) { // a row's blocks all look into counts and masses, which keeps a sanitizer busy: a setting has a row or two
         for (int32_t n : {1, 62}) {
             check_rows(n, 1, 3.0f, 2);

@@ -48,6 +48,7 @@ void time_choose();
 void time_attention(bool all);
 void time_rowmm();
 void check_topk(bool all);
+void check_draft_block(bool all);
 void time_topk();
 void check_moe(bool all);
 bool moe_gives_up(); // it says whether the device stops what waits for ever, and ends what this process can do on it

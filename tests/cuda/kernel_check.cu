@@ -61,6 +61,7 @@ const KernelPart PARTS[] = {
     {"rowmm_norm", check_rowmm_norm, nullptr},
     {"gemm", check_gemm_kernels, nullptr},
     {"topk", check_topk, [](bool) { time_topk(); }},
+    {"draft_block", check_draft_block, nullptr},
     {"choose", check_choose, [](bool) { time_choose(); }},
     {"moe", check_moe, [](bool) { time_moe(); }},
     {"capture", [](bool) { check_abandon(); }, nullptr},
@@ -84,20 +85,23 @@ int main(int argc, char **argv) {
     const bool timings = what == "time" || what == "brief", checks = what == "check" || what == "few";
     const std::vector<std::string> wanted(argv + std::min(argc, 2), argv + argc);
     const auto known = [](const std::string &name) {
-        return std::any_of(std::begin(PARTS), std::end(PARTS), [&](const KernelPart &p) { return name == p.name; });
+        return std::any_of(std::begin(PARTS), std::end(PARTS),
+                           [&](const KernelPart &p) { return name == p.name; });
     };
     if (what == "kernels") {
         print_kernels(true);
         return 0;
     }
     const bool broken = what == "broken";
-    if ((!what.empty() && !timings && !checks && !broken) || !std::all_of(wanted.begin(), wanted.end(), known)) {
+    if ((!what.empty() && !timings && !checks && !broken) ||
+        !std::all_of(wanted.begin(), wanted.end(), known)) {
         return usage();
     }
     const auto wants = [&](const KernelPart &part) {
         return wanted.empty() || std::find(wanted.begin(), wanted.end(), part.name) != wanted.end();
     };
-    constexpr int FEW_MULTIPROCESSORS = 5; // blocks have several units of small shapes too, as on the emulated device
+    constexpr int FEW_MULTIPROCESSORS =
+        5; // blocks have several units of small shapes too, as on the emulated device
     const auto begin = [&] { // a part does the same whatever others the process runs
         rng.seed(SEED);
         multiprocessors_told = what == "few" ? FEW_MULTIPROCESSORS : 0;
@@ -115,7 +119,8 @@ int main(int argc, char **argv) {
             begin();
             part.check(what != "few");
             const cudaError_t left = cudaGetLastError(); // a launch of the next part would report it
-            expect(left == cudaSuccess, std::string(part.name) + " leaves an error: " + cudaGetErrorString(left));
+            expect(left == cudaSuccess,
+                   std::string(part.name) + " leaves an error: " + cudaGetErrorString(left));
             printf("%s: %d checks\n", part.name, n_checks - before);
         }
     }

@@ -118,6 +118,7 @@ CHECKED = {
     "nextn_check.cu": ("check_nextn(false)", ["sampling/nextn.cu", "matmul/pack.cu"]),
     "choose_check.cu": ("check_choose(false)", ["sampling/choose.cu", "sampling/choices.cu"]),
     "topk_check.cu": ("check_topk(false)", ["sampling/topk.cu"]),
+    "draft_block_check.cu": ("check_draft_block(false)", ["sampling/draft_block.cu", "sampling/topk.cu"]),
     # How work is shared out is the same for all types of cells; the tensor cores' kernels are not run.
     "attention_check.cu": (
         "check_attention_f32()",

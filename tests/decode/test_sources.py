@@ -22,7 +22,7 @@ from luce.decode.events import Finished, Warned
 from luce.decode.generation import Generation
 from luce.decode.loop import Loop
 from luce.decode.request import Request
-from luce.native import Source
+from luce.native import Form, Source
 from luce.native.structs import Cost, Sampling
 from luce.speculate.auto import Auto
 from luce.speculate.drafting import NOTHING, Draft, Drafter, Fixed, TextLookup
@@ -166,7 +166,8 @@ BAD = [RuntimeError("broken"), Draft((10**6,)), Draft((-1,)), Draft((2**40,)), D
 def source_of(kind, size, number, sequence, text):
     """Makes a source of a kind, of a size 1..63."""
     nextn = Drafter(sequence, Source.NEXTN, 8, 63)
-    block, part = Drafter(sequence, Source.DFLASH, 15, 63), Drafter(sequence, Source.PART, 8, 63, 128)
+    block = Drafter(sequence, Source.DFLASH, 15, 63, form=Form.INDEPENDENT)
+    part = Drafter(sequence, Source.PART, 8, 63, 128)
     match kind:
         case "mtp":
             return Fixed(nextn, 1 + size % 8)

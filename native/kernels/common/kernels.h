@@ -417,16 +417,30 @@ struct PriorArgs {
 
     LUCE_BOTH int32_t row_of(int32_t t) const { return first + t * (1 + between); }
 };
+// Returns the row above in the same block where that drafts, or -1: there is the anchor.
+LUCE_BOTH int32_t drafted_above(const StepCtl &ctl, int32_t row) {
+    const int32_t above = ctl.rows[row].parent;
+    return above >= 0 && ctl.rows[above].keep >= 0 ? above : -1;
+}
+// Returns what token_of() takes for row t: the entry of the draft above, or the anchor's entry of `tokens`.
+LUCE_BOTH int32_t prior_of(const PriorArgs &a, int32_t t) {
+    const int32_t row = a.row_of(t), above = drafted_above(*a.ctl, row), seq = a.ctl->rows[row].seq;
+    return above >= 0 ? -1 - a.ctl->rows[above].keep : a.tokens[seq < 0 ? row : a.ctl->seqs[seq].row0];
+}
 
 // candidates lists the K largest logits of each row, in the order (logit descending, id ascending). Where one of the row's
-// logits is not finite, the ids are any and the logits NaN.
+// logits is NaN or +inf, the ids are any and the logits NaN.
 struct CandidatesArgs {
     int32_t T, K; // K <= n
     int64_t n;
     const float *logits; // [T][n]
     const int64_t *tokens; // [n] the target's token of each; null: the same
-    int32_t *out; // [3][T][K]: indexes of logits, the target's tokens, bits of logits
+    int32_t *out; // [3][T][K]: indexes of logits, the target's tokens, bits of logits. Behind them is room
 };
+// Returns how many [T][K] the results and their room are.
+constexpr int64_t candidate_planes(int32_t K) {
+    return 3 + (topk_scratch(K) + K - 1) / K;
+}
 
 // lattice scores each candidate b of a row behind each candidate a of the row above in the same block:
 //   s_t(b | a) = z_t(b) + sum over r of before(a)[r] * gates_t[r] * behind(b)[r]
@@ -490,6 +504,10 @@ int prefill_mask(const MaskArgs &args, void *stream);
 int choose(const ChooseArgs &args, void *stream);
 int topk(const TopkArgs &args, void *stream);
 int row_tokens(const TokensArgs &args, void *stream);
+int block_conv(const BlockConvArgs &args, void *stream);
+int prior_tokens(const PriorArgs &args, void *stream);
+int candidates(const CandidatesArgs &args, void *stream); // n <= TOPK_MAX_N
+int lattice(const LatticeArgs &args, void *stream);
 const char *error_text(int error); // it puts what a launcher returned into words
 int set_device(int device); // kernels launch on the current device of the calling thread
 int current_device(); // it returns the calling thread's, or -1 after an error

@@ -71,7 +71,7 @@ __device__ int32_t *part_of(const TopkArgs &a, int row, int part) {
 __global__ void __launch_bounds__(THREADS) topk_parts_kernel(TopkArgs a) {
     __shared__ Key keys[TOPK_PART];
     __shared__ float shared[THREADS / WARP];
-    if (a.ctl->rows[blockIdx.y].keep < 0) {
+    if (a.ctl != nullptr && a.ctl->rows[blockIdx.y].keep < 0) {
         return;
     }
     const float *x = a.logits + blockIdx.y * a.n;
@@ -100,14 +100,8 @@ __global__ void __launch_bounds__(THREADS) topk_parts_kernel(TopkArgs a) {
     }
 }
 
-// The grid is rows.
-__global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int parts, int n_sort) {
-    __shared__ Key keys[TOPK_PART];
-    __shared__ float largest_logit, log_sum; // they are of all logits; the sum counts the largest as 1
-    const int32_t keep = a.ctl->rows[blockIdx.x].keep;
-    if (keep < 0) {
-        return;
-    }
+// Takes the keys of all parts of a row, of which n_sort have room, and sorts them.
+__device__ void sort_parts(Key *keys, const TopkArgs &a, int parts, int n_sort) {
     for (int i = threadIdx.x; i < n_sort; i += PICK_THREADS) {
         Key key = 0;
         if (i < parts * a.k) {
@@ -116,6 +110,17 @@ __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int
             key = logit > -INFINITY ? key_of(logit, uint32_t(part[i % a.k])) : 0;
         }
         keys[i] = key;
+    }
+    sort(keys, n_sort);
+}
+
+// The grid is rows.
+__global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int parts, int n_sort) {
+    __shared__ Key keys[TOPK_PART];
+    __shared__ float largest_logit, log_sum; // they are of all logits; the sum counts the largest as 1
+    const int32_t keep = a.ctl->rows[blockIdx.x].keep;
+    if (keep < 0) {
+        return;
     }
     if (threadIdx.x == 0) {
         float largest = -INFINITY, sum = 0;
@@ -130,7 +135,7 @@ __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int
         largest_logit = largest;
         log_sum = logf(sum);
     }
-    sort(keys, n_sort);
+    sort_parts(keys, a, parts, n_sort);
     int32_t *list = a.lists + int64_t(keep) * a.entry;
     for (int i = threadIdx.x; i < a.k; i += PICK_THREADS) {
         const Key key = i < n_sort ? keys[i] : 0;
@@ -139,7 +144,60 @@ __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int
     }
 }
 
+// The grid is rows. A part's sum is NaN where a logit of it is NaN or +inf.
+__global__ void __launch_bounds__(PICK_THREADS)
+    candidates_pick_kernel(TopkArgs a, CandidatesArgs out, int parts, int n_sort) {
+    __shared__ Key keys[TOPK_PART];
+    const int64_t plane = int64_t(a.T) * a.k;
+    bool bad = false;
+    for (int p = 0; p < parts; p++) {
+        bad = bad || isnan(__int_as_float(part_of(a, blockIdx.x, p)[2 * a.k + 1]));
+    }
+    sort_parts(keys, a, parts, n_sort);
+    for (int i = threadIdx.x; i < a.k; i += PICK_THREADS) {
+        const bool there = keys[i] != 0;
+        const int32_t at = there ? int32_t(~uint32_t(keys[i])) : 0;
+        int32_t *to = out.out + int64_t(blockIdx.x) * a.k + i;
+        to[0] = at;
+        to[plane] = out.tokens == nullptr ? at : int32_t(out.tokens[at]);
+        to[2 * plane] = __float_as_int(bad ? NAN : there ? logit_of(keys[i]) : -INFINITY);
+    }
+}
+
+// Returns how many keys a row's parts have together, as a power of two.
+int keys_of(int parts, int k) {
+    int n = 2;
+    while (n < parts * k) {
+        n *= 2;
+    }
+    return n;
+}
+
 } // namespace
+
+int cuda::candidates(const CandidatesArgs &args, void *stream) {
+    if (args.T < 0 || args.T > MAX_ROWS || args.K < 1 || args.K > TOPK_MAX || args.n < args.K ||
+        args.n > TOPK_MAX_N) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (args.T == 0) {
+        return 0;
+    }
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    TopkArgs all{}; // of all rows, whatever keeps them
+    all.logits = args.logits;
+    all.n = args.n;
+    all.T = args.T;
+    all.k = args.K;
+    all.scratch = args.out + 3 * int64_t(args.T) * args.K;
+    const int parts = divided(args.n, TOPK_PART);
+    cudaError_t error = launch_kernel(topk_parts_kernel, plan_topk_parts(args.T, args.n), st, false, all);
+    if (error == cudaSuccess) {
+        error = launch_kernel(candidates_pick_kernel, plan_topk_pick(args.T), st, false, all, args, parts,
+                              keys_of(parts, args.K));
+    }
+    return int(error);
+}
 
 int cuda::topk(const TopkArgs &args, void *stream) {
     if (args.T < 0 || args.T > MAX_ROWS || args.n <= 0 || args.n > TOPK_MAX_N || args.k < 1 ||
@@ -150,11 +208,7 @@ int cuda::topk(const TopkArgs &args, void *stream) {
         return 0;
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    const int parts = int((args.n + TOPK_PART - 1) / TOPK_PART);
-    int n_sort = 2;
-    while (n_sort < parts * args.k) {
-        n_sort *= 2;
-    }
+    const int parts = divided(args.n, TOPK_PART), n_sort = keys_of(parts, args.k);
     cudaError_t error = launch_kernel(topk_parts_kernel, plan_topk_parts(args.T, args.n), st, false, args);
     if (error == cudaSuccess) {
         error = launch_kernel(topk_pick_kernel, plan_topk_pick(args.T), st, false, args, parts, n_sort);

@@ -27,19 +27,9 @@ void cpu_block_conv(const BlockConvArgs &a, int ith, int nth) {
     }
 }
 
-// The row above in the same block whose draft comes before that of a row, or -1: there is the anchor.
-static int32_t drafted_above(const StepCtl &ctl, int32_t row) {
-    const int32_t above = ctl.rows[row].parent;
-    return above >= 0 && ctl.rows[above].keep >= 0 ? above : -1;
-}
-
 void cpu_prior_tokens(const PriorArgs &a, int ith, int nth) {
     for (int t = ith; t < a.T; t += nth) {
-        const RowCtl &row = a.ctl->rows[a.row_of(t)];
-        const int32_t above = drafted_above(*a.ctl, a.row_of(t));
-        const int32_t anchor = row.seq < 0 ? a.row_of(t) : a.ctl->seqs[row.seq].row0;
-        const int32_t given = above < 0 ? a.tokens[anchor] : -1 - a.ctl->rows[above].keep;
-        a.out[t] = token_of(given, a.drafts, a.n_vocab);
+        a.out[t] = token_of(prior_of(a, t), a.drafts, a.n_vocab);
     }
 }
 
@@ -50,7 +40,7 @@ void cpu_candidates(const CandidatesArgs &a, int ith, int nth) {
         const float *x = a.logits + t * a.n;
         int32_t *out = a.out + int64_t(t) * a.K;
         std::iota(order.begin(), order.end(), 0);
-        const bool finite = std::all_of(x, x + a.n, [](float value) { return std::isfinite(value); });
+        const bool finite = std::all_of(x, x + a.n, [](float value) { return value < INFINITY; });
         if (finite) { // NaN has no place in an order
             const auto better = [x](int32_t i, int32_t j) { return x[i] > x[j] || (x[i] == x[j] && i < j); };
             std::nth_element(order.begin(), order.begin() + (a.K - 1), order.end(), better);

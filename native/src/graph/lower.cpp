@@ -332,7 +332,7 @@ ggml_tensor *Lowering::block_node(const Node &n) {
             a.n_vocab = int32_t(plain.model.hparams().n_vocab);
             return ops::prior_tokens(ctx, {in->tokens, cache.drafts(), in->ctl}, a);
         }
-        case Op::candidates: { // {k * T, 3} I32
+        case Op::candidates: { // {k * T, 3 and room} I32
             CandidatesArgs a{};
             a.K = int32_t(std::get<int64_t>(n.params));
             return ops::candidates(ctx, {flat(n.in[0]), n.w.empty() ? nullptr : n.w[0]}, a);

@@ -44,7 +44,7 @@ inline const auto &row_tokens = row<TokensArgs>("row_tokens", [](auto &op, auto 
     op.runs(cpu_row_tokens, LUCE_CUDA(row_tokens));
 });
 
-// ---- blocks of drafters whose drafts depend on each other: there are kernels for a CPU alone ----
+// ---- blocks of drafters whose drafts depend on each other ----
 
 inline const auto &block_conv = row<BlockConvArgs>("block_conv", [](auto &op, auto &a) {
     op.in(FIELD(x), {E, T});
@@ -54,7 +54,7 @@ inline const auto &block_conv = row<BlockConvArgs>("block_conv", [](auto &op, au
     op.dims(a.E, E, a.T, T, a.taps, K, a.groups, C);
     op.params(FIELD(side));
     op.out(FIELD(out), {E, T});
-    op.runs(cpu_block_conv, nullptr);
+    op.runs(cpu_block_conv, LUCE_CUDA(block_conv));
 });
 
 inline const auto &prior_tokens = row<PriorArgs>("prior_tokens", [](auto &op, auto &a) {
@@ -64,7 +64,7 @@ inline const auto &prior_tokens = row<PriorArgs>("prior_tokens", [](auto &op, au
     op.params(FIELD(T), FIELD(first), FIELD(between), FIELD(n_vocab));
     op.known(T, a.T);
     op.out(FIELD(out), {T});
-    op.runs(cpu_prior_tokens, nullptr);
+    op.runs(cpu_prior_tokens, LUCE_CUDA(prior_tokens));
 });
 
 inline const auto &candidates = row<CandidatesArgs>("candidates", [](auto &op, auto &a) {
@@ -73,12 +73,13 @@ inline const auto &candidates = row<CandidatesArgs>("candidates", [](auto &op, a
     op.dims(a.n, V, a.T, T);
     op.params(FIELD(K));
     op.known(K, a.K);
-    op.out(FIELD(out), {K * T, 3});
-    op.runs(cpu_candidates, nullptr);
+    op.known(width, [](const auto &args) { return candidate_planes(args.K); });
+    op.out(FIELD(out), {K * T, width});
+    op.runs(cpu_candidates, LUCE_CUDA(candidates));
 });
 
 inline const auto &lattice = row<LatticeArgs>("lattice", [](auto &op, auto &a) {
-    op.in(FIELD(candidates), {K * T, 3});
+    op.in(FIELD(candidates), {K * T, ANY});
     op.in(FIELD(anchors), {D, T});
     op.in(FIELD(before), {D, K * T});
     op.in(FIELD(behind), {D, K * T});
@@ -90,7 +91,7 @@ inline const auto &lattice = row<LatticeArgs>("lattice", [](auto &op, auto &a) {
     op.dims(a.T, T, a.K, K, a.R, D, a.entry, width);
     op.params(FIELD(ahead), FIELD(chooses));
     op.out(FIELD(out), {K * K, T});
-    op.runs(cpu_lattice, nullptr);
+    op.runs(cpu_lattice, LUCE_CUDA(lattice));
 });
 
 #ifdef LUCE_USE_CUDA

@@ -1,0 +1,220 @@
+// Drafts of a block where each depends on the one before it: convolutions over the block's rows, the tokens before, and the
+// lattice of candidates. Its scores are computed row by row side by side, for all candidates above, and then a warp walks
+// along each block. (topk.cu has the candidates.)
+#include "common/overlap.cuh"
+#include "sampling/choose.cuh"
+
+namespace luce {
+namespace {
+
+// The grid is {parts of a row, rows}; a thread has a value.
+__global__ void __launch_bounds__(BLOCK_CONV_THREADS)
+    block_conv_kernel(const __grid_constant__ BlockConvArgs a) {
+    let_next_start();
+    const int c = blockIdx.x * BLOCK_CONV_THREADS + threadIdx.x, t = blockIdx.y;
+    wait_for_previous();
+    if (c >= a.E) {
+        return;
+    }
+    const int64_t group = c / (a.E / a.groups), per_side = int64_t(a.taps) * a.groups;
+    const float *added = a.added + int64_t(t) * 2 * per_side + a.side * per_side + group;
+    const float *base = a.base + int64_t(a.side) * a.taps * a.E + c;
+    float sum = 0;
+    int row = t;
+    for (int tap = 0; tap < a.taps && row >= 0; tap++, row = a.ctl->rows[row].parent) {
+        sum += (base[int64_t(tap) * a.E] + added[tap * a.groups]) * a.x[int64_t(row) * a.E + c];
+    }
+    a.out[int64_t(t) * a.E + c] = sum;
+}
+
+__global__ void prior_tokens_kernel(const __grid_constant__ PriorArgs a) { // a thread has a row
+    wait_for_previous();
+    const int t = threadIdx.x;
+    if (t < a.T) {
+        a.out[t] = token_of(prior_of(a, t), a.drafts, a.n_vocab);
+    }
+}
+
+// ---- the lattice ----
+
+// The grid is rows; a warp has a pair of candidates after another.
+__global__ void __launch_bounds__(LATTICE_THREADS)
+    lattice_scores_kernel(const __grid_constant__ LatticeArgs a) {
+    __shared__ float scores[TOPK_MAX * TOPK_MAX];
+    let_next_start();
+    const int t = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const RowCtl row = a.ctl->rows[t];
+    wait_for_previous();
+    if (row.keep < 0) {
+        return;
+    }
+    const int above = drafted_above(*a.ctl, t), n = above < 0 ? 1 : a.K;
+    const int64_t plane = int64_t(a.T) * a.K;
+    const int32_t *ids = a.candidates + plane + int64_t(t) * a.K, *bits = ids + plane;
+    const float *froms = above < 0 ? a.anchors + int64_t(a.ctl->seqs[row.seq].row0) * a.R
+                                   : a.before + int64_t(above) * a.K * a.R;
+    for (int pair = warp; pair < n * a.K; pair += LATTICE_THREADS / WARP) {
+        const float *from = froms + int64_t(pair / a.K) * a.R;
+        const float *to = a.behind + (int64_t(t) * a.K + pair % a.K) * a.R;
+        float sum = 0;
+        for (int r = lane; r < a.R; r += WARP) {
+            sum += from[r] * (a.gates == nullptr ? 1.0f : a.gates[int64_t(t) * a.R + r]) * to[r];
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            scores[pair] = __int_as_float(bits[pair % a.K]) + sum;
+        }
+    }
+    __syncthreads();
+    float *out = a.out + int64_t(t) * a.K * a.K;
+    for (int i = threadIdx.x; i < n * a.K; i += LATTICE_THREADS) {
+        out[i] = scores[i];
+    }
+    if (a.lists == nullptr) {
+        return;
+    }
+    int32_t *entry = a.lists + int64_t(row.keep) * a.entry;
+    for (int i = threadIdx.x; i < a.K; i += LATTICE_THREADS) {
+        entry[i] = ids[i];
+    }
+    for (int from = warp; from < n; from += LATTICE_THREADS / WARP) {
+        const float *s = scores + from * a.K;
+        float largest = -INFINITY, sum = 0;
+        for (int i = lane; i < a.K; i += WARP) {
+            largest = fmaxf(largest, s[i]);
+        }
+        largest = warp_max(largest);
+        for (int i = lane; i < a.K; i += WARP) {
+            sum += expf(s[i] - largest);
+        }
+        const float log_sum = logf(warp_sum(sum));
+        for (int i = lane; i < a.K; i += WARP) {
+            entry[(from + 1) * a.K + i] = __float_as_int(s[i] - largest - log_sum);
+        }
+    }
+}
+
+// A row's candidates in the order (score descending, token ascending), in shared memory.
+struct Ordered {
+    int32_t at[TOPK_MAX], tokens[TOPK_MAX];
+    float scores[TOPK_MAX];
+    int32_t n_kept;
+};
+
+// Returns which candidate a sequence's settings take of scores s [K], in all lanes of a warp. What is kept is counted by
+// one lane, as score_candidates does (cpu/sampler.cpp).
+__device__ int taken(const ChoiceCtl &choice, uint64_t position, const int32_t *ids, const float *s, int K,
+                     Ordered &best) {
+    const int lane = threadIdx.x % WARP;
+    for (int i = lane; i < K; i += WARP) {
+        int rank = 0;
+        for (int j = 0; j < K; j++) {
+            rank += s[j] > s[i] || (s[j] == s[i] && ids[j] < ids[i]);
+        }
+        best.at[rank] = i;
+        best.tokens[rank] = ids[i];
+        best.scores[rank] = s[i];
+    }
+    __syncwarp();
+    if (choice.scale == 0) {
+        return best.at[0];
+    }
+    const auto gap = [&](int i) { return half_gap(best.scores[i], best.scores[0]); };
+    if (lane == 0) {
+        const int most = choice.top_k > 0 ? min(K, choice.top_k) : K;
+        uint64_t total = 0, kept = 0;
+        for (int i = 0; i < most; i++) {
+            total += mass_of(z_of(gap(i), choice.scale));
+        }
+        const uint64_t needed = needed_mass(total, choice.top_p);
+        int n = 0;
+        for (; n < most && kept < needed; n++) {
+            const uint64_t mass = mass_of(z_of(gap(n), choice.scale));
+            if (mass < choice.min_mass) {
+                break;
+            }
+            kept += mass;
+        }
+        best.n_kept = n;
+    }
+    __syncwarp();
+    Best noisy;
+    for (int i = lane; i < best.n_kept; i += WARP) {
+        const int32_t token = best.tokens[i];
+        const Words4 words = noise_words(choice.seed, position, uint32_t(token) / 4);
+        noisy.see(score_of(gap(i), choice.scale, words.w[token % 4]), token);
+    }
+    noisy.reduce_warp();
+    for (int i = 0; i < best.n_kept; i++) {
+        if (best.tokens[i] == noisy.id) {
+            return best.at[i];
+        }
+    }
+    return best.at[0];
+}
+
+// The grid is as many as sequences may be; a warp walks along a block.
+__global__ void __launch_bounds__(WARP) lattice_walk_kernel(const __grid_constant__ LatticeArgs a) {
+    __shared__ Ordered best;
+    let_next_start();
+    wait_for_previous();
+    if (int(blockIdx.x) >= a.ctl->n_seqs) {
+        return;
+    }
+    const SeqCtl &seq = a.ctl->seqs[blockIdx.x];
+    int chosen = 0; // of the row above
+    for (int t = seq.row0; t < seq.row0 + seq.n_rows; t++) {
+        const RowCtl row = a.ctl->rows[t];
+        if (row.keep < 0) {
+            continue;
+        }
+        const int from = drafted_above(*a.ctl, t) < 0 ? 0 : chosen;
+        const float *s = a.out + (int64_t(t) * a.K + from) * a.K;
+        const int32_t *ids = a.candidates + (int64_t(a.T) + t) * a.K;
+        bool bad = false;
+        for (int i = threadIdx.x; i < a.K; i += WARP) {
+            bad = bad || !isfinite(s[i]);
+        }
+        bad = __any_sync(~0u, bad);
+        chosen = bad ? 0 : taken(seq.choice, uint64_t(row.position + a.ahead), ids, s, a.K, best);
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            for (int32_t *kept : {a.drafts, a.given}) {
+                kept[2 * int64_t(row.keep)] = ids[chosen];
+                kept[2 * int64_t(row.keep) + 1] = bad ? 1 : 0;
+            }
+        }
+    }
+}
+
+} // namespace
+
+int cuda::block_conv(const BlockConvArgs &args, void *stream) {
+    if (args.T < 1 || args.T > MAX_ROWS || args.groups < 1 || args.E % args.groups != 0) {
+        return int(cudaErrorInvalidValue);
+    }
+    return int(launch_kernel(block_conv_kernel, plan_block_conv(args.T, args.E),
+                             static_cast<cudaStream_t>(stream), true, args));
+}
+
+int cuda::prior_tokens(const PriorArgs &args, void *stream) {
+    if (args.T < 1 || args.T > MAX_ROWS) {
+        return int(cudaErrorInvalidValue);
+    }
+    return int(launch_kernel(prior_tokens_kernel, LaunchPlan{1, 1, 1, MAX_ROWS, 0},
+                             static_cast<cudaStream_t>(stream), true, args));
+}
+
+int cuda::lattice(const LatticeArgs &args, void *stream) {
+    if (args.T < 1 || args.T > MAX_ROWS || args.K < 1 || args.K > TOPK_MAX || args.R < 1) {
+        return int(cudaErrorInvalidValue);
+    }
+    const cudaStream_t st = static_cast<cudaStream_t>(stream);
+    cudaError_t error = launch_kernel(lattice_scores_kernel, plan_lattice_scores(args.T), st, true, args);
+    if (error == cudaSuccess && args.chooses != 0) {
+        error = launch_kernel(lattice_walk_kernel, LaunchPlan{args.T, 1, 1, WARP, 0}, st, true, args);
+    }
+    return int(error);
+}
+
+} // namespace luce
