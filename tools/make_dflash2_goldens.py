@@ -103,7 +103,7 @@ class Block:
         query, key = n + torch.arange(len(x))[:, None], torch.arange(n + len(x))[None]
         hidden = (key > query) & torch.tensor(c.causal[layer])
         if c.sliding[layer]:
-            hidden = hidden | (query - key >= c.window)
+            hidden = hidden | ((query - key).abs() >= c.window)
         scores = (q @ k.transpose(1, 2) / c.head_dim**0.5).masked_fill(hidden, -torch.inf)
         return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ self.w[f"{p}output.weight"].T
 

@@ -95,9 +95,10 @@ def write(
     arch: str = hf_dflash.ARCH,
     rename: Callable[[str], str] = lambda name: name,
     keys: Callable[[dict[str, gguf.GGUFValue]], None] = lambda keys: None,
+    kind: str = "F32",
 ) -> Path:
-    """Writes a drafter's GGUF, F32. `arch` and `rename` give another layout, and `keys` changes what is
-    written."""
+    """Writes a drafter's GGUF, whose matrices have the type `kind`. `arch` and `rename` give another layout, and `keys`
+    changes what is written."""
     w = gguf.GGUFWriter(path, arch)
     c = case.drafter
     hf_dflash.add_keys(w, c, f"tiny-{path.stem}", file_type=0, m_rope=True)
@@ -105,7 +106,11 @@ def write(
     w.add_mask_token_id(c.mask_token_id or 0)
     keys(w.kv_data[0])
     for name, x in tensors.items():
-        w.add_tensor(rename(name), x)
+        if kind != "F32" and name.endswith(".weight") and x.ndim == 2:
+            typed = gguf.GGMLQuantizationType[kind]
+            w.add_tensor(rename(name), gguf.quants.quantize(x, typed), raw_dtype=typed)
+        else:
+            w.add_tensor(rename(name), x)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

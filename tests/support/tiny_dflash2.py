@@ -57,9 +57,9 @@ CASES: dict[str, More] = {
         Case(WIDE, drafter(WIDE, n_layer=3, n_ff=160, n_head=4, n_head_kv=2, head_dim=128, rope_dim=128,
                            rope_base=1e4, eps=1e-5, block_size=6, target_layer_ids=(0, 1, 2, 3, 4),
                            causal=(True,), softcap=4.0, embedding_scale=3.0), 32),
-        rank=24, taps=3, group=32, top_k=16, logit_scale=0.5),
+        rank=32, taps=3, group=32, top_k=16, logit_scale=0.5),
     "dflash2-windows": More(
-        Case(WIDE, drafter(WIDE, block_size=16, target_layer_ids=(2, 4), causal=(False,), window=12,
+        Case(WIDE, drafter(WIDE, block_size=16, target_layer_ids=(2, 4), causal=(False,), window=16,
                            sliding=(True,)), 33), rank=16, taps=2, group=128, top_k=20),
     "dflash2-from-anchor": More(Case(TARGET, drafter(TARGET, n_layer=1, block_size=4), 34), rank=8, taps=4, group=8,
                                 top_k=2, from_anchor=True),
@@ -143,15 +143,15 @@ def add_keys(case: More) -> Callable[[Keys], None]:
 
 
 def write(
-    path: Path, case: More, tensors: Weights, keys: Callable[[Keys], None] = lambda keys: None
+    path: Path, case: More, tensors: Weights, keys: Callable[[Keys], None] = lambda keys: None, kind: str = "F32"
 ) -> Path:
-    """Writes a drafter's GGUF, F32. `keys` changes what is written."""
+    """Writes a drafter's GGUF, whose matrices have a type. `keys` changes what is written."""
 
     def change(written: Keys) -> None:
         add_keys(case)(written)
         keys(written)
 
-    return tiny_dflash.write(path, case.base, tensors, keys=change)
+    return tiny_dflash.write(path, case.base, tensors, keys=change, kind=kind)
 
 
 def files(folder: Path, case: More) -> tuple[Path, Path]:

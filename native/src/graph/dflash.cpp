@@ -406,6 +406,14 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     const std::vector<bool> causal = causal_layers(f, n_layer);
     const std::vector<uint32_t> window = windows(f, n_layer);
     const auto [taps, group] = conv_sizes(f, trunk.n_embd);
+    for (uint32_t il = 0; il < n_layer && taps > 0; il++) { // DFlash2's windows end ahead of a row, too
+        if (!causal[il] && window[il] > 0 && window[il] < d->n_block) {
+            f.refuse(
+                format("key %s is %u, less than a block's %u rows: luce has no such windows of rows that see "
+                       "those behind them",
+                       f.key("attention.sliding_window").c_str(), window[il], d->n_block));
+        }
+    }
 
     WeightReader r(model, file);
     d->fc = r.matrix(f.tensor({"fc.weight", "dflash.fc.weight"}), int64_t(d->taps.size()) * E, E);

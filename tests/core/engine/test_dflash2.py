@@ -181,9 +181,9 @@ def test_the_first_draft_of_a_sequence_that_samples_has_the_targets_noise(
 
 
 @pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark-reduced"])
-@pytest.mark.parametrize("budget", [None, 12])
+@pytest.mark.parametrize(("spec", "budget"), [("dflash", None), ("dflash", 12), ("auto", 20)])
 def test_generations_are_those_of_plain_decoding(
-    name: str, budget: int | None, native: Library, tmp_path: Path
+    name: str, spec: str, budget: int | None, native: Library, tmp_path: Path
 ) -> None:
     """Three requests share an engine, greedy and sampled."""
     case = CASES[name]
@@ -197,7 +197,7 @@ def test_generations_are_those_of_plain_decoding(
         if by == "heart":
             known, made = tiny_dflash2.remembering(replace(case, top_k=case.top_k and 63), found["off"][0])
             drafter = tiny_dflash2.write(tmp_path / "heart.gguf", known, made)
-        options = Options(ctx=128, spec="off" if by == "off" else "dflash", threads=1, sequences=3)
+        options = Options(ctx=128, spec="off" if by == "off" else spec, threads=1, sequences=3)
         options = options if by == "off" else replace(options, budget=budget)
         with Files(target, device="cpu", drafter=drafter) as files, Engine.open(files, options) as engine:
             ends = {at: event for at, event in engine.run(requests) if isinstance(event, Finished)}

@@ -71,6 +71,26 @@ def test_drafts_are_the_same_without_lists(native: Library, tmp_path: Path) -> N
         assert sequence.drafted(case.n_draft) == golden["path"].tolist()
 
 
+@pytest.mark.parametrize("name", ["dflash2-causal", "dspark-reduced"])
+def test_tables_may_have_types_of_weights(name: str, native: Library, tmp_path: Path) -> None:
+    """All matrices are F16 or Q8_0, those of which rows are looked up too: scores are near the golden's."""
+    golden, case = dict(np.load(GOLDENS / f"{name}.npz")), CASES[name]
+    target, _ = tiny_dflash2.files(tmp_path, case)
+    for kind in ("F16", "Q8_0"):
+        path = tmp_path / f"{kind}.gguf"
+        tiny_dflash2.write(path, case, tiny_dflash2.weights(case), kind=kind)
+        model = drive.open_model(native, target, drafter=path)
+        sequence = drive.open_sequence(model, n_ctx=128, blocks=1, n_top=1)
+        drive.prefill(sequence, golden["prompt"].tolist())
+        drive.draft(sequence, int(golden["anchor"]), case.n_draft, Source.DFLASH)
+        ids, scores = lists_of(sequence, 1, case.candidates)
+        both = sorted(set(ids[0]) & set(golden["candidates"][0]))
+        assert len(both) > 0.7 * case.candidates
+        at, expected_at = ([list(each).index(token) for token in both] for each in (ids[0], golden["candidates"][0]))
+        off = scores[0, 0][at] - golden["scores"][0, 0][expected_at]  # Other candidates move all by one number.
+        assert 0 < np.abs(off - np.median(off)).max() < 0.3
+
+
 def test_cases_differ_where_it_matters() -> None:
     cases = list(CASES.values())
     assert {case.taps for case in cases} == {0, 2, 3, 4}

@@ -223,6 +223,8 @@ OF_KEYS: dict[str, tuple[str, Callable[[Keys], None], type[Error], str]] = {
                                r"markov_w1\.weight: expected shape \{9, 384\}, found \{8, 384\}"),
     "both": ("dspark", having("dflash.selector_rank", 8, U32), FileError,
              r"dflash\.selector_rank and tensor markov_w1\.weight: expected one of them"),
+    "a short window": ("dflash2-windows", having("dflash.attention.sliding_window", 15), UnsupportedError,
+                       r"dflash\.attention\.sliding_window is 15, less than a block's 16 rows"),
     "64 drafts": ("dspark", having("dflash.block_size", 64), UnsupportedError,
                   r"dflash\.block_size is 64: luce verifies 63 drafts at most"),
 }  # fmt: skip
