@@ -34,24 +34,22 @@ void cpu_prior_tokens(const PriorArgs &a, int ith, int nth) {
 }
 
 void cpu_candidates(const CandidatesArgs &a, int ith, int nth) {
-    std::vector<int32_t> order(size_t(a.n));
     const int64_t plane = int64_t(a.T) * a.K;
     for (int t = ith; t < a.T; t += nth) {
         const float *x = a.logits + t * a.n;
         int32_t *out = a.out + int64_t(t) * a.K;
-        std::iota(order.begin(), order.end(), 0);
+        std::vector<Candidate> best;
         const bool finite = std::all_of(x, x + a.n, [](float value) { return value < INFINITY; });
         if (finite) { // NaN has no place in an order
-            const auto better = [x](int32_t i, int32_t j) { return x[i] > x[j] || (x[i] == x[j] && i < j); };
-            std::nth_element(order.begin(), order.begin() + (a.K - 1), order.end(), better);
-            std::sort(order.begin(), order.begin() + a.K, better);
+            best = first_k(x, a.n, size_t(a.K));
+            std::sort(best.begin(), best.end(), better);
         }
+        best.resize(size_t(a.K), {finite ? -INFINITY : NAN, 0});
         for (int32_t i = 0; i < a.K; i++) {
-            const int32_t at = order[size_t(i)];
-            const float logit = finite ? x[at] : NAN;
-            out[i] = at;
-            out[plane + i] = a.tokens == nullptr ? at : int32_t(a.tokens[at]);
-            memcpy(&out[2 * plane + i], &logit, sizeof(logit));
+            const Candidate &c = best[size_t(i)];
+            out[i] = c.id;
+            out[plane + i] = a.tokens == nullptr ? c.id : int32_t(a.tokens[c.id]);
+            memcpy(&out[2 * plane + i], &c.x, sizeof(c.x));
         }
     }
 }

@@ -10,16 +10,6 @@
 namespace luce {
 namespace {
 
-struct Candidate {
-    float x;
-    int32_t id;
-};
-
-// Says which candidate comes first, everywhere.
-bool better(const Candidate &a, const Candidate &b) {
-    return a.x > b.x || (a.x == b.x && a.id < b.id);
-}
-
 int64_t first_largest(const float *x, int64_t n) {
     int64_t best = 0;
     for (int64_t i = 1; i < n; i++) {
@@ -76,7 +66,8 @@ private:
     int32_t id_ = INT32_MAX;
 };
 
-// Returns the first k in order, themselves in no order.
+} // namespace
+
 std::vector<Candidate> first_k(const float *x, int64_t n, size_t k) {
     std::vector<Candidate> kept;
     kept.reserve(2 * k + 64);
@@ -97,6 +88,8 @@ std::vector<Candidate> first_k(const float *x, int64_t n, size_t k) {
     }
     return kept;
 }
+
+namespace {
 
 // Keeps of `candidates`, in no order, the fewest first ones that reach top_p of their mass. z goes into bins,
 // best first, and only the bin in which that happens is sorted.

@@ -7,6 +7,7 @@
 #include "common/kernels.h"
 
 #include <cstdint>
+#include <vector>
 
 namespace luce {
 
@@ -19,6 +20,18 @@ ChoiceCtl choice_ctl(const luce_sampling &sampling);
 // Chooses the token of logits x (n) at a position, and never one of -inf. None of x may be NaN or +inf, and
 // one must be finite.
 int32_t choose(const float *x, int64_t n, const ChoiceCtl &ctl, uint64_t position);
+
+struct Candidate {
+    float x;
+    int32_t id;
+};
+// Says which candidate comes first, everywhere.
+inline bool better(const Candidate &a, const Candidate &b) {
+    return a.x > b.x || (a.x == b.x && a.id < b.id);
+}
+// Returns the first k of logits x (n) in that order, themselves in no order; those of -inf are left out. None of x may be
+// NaN.
+std::vector<Candidate> first_k(const float *x, int64_t n, size_t k);
 
 // Keeps of n candidates, whose logits are in the order (logit descending, id ascending), what the filters keep: the first
 // ones, whose number is returned. Each gets its z + G in `scores`. Their mass goes to *kept, in units of 2^-40 of the
