@@ -4,7 +4,7 @@ GGUF's names (numpy, F32), and files."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,18 +15,19 @@ import tiny_dflash
 from tiny import Weights
 from tiny_dflash import TARGET, WIDE, Case, drafter
 
+from luce.convert.hf_dflash import DFlash
+
 Keys = dict[str, gguf.GGUFValue]
 U32, F32, BOOL = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGUFValueType.BOOL
 
 
 @dataclass(frozen=True)
-class More:
-    """A drafter of tiny_dflash, and what its file has besides: convolutions of so many `taps` over groups of `group`
-    values; a selector of this `rank` over the `top_k` best, or with `markov` a Markov head of the rank; whether it
-    says that the anchor's row drafts; a scale of logits; a confidence head."""
+class Parts:
+    """What a file has beside a DFlash drafter: convolutions of so many `taps` over groups of `group` values; a selector
+    of this `rank` over the `top_k` best, or with `markov` a Markov head of the rank; whether it says that the anchor's
+    row drafts; a scale of logits; a confidence head."""
 
-    base: Case
-    rank: int
+    rank: int = 0
     taps: int = 0
     group: int = 0
     top_k: int = 0
@@ -34,6 +35,13 @@ class More:
     from_anchor: bool | None = None
     logit_scale: float = 1.0
     confidence: bool = False
+
+
+@dataclass(frozen=True)
+class More(Parts):
+    """A drafter of tiny_dflash, and what its file has besides."""
+
+    base: Case = field(kw_only=True)
 
     @property
     def anchor_drafts(self) -> bool:
@@ -51,48 +59,58 @@ class More:
 
 
 CASES: dict[str, More] = {
-    "dflash2": More(Case(TARGET, drafter(TARGET, n_layer=3, target_layer_ids=(0, 1, 3), block_size=8), 31),
+    "dflash2": More(base=Case(TARGET, drafter(TARGET, n_layer=3, target_layer_ids=(0, 1, 3), block_size=8), 31),
                     rank=8, taps=2, group=16, top_k=5),
     "dflash2-causal": More(
-        Case(WIDE, drafter(WIDE, n_layer=3, n_ff=160, n_head=4, n_head_kv=2, head_dim=128, rope_dim=128,
+        base=Case(WIDE, drafter(WIDE, n_layer=3, n_ff=160, n_head=4, n_head_kv=2, head_dim=128, rope_dim=128,
                            rope_base=1e4, eps=1e-5, block_size=6, target_layer_ids=(0, 1, 2, 3, 4),
                            causal=(True,), softcap=4.0, embedding_scale=3.0), 32),
         rank=32, taps=3, group=32, top_k=16, logit_scale=0.5),
     "dflash2-windows": More(
-        Case(WIDE, drafter(WIDE, block_size=16, target_layer_ids=(2, 4), causal=(False,), window=16,
+        base=Case(WIDE, drafter(WIDE, block_size=16, target_layer_ids=(2, 4), causal=(False,), window=16,
                            sliding=(True,)), 33), rank=16, taps=2, group=128, top_k=20),
-    "dflash2-from-anchor": More(Case(TARGET, drafter(TARGET, n_layer=1, block_size=4), 34), rank=8, taps=4, group=8,
-                                top_k=2, from_anchor=True),
-    "dspark": More(Case(TARGET, drafter(TARGET, n_layer=2, target_layer_ids=(1, 3), block_size=7), 35), rank=8,
+    "dflash2-from-anchor": More(base=Case(TARGET, drafter(TARGET, n_layer=1, block_size=4), 34), rank=8, taps=4,
+                                group=8, top_k=2, from_anchor=True),
+    "dspark": More(base=Case(TARGET, drafter(TARGET, n_layer=2, target_layer_ids=(1, 3), block_size=7), 35), rank=8,
                    markov=True),
     "dspark-reduced": More(
-        Case(WIDE, drafter(WIDE, n_head=6, n_head_kv=2, n_vocab_draft=200, target_layer_ids=(0, 1, 2, 4, 5),
+        base=Case(WIDE, drafter(WIDE, n_head=6, n_head_kv=2, n_vocab_draft=200, target_layer_ids=(0, 1, 2, 4, 5),
                            block_size=8, causal=(True,), window=9, sliding=(True, False), softcap=4.0), 36,
              ("token_embd.weight", "output.weight", "d2t")),
         rank=32, markov=True, from_anchor=False, confidence=True),
 }  # fmt: skip
 
 
-def weights(case: More) -> Weights:
-    c, rng = case.base.drafter, tiny._Random(1000 + case.base.seed)
-    e, made = c.n_embd, tiny_dflash.weights(case.base)
-    for i in range(c.n_layer if case.taps else 0):
+def tensor_shapes(parts: Parts, c: DFlash) -> dict[str, tuple[int, ...]]:
+    """Returns the tensors besides those of a DFlash drafter, with numpy's shapes."""
+    e, rank, shapes = c.n_embd, parts.rank, dict[str, tuple[int, ...]]()
+    for i in range(c.n_layer if parts.taps else 0):
         for part in ("attn", "ffn"):
-            base = rng.uniform(-0.4, 0.4, 2, case.taps, e)
-            base[:, 0] += 0.8
-            made[f"blk.{i}.{part}_conv_base"] = base
-            made[f"blk.{i}.{part}_conv_proj.weight"] = rng.matrix(2 * case.taps * e // case.group, e, 0.4)
+            shapes[f"blk.{i}.{part}_conv_base"] = (2, parts.taps, e)
+            shapes[f"blk.{i}.{part}_conv_proj.weight"] = (2 * parts.taps * e // parts.group, e)
+    if parts.markov:
+        shapes |= {"markov_w1.weight": (c.n_vocab, rank), "markov_w2.weight": (c.n_vocab_draft, rank)}
+    elif rank:
+        shapes |= {f"selector_{name}.weight": (c.n_vocab, rank) for name in ("predecessor", "successor")}
+        shapes["selector_hidden.weight"] = (rank, e)
+    return shapes | ({"conf_proj.weight": (1, e + rank), "conf_proj.bias": (1,)} if parts.confidence else {})
+
+
+def weights(case: More) -> Weights:
+    rng, made = tiny._Random(1000 + case.base.seed), tiny_dflash.weights(case.base)
     size = 1.5 * (8 / case.rank) ** 0.25  # The products of both tables then have the size of logits.
-    if case.markov:
-        made["markov_w1.weight"] = rng.uniform(-size, size, c.n_vocab, case.rank)
-        made["markov_w2.weight"] = rng.uniform(-size, size, c.n_vocab_draft, case.rank)
-    else:
-        made["selector_predecessor.weight"] = rng.uniform(-size, size, c.n_vocab, case.rank)
-        made["selector_successor.weight"] = rng.uniform(-size, size, c.n_vocab, case.rank)
-        made["selector_hidden.weight"] = rng.matrix(case.rank, e)
-    if case.confidence:
-        made["conf_proj.weight"] = rng.matrix(1, e + case.rank)
-        made["conf_proj.bias"] = rng.uniform(-0.5, 0.5, 1)
+    for name, shape in tensor_shapes(case, case.base.drafter).items():
+        if name.endswith("_conv_base"):
+            made[name] = rng.uniform(-0.4, 0.4, *shape)
+            made[name][:, 0] += 0.8
+        elif name.endswith("_conv_proj.weight"):
+            made[name] = rng.matrix(*shape, gain=0.4)
+        elif name.startswith("conf_proj"):
+            made[name] = rng.uniform(-0.1, 0.1, *shape)
+        elif name == "selector_hidden.weight":
+            made[name] = rng.matrix(*shape)
+        else:
+            made[name] = rng.uniform(-size, size, *shape)
     return made
 
 
@@ -128,7 +146,7 @@ def remembering(case: More, text: Sequence[int]) -> tuple[More, Weights]:
     return replace(case, base=replace(base, own=extra)), made
 
 
-def add_keys(case: More) -> Callable[[Keys], None]:
+def add_keys(case: Parts) -> Callable[[Keys], None]:
     def change(keys: Keys) -> None:
         sizes = {"conv_kernel_size": case.taps, "conv_group_size": case.group}
         if not case.markov:
