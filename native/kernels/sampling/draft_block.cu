@@ -201,8 +201,8 @@ int cuda::prior_tokens(const PriorArgs &args, void *stream) {
     if (args.T < 1 || args.T > MAX_ROWS) {
         return int(cudaErrorInvalidValue);
     }
-    return int(launch_kernel(prior_tokens_kernel, LaunchPlan{1, 1, 1, MAX_ROWS, 0},
-                             static_cast<cudaStream_t>(stream), true, args));
+    return int(launch_kernel(prior_tokens_kernel, plan_prior_tokens(), static_cast<cudaStream_t>(stream),
+                             true, args));
 }
 
 int cuda::lattice(const LatticeArgs &args, void *stream) {
@@ -212,7 +212,7 @@ int cuda::lattice(const LatticeArgs &args, void *stream) {
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     cudaError_t error = launch_kernel(lattice_scores_kernel, plan_lattice_scores(args.T), st, true, args);
     if (error == cudaSuccess && args.chooses != 0) {
-        error = launch_kernel(lattice_walk_kernel, LaunchPlan{args.T, 1, 1, WARP, 0}, st, true, args);
+        error = launch_kernel(lattice_walk_kernel, plan_lattice_walk(args.T), st, true, args);
     }
     return int(error);
 }

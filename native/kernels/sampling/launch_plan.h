@@ -30,8 +30,14 @@ constexpr int BLOCK_CONV_THREADS = 256, LATTICE_THREADS = 256;
 inline LaunchPlan plan_block_conv(int T, int E) {
     return {divided(E, BLOCK_CONV_THREADS), T, 1, BLOCK_CONV_THREADS, 0};
 }
+inline LaunchPlan plan_prior_tokens() {
+    return {1, 1, 1, MAX_ROWS, 0};
+}
 inline LaunchPlan plan_lattice_scores(int T) {
     return {T, 1, 1, LATTICE_THREADS, 0};
+}
+inline LaunchPlan plan_lattice_walk(int T) { // a warp for each sequence that a step of T rows may have
+    return {T, 1, 1, 32, 0};
 }
 
 } // namespace

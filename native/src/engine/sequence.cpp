@@ -166,7 +166,7 @@ void Sequence::get_lists(const luce_lists &lists) {
         if (conditional) {
             float *scores = lists.scores + size_t(i) * k * k;
             std::copy_n(list, k, lists.ids + size_t(i) * k);
-            const uint32_t n_above = i == 0 ? 1 : k; // lists: one behind each candidate above
+            const uint32_t n_above = i == 0 ? 1 : k; // it has one list behind each candidate above
             memcpy(scores, list + k, size_t(n_above) * k * sizeof(float));
             std::fill(scores + n_above * k, scores + k * k, -INFINITY);
             for (uint32_t above = 0; choice_.scale > 0 && above < n_above; above++) {

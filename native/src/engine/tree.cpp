@@ -192,6 +192,9 @@ void add_noise(const ChoiceCtl &choice, uint64_t position, int32_t draft, int32_
 }
 
 void add_noise(const ChoiceCtl &choice, uint64_t position, const int32_t *ids, float *scores, uint32_t n) {
+    if (std::any_of(scores, scores + n, [](float score) { return std::isnan(score); })) {
+        return; // it has no order; make_tree() refuses it
+    }
     std::vector<uint32_t> order(n);
     std::iota(order.begin(), order.end(), 0);
     std::sort(order.begin(), order.end(), [&](uint32_t i, uint32_t j) {

@@ -230,6 +230,30 @@ def test_a_drafter_of_nan_gives_one_warning_and_the_same_tokens(
     assert ends[0] == ends[1] and len(ends[0]) == 24
 
 
+@pytest.mark.parametrize(("name", "where"), [
+    ("dflash2", "selector_predecessor.weight"), ("dflash2", "selector_successor.weight"),
+    ("dspark", "markov_w1.weight"),
+])  # fmt: skip
+def test_tables_that_are_damaged_in_part_change_no_token(
+    name: str, where: str, native: Library, tmp_path: Path
+) -> None:
+    """Scores behind some candidates are not numbers, and those behind others are."""
+    case = CASES[name]
+    target, _ = tiny_dflash2.files(tmp_path, case)
+    weights = tiny_dflash2.weights(case)
+    weights[where][1::4] = np.nan
+    drafter = tiny_dflash2.write(tmp_path / "nan.gguf", case, weights)
+    request = Request(tuple(tokens_of(20)), 24, SAMPLINGS["warm"], ignore_eos=True)
+    found = []
+    for spec, budget in (("off", None), ("dflash", None), ("dflash", 12)):
+        options = Options(ctx=128, spec=spec, threads=1, budget=budget)
+        with Files(target, device="cpu", drafter=drafter) as files, Engine.open(files, options) as engine:
+            end = list(engine.generate(request))[-1]
+        assert isinstance(end, Finished)
+        found.append(end.tokens)
+    assert found[0] == found[1] == found[2]
+
+
 def test_lists_are_asked_for_as_they_are(opened: Opened) -> None:
     model, case = opened("dflash2", ())
     sequence = drive.open_sequence(model, n_ctx=64, n_rows=8, n_draft=3, n_top=4, blocks=1)
