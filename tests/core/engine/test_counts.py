@@ -19,7 +19,7 @@ from nan_model import SMALL, tokens_of
 from op_run import counts
 
 from luce.errors import StateError
-from luce.native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
+from luce.native import Checkpoint, Drafts, Engine, Form, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import Penalties, Sampling
 
@@ -153,7 +153,7 @@ def test_dflash_blocks_cost_a_step_for_each_full_one(native: Library, device: st
     assert cost() == (1, 0)
     engine.draft([Drafts(each, 3, size, Source.DFLASH) for each in sequences])
     assert cost() == (1, 1), "the host writes where the device may still read"
-    assert cost([each.lists(size, 4) for each in sequences]) == (0, 1)
+    assert cost([each.lists(size, 4, Form.INDEPENDENT) for each in sequences]) == (0, 1)
     engine.verify([Rows(each, n=size + 1) for each in sequences])
     assert cost() == STEP
     assert cost([each.commit([0]) for each in sequences]) == NOTHING

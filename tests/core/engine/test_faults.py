@@ -21,7 +21,7 @@ from op_run import Fault, fault, leave_device, op_run, round_fault
 
 import luce
 from luce.errors import DeviceError, Error, InternalError, OutOfMemory
-from luce.native import Drafts, Engine, Library, Model, Rows, Source
+from luce.native import Drafts, Engine, Form, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 
 PROMPT = tokens_of(30, seed=2)
@@ -247,7 +247,8 @@ def rounds_of_all_widths(engine: Engine, both: list[Timeline]) -> None:
         for n in range(1, most + 1):
             for some in (both[:1], both):
                 engine.draft([Drafts(each, 3, n, source) for each in some])
-                assert some[-1].lists(n, 4, source is not Source.DFLASH).at(n - 1)
+                form = Form.INDEPENDENT if source is Source.DFLASH else Form.CHAIN
+                assert some[-1].lists(n, 4, form).at(n - 1)
                 engine.verify([Rows(each, n=n + 1) for each in some])
     for each in both:
         each.commit([0, 1])

@@ -18,7 +18,7 @@ import tiny_dflash
 from depth import deeper_but
 
 from luce.errors import UnsupportedError
-from luce.native import Library, Source
+from luce.native import Form, Library, Source
 
 BOUND = 2e-3
 DENSE = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128, n_layer=3,
@@ -92,7 +92,7 @@ def run(native: Library, device: str, model: Model, files: tuple[Path, Path | No
     sources = [Source.DFLASH] if drafter else [Source.NEXTN, Source.PART]
     for source in sources:
         drive.draft(sequence, 5, 3, source)
-        lists = sequence.lists(3, 2)
+        lists = sequence.lists(3, 2, Form.INDEPENDENT if drafter else Form.CHAIN)
         behind = [lists.scores[2 * depth] - lists.scores[2 * depth + 1] for depth in range(3)]
         tokens = [lists.ids[2 * depth] for depth in range(3)]
         drive.verify_draft(sequence, 3)
