@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from luce.speculate.candidates import PLAIN, Candidate, Choice, Offer, Steps
+from luce.speculate.candidates import PLAIN, Candidate, Choice, Family, Offer, Steps
 from luce.speculate.choose import MARGIN, Search, Terms, chains_of
 from luce.speculate.drafting import NOTHING, Draft, Drafter, Limits, Round, Text
 from luce.speculate.estimates import Estimates
@@ -62,55 +62,66 @@ class Auto:
         return found
 
     def decide(self) -> None:
-        """Decides the round of all that have offered, and what the next one is begun with: a chain of each text,
-        unless more is expected of waiting for what this one gives."""
+        """Decides the round of all that have offered. Where rounds are begun before the one before has ended, it
+        decides too what the next one is begun with: a chain of each text, unless more is expected of waiting for
+        what this one gives."""
         texts, self.offered = self.offered, []
-        drafters, prices, hidden, limits = texts[0].drafters, self.prices, self.hidden, texts[0].limits
-        n, steps = limits.sequences, self.steps(drafters, limits.sequences)
+        prices, hidden, limits = self.prices, self.hidden, texts[0].limits
+        n, steps = limits.sequences, self.steps(texts[0].drafters, limits.sequences)
         scale, floor, turn = prices.terms(n, hidden)
-        now, ahead = [PLAIN] * len(texts), [PLAIN] * len(texts)
-        wanted, waits, read, device = now, False, False, steps.plain
-        first: Candidate | None = None
-        if floor:
-            stake, offers = self._stake(texts, n) * floor, [text.offer() for text in texts]
+        stake = self._stake(texts, n) * floor if floor else 0.0
+        terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake)
+        chained, best, rate = list[list[Family]](), None, 0.0
+        # Where not even the cheapest drafts may be lost, nothing need be known of any: the host's time counts too.
+        if stake > 0 and scale * steps.least(any(text.found for text in texts)) <= floor + stake:
+            offers = [text.offer() for text in texts]
             chained = chains_of(offers, steps)
-            terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake)
             search = Search(steps, terms, MARGIN * n / terms.plain)
-            best = search.tries_all(offers, chained) if stake > 0 else None
-            rate = search.top
-            if best:
-                wanted = best.choices
-            if limits.begun is not None:
-                now = [text.of_begun() for text in texts]
-                device = steps.of(now)
-            elif best:
-                now, read, device = wanted, best.family.read, best.device
+            best, rate = search.tries_all(offers, chained), search.top
+        now, read, device = [PLAIN] * len(texts), False, steps.plain
+        wanted = best.choices if best else now
+        if limits.begun is not None:
+            now = [text.of_begun() for text in texts]
+            device = steps.of(now)
+        elif best:
+            now, read, device = wanted, best.family.read, best.device
         drafted = any(choice.candidates for choice in now)
         work = Work(device + terms.feed if drafted else device, n, drafted, int(read), hidden)
-        if floor:
-            # The next one is begun before this one is booked, which may lose all that it has more than a plain one.
-            risk = BET * max(prices.seconds(work) - floor, 0.0)
-            next_terms = Terms(scale, floor, turn, 0, self._feed(texts, n, drafted), stake - risk)
-            search = Search(steps, next_terms, MARGIN * n / floor)
-            for of in chained if stake > risk else ():
-                first = search.tries_each(of)
-            gain = search.top
-            if first:
-                ahead = first.choices
-            missed = sum(text.missed() for text in texts) / len(texts)
-            if not first:
-                gain = n / floor
-            waits = (best is not None and rate > gain) or turn <= missed * LATE * floor
-            # To wait in vain is a loss too, and so is the wait of a text's last round.
-            waits = waits and 2 * turn <= stake - risk
-            if not (first or best or prices.seen(n, hidden)):
-                waits = False  # What a plain round takes is seen where one follows another at once.
+        first, waits = None, not hidden
+        if hidden and floor:
+            first, waits = self._next(texts, terms, chained, rate if best else 0.0, work)
+        ahead = first.choices if first else [PLAIN] * len(texts)
         priced = Priced(work, read, self.drafted or (first is not None and not waits))
         self.drafted = drafted
         for text, choice, want, following in zip(texts, now, wanted, ahead, strict=True):
             text.decided(choice, want, priced)
-            chain = drafters[following.drafter].chains[following.drafts] if following.drafter is not None else NOTHING
-            text.next = None if waits else chain
+            text.next = None if waits else text.chain_of(following)
+
+    def _next(
+        self,
+        texts: list[Source],
+        terms: Terms,
+        chained: list[list[Family]],
+        rate: float,
+        work: Work,
+    ) -> tuple[Candidate | None, bool]:
+        """Returns the best of the chains with which the next round may be begun, and whether more is expected of
+        waiting. `work` is that of this round, and `rate` that of the best drafts for it, which may not be those
+        that it was begun with; 0 where none pays."""
+        n, floor, steps = work.sequences, terms.floor, self.steps(texts[0].drafters, work.sequences)
+        # The next one is begun before this one is booked, which may lose all that it has more than a plain one.
+        stake = terms.stake - BET * max(self.prices.seconds(work) - floor, 0.0)
+        following = terms._replace(turns=0, feed=self._feed(texts, n, work.drafted), stake=stake)
+        search, first = Search(steps, following, MARGIN * n / floor), None
+        for of in chained if stake > 0 else ():
+            first = search.tries_each(of)
+        gain = search.top if first else n / floor
+        missed = sum(text.missed() for text in texts) / len(texts)
+        waits = rate > gain or terms.turn <= missed * LATE * floor
+        # To wait in vain is a loss too, and so is the wait of a text's last round.
+        waits = waits and 2 * terms.turn <= stake
+        # What a plain round takes is seen where one follows another at once.
+        return first, waits and bool(first or rate or self.prices.seen(n, work.hidden))
 
     def _feed(self, texts: list[Source], sequences: int, drafted: bool | None = None) -> float:
         """Returns the seconds of feeding the head what plain rounds have left, after a round that drafted or not
@@ -166,6 +177,11 @@ class Source:
         self.auto.offered.append(self)
         self._proposed = True
 
+    @property
+    def found(self) -> bool:
+        """Says whether a lookup has found something."""
+        return bool(self._found[0])
+
     def offer(self) -> Offer:
         tokens, matched = self._found
         most = min(self.limits.candidates, self.auto.budget)
@@ -185,6 +201,10 @@ class Source:
             return PLAIN
         index = next(i for i, drafter in enumerate(self.drafters) if begun in drafter.chains)
         return Choice(drafter=index, drafts=begun.size)
+
+    def chain_of(self, choice: Choice) -> Draft:
+        """Returns the chain of a choice, with which a round may be begun."""
+        return NOTHING if choice.drafter is None else self.drafters[choice.drafter].chains[choice.drafts]
 
     def decided(self, choice: Choice, wanted: Choice, priced: Priced) -> None:
         self.choice, self._priced = choice, priced
@@ -251,13 +271,12 @@ class Source:
             self.ledger.book(*shared, auto.prices.seconds(work._replace(turns=0)), work.turns, came)
         else:
             self.ledger.book(*shared, 0.0, work.turns, 0)
-        over = -self.rest(work.sequences)
-        if over > 0 and work.sequences > 1:
+        if work.sequences > 1 and (over := -self.rest(work.sequences)) > 0:
             self.ledger.paid -= over
             auto.debt += over
         self.unfed = 0 if work.drafted or work.sequences > 1 else min(self.unfed + 1, self.most_unfed)
         self.estimates.came(done.tokens, self.parts)
-        self.estimates.fade(self.drafters)
+        self.estimates.fade()
         if choice.drafter is not None and done.drafted:
             drafter = self.drafters[choice.drafter]
             self.estimates.drafted(drafter, *drafter.shown(done, choice.drafts))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import inf
 from operator import add, itemgetter
 from typing import Any, NamedTuple
 
@@ -56,7 +57,12 @@ class Steps:
         self.drafts = [[each.seconds(costs, n, sequences) for n in range(1, each.most + 1)] for each in drafters]
         # A single text's chain is as deep as it has rows.
         self.chains = [list(map(add, self.verify, drafts)) for drafts in self.drafts]
+        self._least = min((self.verify[0] + drafts[0] for drafts in self.drafts if drafts), default=inf)
         self._deep = dict[tuple[int, int], list[float]]()
+
+    def least(self, lookup: bool) -> float:
+        """Returns the seconds of the cheapest candidate: of a `lookup`, or of a drafter."""
+        return self.verify[0] if lookup else self._least
 
     def deep(self, drafter: int, depth: int) -> list[float]:
         """Returns the seconds where the deepest text has so many drafts."""

@@ -28,10 +28,11 @@ class Count:
     """Decayed hits among decayed trials. It starts from `known`, which learns along and is worth ALIKE trials
     at most."""
 
-    __slots__ = ("hits", "known", "trials")
+    __slots__ = ("faded", "hits", "known", "trials")
 
     def __init__(self, known: Count | None = None):
         self.hits = self.trials = 0.0
+        self.faded = 0  # It has forgotten so many rounds.
         self.known = known
         if known and known.trials:
             part = min(1.0, ALIKE / known.trials)
@@ -59,7 +60,7 @@ class Estimates(dict[Hashable, Count]):
 
     def __init__(self, known: Estimates | None = None):
         super().__init__()
-        self._known = known
+        self._known, self._rounds = known, 0
         self._followed: Sequence[int] = ()  # The lookup's tokens that are compared with what comes.
         self._at, self._class = 0, 0
         for count in known.values() if known else ():
@@ -77,7 +78,7 @@ class Estimates(dict[Hashable, Count]):
         covered = self._covered(drafter)
         share, worth, chance, chances = HOPE, HOPE_WEIGHT, 1.0, list[float]()
         for depth in range(n):
-            share, worth = self[drafter.head, depth].share(share, worth), ALIKE
+            share, worth = self._of_head(drafter.head, depth).share(share, worth), ALIKE
             chance *= covered * share
             chances.append(chance)
         return chances
@@ -88,7 +89,7 @@ class Estimates(dict[Hashable, Count]):
         depths, which are alike."""
         rest, ranks = 1.0, list[float]()
         for rank in range(1, min(drafter.ranks, RANKS)):
-            ranks.append(self[drafter.head, "rank", rank].share(rest * RANK_HOPE, 1.0))
+            ranks.append(self._of_head(drafter.head, "rank", rank).share(rest * RANK_HOPE, 1.0))
             rest *= 1 - RANK_HOPE
         covered = self._covered(drafter)
         wrong = [above * covered - chance for above, chance in zip((1.0, *chances), chances, strict=False)]
@@ -101,20 +102,22 @@ class Estimates(dict[Hashable, Count]):
         """Learns from a round: each depth up to the first wrong draft is one trial. `rank` is that of the
         target's own token among the candidates there, and None where they were not read."""
         for depth in range(min(right + 1, trials)):
-            self[drafter.head, depth].add(depth < right)
+            self._of_head(drafter.head, depth).add(depth < right)
         if rank is not None:
             for at in range(1, min(drafter.ranks, RANKS)):
-                self[drafter.head, "rank", at].add(at == rank)
+                self._of_head(drafter.head, "rank", at).add(at == rank)
 
-    def fade(self, drafters: Iterable[Drafter]) -> None:
+    def fade(self) -> None:
         """Forgets a round's worth of what is known of drafters, whether or not they drafted in it: a text that
-        may have changed is tried again."""
-        heads = {drafter.head: drafter for drafter in drafters}
-        for head, drafter in heads.items():
-            for depth in range(drafter.most):
-                self[head, depth].fade()
-            for rank in range(1, min(drafter.ranks, RANKS)):
-                self[head, "rank", rank].fade()
+        may have changed is tried again. A count does so once it is asked for."""
+        self._rounds += 1
+
+    def _of_head(self, *key: Hashable) -> Count:
+        count, rounds = self[key], self._rounds
+        if count.faded < rounds:
+            count.fade(FADE ** (rounds - count.faded))
+            count.faded = rounds
+        return count
 
     # ---- lookups
 

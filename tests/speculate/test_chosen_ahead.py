@@ -26,7 +26,7 @@ def test_next_best_candidates_count_at_all_depths_and_only_where_they_were_seen(
     assert leaves(1)[0] < 0.1 * (1 - learned.chain(drafter, 1)[0])
     for _ in range(20):
         learned.drafted(drafter, 4, 2, 1)  # At depth 3 the second best was right.
-        learned.fade([drafter])
+        learned.fade()
     assert leaves(1)[0] > 0.6 * (1 - learned.chain(drafter, 1)[0])
 
 
