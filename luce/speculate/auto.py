@@ -71,7 +71,8 @@ class Auto:
         scale, floor, turn = prices.terms(n, hidden)
         stake = self._stake(texts, n) * floor if floor else 0.0
         terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake)
-        chained, best, rate = list[list[Family]](), None, 0.0
+        chained: list[list[Family]] = []
+        best, rate = None, 0.0
         # Where not even the cheapest drafts may be lost, nothing need be known of any: the host's time counts too.
         if stake > 0 and scale * steps.least(any(text.found for text in texts)) <= floor + stake:
             offers = [text.offer() for text in texts]

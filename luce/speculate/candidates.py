@@ -74,7 +74,8 @@ class Steps:
 
     def of(self, choices: Sequence[Choice]) -> float:
         """Returns the seconds of what texts verify: those that draft with one drafter draft together."""
-        rows, deepest = 0, dict[int, int]()
+        rows = 0
+        deepest: dict[int, int] = {}
         for choice in choices:
             rows += choice.candidates
             if choice.drafter is not None:
@@ -174,7 +175,8 @@ def chains(offers: Sequence[Offer], by: int, steps: Steps) -> list[Family]:
 
 def joined(offers: Sequence[Offer], by: int, depth: int, steps: Steps) -> Family:
     """Returns the rounds of chains joined with lookups, those first of which more is expected."""
-    nodes, kinds = list[Sequence[float]](), list[Sequence[tuple[str, int]]]()
+    nodes: list[Sequence[float]] = []
+    kinds: list[Sequence[tuple[str, int]]] = []
     for offer in offers:
         chain, looked = offer.chains[by][:depth], offer.lookup
         if sum(looked[:depth]) > sum(chain):
@@ -188,7 +190,8 @@ def joined(offers: Sequence[Offer], by: int, depth: int, steps: Steps) -> Family
 
 def trees(offers: Sequence[Offer], by: int, depth: int, looked: Sequence[int], steps: Steps) -> Family:
     """Returns the rounds of trees: chains, so many tokens of each text's lookup, and leaves beside the chains."""
-    nodes, kinds = list[Sequence[float]](), list[Sequence[tuple[str, int]]]()
+    nodes: list[Sequence[float]] = []
+    kinds: list[Sequence[tuple[str, int]]] = []
     for offer, taken in zip(offers, looked, strict=True):
         chain = offer.chains[by][:depth]
         more, leaves = _beside(offer.lookup[:taken], chain), offer.leaves(by, chain)

@@ -1,6 +1,6 @@
 """Estimates of what may be accepted: decayed counts of how often each kind of guess was right.
 
-Every estimate is a Count. Its share starts from a prior, which is worth a few trials, and forgets slowly, so
+Every estimate is one of Counts. Its share starts from a prior, which is worth a few trials, and forgets slowly, so
 that a text that changes is followed. A text's counts start from what earlier texts of the engine have shown.
 """
 
@@ -24,61 +24,74 @@ RANKS = 8  # Of a draft's candidates so many are counted; later ones are hardly 
 LENGTHS = 5  # Classes of matched lengths: 4 to 7 tokens, 8 to 15, and so on.
 
 
-class Count:
-    """Decayed hits among decayed trials. It starts from `known`, which learns along and is worth ALIKE trials
-    at most."""
+class Counts:
+    """Decayed hits among decayed trials, at each of `n` places: depths, ranks, or lengths. They start from `known`,
+    which learns along and is worth ALIKE trials at most."""
 
     __slots__ = ("faded", "hits", "known", "trials")
 
-    def __init__(self, known: Count | None = None):
-        self.hits = self.trials = 0.0
-        self.faded = 0  # It has forgotten so many rounds.
-        self.known = known
-        if known and known.trials:
-            part = min(1.0, ALIKE / known.trials)
-            self.hits, self.trials = part * known.hits, part * known.trials
+    def __init__(self, n: int, known: Counts | None = None):
+        self.hits, self.trials, self.known = [0.0] * n, [0.0] * n, known
+        self.faded = 0  # They have forgotten so many rounds.
+        if known:
+            parts = [min(1.0, ALIKE / trials) if trials else 0.0 for trials in known.trials]
+            self.hits = list(map(mul, parts, known.hits))
+            self.trials = list(map(mul, parts, known.trials))
 
-    def fade(self, kept: float = FADE) -> None:
-        self.hits *= kept
-        self.trials *= kept
+    def fade(self, rounds: int = 1) -> None:
+        """Forgets so many rounds' worth."""
+        kept = FADE**rounds
+        self.hits = [kept * hits for hits in self.hits]
+        self.trials = [kept * trials for trials in self.trials]
 
-    def add(self, hit: float) -> None:
-        self.hits += hit
-        self.trials += 1
+    def add(self, at: int, hit: float, kept: float = 1.0) -> None:
+        """Adds a trial at a place, of whose earlier ones this part is kept."""
+        self.hits[at] = kept * self.hits[at] + hit
+        self.trials[at] = kept * self.trials[at] + 1
         if self.known:
-            self.known.hits += hit
-            self.known.trials += 1
+            self.known.add(at, hit)
 
-    def share(self, prior: float, worth: float) -> float:
-        """Returns the share of hits where `prior` is worth so many trials."""
-        return (self.hits + worth * prior) / (self.trials + worth)
+    def share(self, at: int, prior: float, worth: float) -> float:
+        """Returns the share of hits at a place, where `prior` is worth so many trials."""
+        return (self.hits[at] + worth * prior) / (self.trials[at] + worth)
 
 
-class Estimates(dict[Hashable, Count]):
-    """Counts of one text by what they count, or those of an engine, which are `known` to its texts. A count
-    begins when it is asked for."""
+class Estimates:
+    """Counts of one text by what they count, or those of an engine, which are `known` to its texts."""
 
     def __init__(self, known: Estimates | None = None):
-        super().__init__()
         self._known, self._rounds = known, 0
+        self._counts = dict[Hashable, Counts]()
         self._followed: Sequence[int] = ()  # The lookup's tokens that are compared with what comes.
         self._at, self._class = 0, 0
-        for count in known.values() if known else ():
-            count.fade()
+        for counts in known._counts.values() if known else ():
+            counts.fade()
 
-    def __missing__(self, key: Hashable) -> Count:
-        made = self[key] = Count(None if self._known is None else self._known[key])
-        return made
+    def _of(self, what: Hashable, n: int = 1) -> Counts:
+        """Returns the counts of something, at n places. They begin when they are asked for."""
+        found = self._counts.get(what)
+        if found is None:
+            found = self._counts[what] = Counts(n, self._known and self._known._of(what, n))
+        return found
+
+    def _by_round(self, what: Hashable, n: int) -> Counts:
+        """Returns counts of a drafter, which forget with each round, whether or not it drafted."""
+        found = self._of(what, n)
+        if found.faded < self._rounds:
+            found.fade(self._rounds - found.faded)
+            found.faded = self._rounds
+        return found
 
     # ---- drafters
 
     def chain(self, drafter: Drafter, n: int) -> list[float]:
         """Returns the chances that the first 1, 2 .. n drafts are all right. Drafts among a part of the
         vocabulary are right where the head is and the token is of the part."""
-        covered = self._covered(drafter)
-        share, worth, chance, chances = HOPE, HOPE_WEIGHT, 1.0, list[float]()
-        for depth in range(n):
-            share, worth = self._of_head(drafter.head, depth).share(share, worth), ALIKE
+        counts, covered = self._by_round(drafter.head, drafter.most), self._covered(drafter)
+        share, worth, chance = HOPE, HOPE_WEIGHT, 1.0
+        chances: list[float] = []
+        for hits, trials in zip(counts.hits[:n], counts.trials, strict=False):
+            share, worth = (hits + worth * share) / (trials + worth), ALIKE
             chance *= covered * share
             chances.append(chance)
         return chances
@@ -87,37 +100,33 @@ class Estimates(dict[Hashable, Count]):
         """Returns the chances of the next best candidates beside a chain with these chances, best first: it is
         wrong there for the first time, and the candidate of that rank is right. Ranks count together for all
         depths, which are alike."""
-        rest, ranks = 1.0, list[float]()
+        counts = self._by_round((drafter.head, "rank"), RANKS)
+        rest = 1.0
+        ranks: list[float] = []
         for rank in range(1, min(drafter.ranks, RANKS)):
-            ranks.append(self._of_head(drafter.head, "rank", rank).share(rest * RANK_HOPE, 1.0))
+            ranks.append(counts.share(rank, rest * RANK_HOPE, 1.0))
             rest *= 1 - RANK_HOPE
         covered = self._covered(drafter)
         wrong = [above * covered - chance for above, chance in zip((1.0, *chances), chances, strict=False)]
         return sorted((miss * right for miss in wrong for right in ranks), reverse=True)
 
     def _covered(self, drafter: Drafter) -> float:
-        return self["part", drafter.part].share(HOPE, HOPE_WEIGHT) if drafter.part else 1.0
+        return self._of(("part", drafter.part)).share(0, HOPE, HOPE_WEIGHT) if drafter.part else 1.0
 
     def drafted(self, drafter: Drafter, trials: int, right: int, rank: int | None) -> None:
         """Learns from a round: each depth up to the first wrong draft is one trial. `rank` is that of the
         target's own token among the candidates there, and None where they were not read."""
+        counts = self._by_round(drafter.head, drafter.most)
         for depth in range(min(right + 1, trials)):
-            self._of_head(drafter.head, depth).add(depth < right)
+            counts.add(depth, depth < right)
         if rank is not None:
+            counts = self._by_round((drafter.head, "rank"), RANKS)
             for at in range(1, min(drafter.ranks, RANKS)):
-                self._of_head(drafter.head, "rank", at).add(at == rank)
+                counts.add(at, at == rank)
 
     def fade(self) -> None:
-        """Forgets a round's worth of what is known of drafters, whether or not they drafted in it: a text that
-        may have changed is tried again. A count does so once it is asked for."""
+        """Forgets a round's worth of what is known of drafters: a text that may have changed is tried again."""
         self._rounds += 1
-
-    def _of_head(self, *key: Hashable) -> Count:
-        count, rounds = self[key], self._rounds
-        if count.faded < rounds:
-            count.fade(FADE ** (rounds - count.faded))
-            count.faded = rounds
-        return count
 
     # ---- lookups
 
@@ -126,12 +135,11 @@ class Estimates(dict[Hashable, Count]):
         what all lengths show together."""
         if not n:
             return []
-        of, shares = _class_of(matched), list[float]()
+        shares: list[float] = []
         for kind in ("first", "later"):
-            counts = [self["lookup", kind, each] for each in range(LENGTHS)]
-            hits, trials = sum(count.hits for count in counts), sum(count.trials for count in counts)
-            prior = (hits + HOPE_WEIGHT * HOPE) / (trials + HOPE_WEIGHT)
-            shares.append(counts[of].share(prior, HOPE_WEIGHT))
+            counts = self._of(kind, LENGTHS)
+            prior = (sum(counts.hits) + HOPE_WEIGHT * HOPE) / (sum(counts.trials) + HOPE_WEIGHT)
+            shares.append(counts.share(_class_of(matched), prior, HOPE_WEIGHT))
         return list(accumulate(repeat(shares[1], n - 1), mul, initial=shares[0]))
 
     def follow(self, tokens: Sequence[int], matched: int) -> None:
@@ -144,16 +152,15 @@ class Estimates(dict[Hashable, Count]):
         """Learns from the tokens that the target has chosen since. `parts` of the vocabulary are drafted
         among."""
         for part in parts:
-            self["part", part].fade()
+            counts = self._of(("part", part))
+            counts.fade()
             for token in tokens:
-                self["part", part].add(token < part)
+                counts.add(0, token < part)
         for token in tokens:
             if not self._followed:
                 return
             right = self._followed[self._at] == token
-            count = self["lookup", "later" if self._at else "first", self._class]
-            count.fade()
-            count.add(right)
+            self._of("later" if self._at else "first", LENGTHS).add(self._class, right, kept=FADE)
             self._at += 1
             if not right or self._at == len(self._followed):
                 self._followed = ()
