@@ -242,7 +242,6 @@ def test_a_drafter_tells_its_settings(facts_of, tmp_path, prefix):
         "target_blocks": 62,
         "kv_bytes_per_position": None,
         "kind": "DFlash",
-        "drafts": 15,
         "sample_from_anchor": False,
         **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "markov_rank",
                          "draft_vocabulary", "logit_scale")),
