@@ -67,16 +67,17 @@ class Estimates:
         for counts in known._counts.values() if known else ():
             counts.fade()
 
-    def _of(self, what: Hashable, n: int = 1) -> Counts:
+    def of(self, what: Hashable, n: int = 1) -> Counts:
         """Returns the counts of something, at n places. They begin when they are asked for."""
         found = self._counts.get(what)
         if found is None:
-            found = self._counts[what] = Counts(n, self._known and self._known._of(what, n))
+            known = None if self._known is None else self._known.of(what, n)
+            found = self._counts[what] = Counts(n, known)
         return found
 
     def _by_round(self, what: Hashable, n: int) -> Counts:
         """Returns counts of a drafter, which forget with each round, whether or not it drafted."""
-        found = self._of(what, n)
+        found = self.of(what, n)
         if found.faded < self._rounds:
             found.fade(self._rounds - found.faded)
             found.faded = self._rounds
@@ -111,7 +112,7 @@ class Estimates:
         return sorted((miss * right for miss in wrong for right in ranks), reverse=True)
 
     def _covered(self, drafter: Drafter) -> float:
-        return self._of(("part", drafter.part)).share(0, HOPE, HOPE_WEIGHT) if drafter.part else 1.0
+        return self.of(("part", drafter.part)).share(0, HOPE, HOPE_WEIGHT) if drafter.part else 1.0
 
     def drafted(self, drafter: Drafter, trials: int, right: int, rank: int | None) -> None:
         """Learns from a round: each depth up to the first wrong draft is one trial. `rank` is that of the
@@ -137,7 +138,7 @@ class Estimates:
             return []
         shares: list[float] = []
         for kind in ("first", "later"):
-            counts = self._of(kind, LENGTHS)
+            counts = self.of(kind, LENGTHS)
             prior = (sum(counts.hits) + HOPE_WEIGHT * HOPE) / (sum(counts.trials) + HOPE_WEIGHT)
             shares.append(counts.share(_class_of(matched), prior, HOPE_WEIGHT))
         return list(accumulate(repeat(shares[1], n - 1), mul, initial=shares[0]))
@@ -152,7 +153,7 @@ class Estimates:
         """Learns from the tokens that the target has chosen since. `parts` of the vocabulary are drafted
         among."""
         for part in parts:
-            counts = self._of(("part", part))
+            counts = self.of(("part", part))
             counts.fade()
             for token in tokens:
                 counts.add(0, token < part)
@@ -160,7 +161,7 @@ class Estimates:
             if not self._followed:
                 return
             right = self._followed[self._at] == token
-            self._of("later" if self._at else "first", LENGTHS).add(self._class, right, kept=FADE)
+            self.of("later" if self._at else "first", LENGTHS).add(self._class, right, kept=FADE)
             self._at += 1
             if not right or self._at == len(self._followed):
                 self._followed = ()

@@ -317,4 +317,4 @@ def test_how_much_of_a_text_is_of_the_part_is_learned_without_drafts() -> None:
         runner.draft(0, Limits(31, 31))
         chosen.append(runner.choice.drafter)
     assert chosen == [1, 0, 1]
-    assert 0 < known.known["part", PART].share(HOPE, HOPE_WEIGHT) < 1
+    assert 0 < known.known.of(("part", PART)).share(0, HOPE, HOPE_WEIGHT) < 1
