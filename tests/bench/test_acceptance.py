@@ -23,7 +23,7 @@ from luce.bench.oracle_blocks import QType, noise_blocks, set_first
 from luce.bench.oracle_drafter import BlockRule, make_drafter
 from luce.bench.oracle_model import SHAPES, Oracle, Rule, make_oracle
 from luce.native import File, Library, Source
-from luce.native.structs import Sampling
+from luce.native.structs import Form, Sampling
 
 MINI = SHAPES["mini"]
 # It falls and rises, is never and always right, and its last depth stands for the three after it.
@@ -251,7 +251,7 @@ def test_lists_of_the_core_are_right_by_depth_and_rank(
     ranks = Counts(most)
     for anchor in range(0, rule.n_cycle, 5):
         drive.draft(sequence, anchor, most, Source.DFLASH)
-        first, lists = sequence.drafted(most), sequence.lists(most, 12, comb=False)
+        first, lists = sequence.drafted(most), sequence.lists(most, 12, form=Form.INDEPENDENT)
         for depth, token in enumerate(rule.continuation(anchor, most), start=1):
             listed = lists.at(depth - 1)
             assert listed[0] == first[depth - 1]
@@ -294,7 +294,7 @@ def test_trees_find_runners_up_as_deep_as_they_are_worth(native: Library, device
     best = sum(best_chances([0.5, 0.3, 0.1], depth=3, budget=7))
     for anchor in range(0, 400, 25):
         drive.draft(sequence, anchor, 3, Source.DFLASH)
-        tokens, parents, _ = sequence.tree(anchor, sequence.lists(3, 12, comb=False), 7)
+        tokens, parents, _ = sequence.tree(anchor, sequence.lists(3, 12, form=Form.INDEPENDENT), 7)
         chances = {0: (1.0, 0)}
         for row in range(1, len(tokens)):
             above, depth = chances[parents[row]]

@@ -139,7 +139,8 @@ def read(cache: Prefixes, sequence: Any, prompt: Sequence[int], sizes: Sequence[
     """Reads a prompt as a generation does that goes on from a kept beginning, in chunks that have so many tokens in
     turn, or n_chunk. Returns where it went on."""
     at = past = cache.resume(sequence, tuple(prompt))
-    ends, most = cache.ends(sequence), cycle(sizes or [sequence.engine.info.n_chunk])
+    n_chunk = sequence.engine.info.n_chunk
+    ends, most = cache.ends(sequence), cycle([min(size, n_chunk) for size in sizes] or [n_chunk])
     while at < len(prompt):
         end = min(next((end for end in ends if at < end), len(prompt)), at + next(most), len(prompt))
         sequence.prefill(prompt[at:end], end == len(prompt))

@@ -242,7 +242,7 @@ def test_a_page_that_has_begun_is_copied_and_the_others_are_shared(model_of: Cal
     """A checkpoint of a page and a half needs a page of its own, and so does each sequence that goes on from it. Where
     none is free nothing changes."""
     model = model_of("Q4_K")
-    engine = open_engine(model, n_ctx=1024, n_pages=5)  # Its prompts may be cut at 384.
+    engine = open_engine(model, n_ctx=1024, n_pages=5, kv_type="f16")  # Its prompts may be cut at 384.
     one, other, prompt = engine.sequence(), engine.sequence(), tokens_of(900)
 
     def free() -> int:
@@ -271,7 +271,7 @@ def test_a_page_that_has_begun_is_copied_and_the_others_are_shared(model_of: Cal
     other.resume(checkpoint)
     with pytest.raises(OutOfMemory, match="1 KV pages"):
         other.checkpoint()
-    with open_engine(model, n_ctx=1024).sequence() as cold:
+    with open_engine(model, n_ctx=1024, kv_type="f16").sequence() as cold:
         drive.prefill(cold, prompt[:384], last=False)
         assert cold.dump() == other.dump()
     one.reset()
