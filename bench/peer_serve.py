@@ -64,7 +64,7 @@ def parts(args: argparse.Namespace) -> Iterator[Part]:
         for count in args.counts:
             yield Part(False, streams, ([count], args.prompt_tokens, args.n_gen))
     for n in args.lengths:
-        yield Part(True, first_tokens, ([n],))
+        yield Part(True, first_tokens, ([n], [64]))
     if args.turns:
         yield Part(True, conversation, (args.turns, args.conversation, 64))
 

@@ -1,7 +1,7 @@
 """Loads a server and measures it: its first tokens, streams beside each other, a conversation that grows.
 
 Prompts are random tokens. A cold first token follows a prompt that was never read; a warm one follows the
-same prompt and 64 tokens more. Streams are so many requests at once, each with a prompt of its own: what
+same prompt and some tokens more, as a turn's new message is. Streams are so many requests at once, each with a prompt of its own: what
 counts are all new tokens over the time from the first request to the last token. What is named decoding are
 those after each one's first, over the time from the first of these to the last token: one server still reads
 prompts in that time and another has read all of them. What is named together are those that came while all
@@ -36,7 +36,6 @@ from luce.bench.summary import five_digits
 from luce.errors import Error
 from luce.files.tokenizer import Tokenizer
 
-MORE = 64  # A warm prompt has so many tokens more.
 ANSWER_S = 1800.0  # A server that says nothing for so long is given up.
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
 
@@ -77,6 +76,7 @@ class Row:
     reused: float | None = None
     seconds: float | None = None
     accepted: float | None = None
+    more: int | None = None  # A warm prompt has so many tokens that were not read before.
 
     def as_json(self) -> dict[str, Any]:
         return {k: five_digits(v) if isinstance(v, float) else v for k, v in asdict(self).items()}
@@ -132,15 +132,15 @@ class Client:
                         timings.get("draft_n", 0), timings.get("draft_n_accepted", 0), tuple(arrivals))  # fmt: skip
 
 
-def first_tokens(client: Client, mode: str, lengths: Sequence[int]) -> Iterator[Row]:
-    """Measures cold and warm first tokens, by the length of the prompt."""
+def first_tokens(client: Client, mode: str, lengths: Sequence[int], more: Sequence[int]) -> Iterator[Row]:
+    """Measures the first token of a cold prompt of each length, then of the same prompt with more tokens behind it."""
     for n in lengths:
         prompt = client.tokens(n)
         cold = client.complete(prompt, 4)
         yield Row(mode, "cold", n, first_s=cold.first - cold.asked)
-        prompt += client.tokens(MORE)
-        warm = client.complete(prompt, 4)
-        yield Row(mode, "warm", n + MORE, first_s=warm.first - warm.asked, reused=warm.cached / n)
+        for new in more:
+            warm = client.complete(prompt + client.tokens(new), 4)
+            yield Row(mode, "warm", n + new, more=new, first_s=warm.first - warm.asked, reused=warm.cached / n)
 
 
 def streams(client: Client, mode: str, counts: Sequence[int], prompt: int, new: int) -> Iterator[Row]:
@@ -241,7 +241,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         return "" if value is None else f"{value * scale:.{digits}f}"
 
     return header, [
-        [r["mode"], r["measure"], str(r["prompt"]), str(r["streams"]), cell(r["first_s"], 1, 1000),
+        [r["mode"], r["measure"] + (f" +{r['more']}" if r["more"] else ""), str(r["prompt"]), str(r["streams"]), cell(r["first_s"], 1, 1000),
          cell(r["tok_per_s"]), cell(r["tok_per_s_decoding"]), cell(r["tok_per_s_together"]),
          cell(r["tok_per_s_each"]),
          cell(r["reused"], 3), cell(r["seconds"], 2)]

@@ -33,9 +33,16 @@ OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}
 @click.option(
     "--lengths",
     callback=numbers(1, MAX_U32),
-    default="1k,8k,32k",
+    default="32,128,512,2k,8k,30k",
     show_default=True,
     help="Await the first token of prompts of these lengths; the model's context bounds them.",
+)
+@click.option(
+    "--more",
+    callback=numbers(1, MAX_U32),
+    default="64",
+    show_default=True,
+    help="Await it again with so many new tokens behind each of these prompts, in turn.",
 )
 @click.option(
     "--streams",
@@ -82,6 +89,7 @@ def serve_bench(**flags: Any) -> None:
     \b
     Examples:
       luce bench serve --lengths 512,1k --conversation 1500
+      luce bench serve --lengths 30k --more 16,64,256,1k --streams 1,16
       luce bench serve --gguf model.gguf --modes off,mtp,auto --save results
     """
     modes = flags["modes"].split(",")
@@ -102,14 +110,14 @@ def serve_bench(**flags: Any) -> None:
         chosen = files.plan(Options(threads=flags["threads"]))
         device = files.device or _native.default().devices()[0].name
     longest = max(*flags["lengths"], flags["length"] if flags["turns"] else 0)
-    needed = max(longest + 256, flags["prompt_tokens"] + flags["max_tokens"])
+    needed = max(longest + max(256, *flags["more"]), flags["prompt_tokens"] + flags["max_tokens"])
     if needed > trained:
         said = f"prompts of {longest} tokens and what follows: the model was trained for {trained}"
-        raise ArgumentError(f"{said}; --lengths and --conversation take less")
+        raise ArgumentError(f"{said}; --lengths, --more and --conversation take less")
     rows: list[Row] = []
     with Display(flags["quiet"]) as display:
         display.spin("measuring")
-        each = 2 * len(flags["lengths"]) + len(flags["counts"]) + (flags["turns"] and flags["turns"] + 1)
+        each = (1 + len(flags["more"])) * len(flags["lengths"]) + len(flags["counts"]) + (flags["turns"] and flags["turns"] + 1)
         total = len(modes) * each
         measured = Measured(_measure(flags, modes, needed, tokenizer))
         for row in measured:
@@ -131,7 +139,7 @@ def _measure(flags: dict[str, Any], modes: list[str], ctx: int, tokenizer: Token
         with luce_server(flags["gguf"] or BOX, *words) as server:
             client = Client(server.url, tokenizer)
             client.complete(client.tokens(32), 16)  # This warms up.
-            yield from first_tokens(client, mode, flags["lengths"])
+            yield from first_tokens(client, mode, flags["lengths"], flags["more"])
             yield from streams(client, mode, flags["counts"], flags["prompt_tokens"], flags["max_tokens"])
             if flags["turns"]:
                 yield from conversation(client, mode, flags["turns"], flags["length"], 64)

@@ -480,6 +480,18 @@ def test_several_drafters_are_compared_side_by_side(bench, tmp_path):
     assert same_name.exit_code == 1 and "need names of their own: F16, F16" in same_name.stderr
 
 
+def test_serve_awaits_first_tokens_cold_and_with_new_tokens_behind(bench):
+    result = bench("serve", "--modes", "off", "--lengths", "16,300", "--more", "4,8", "--streams", 1, "-n", 4,
+                   "--turns", 0, "--quiet", "--json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    firsts = [(row["measure"], row["prompt"], row["more"]) for row in rows[:6]]
+    assert firsts == [("cold", 16, None), ("warm", 20, 4), ("warm", 24, 8),
+                      ("cold", 300, None), ("warm", 304, 4), ("warm", 308, 8)]  # fmt: skip
+    assert all(row["first_s"] > 0 for row in rows[:6])
+    assert rows[4]["reused"] >= 0.8  # 256 of 300 tokens at least are kept.
+
+
 def test_serve_gives_each_mode_the_files_that_it_drafts_with(bench, monkeypatch):
     asked = []
 

@@ -10,7 +10,7 @@ namespace luce {
 constexpr int MAX_ITEM_ROWS = 8; // each row is a column of the tensor core's tile
 // Many rows, which a prompt has, make wider items: then a fragment is made into operands for all of them at once. Fewer would
 // leave most of an item empty.
-constexpr int MANY_ROWS = 32, MANY_FROM = 256;
+constexpr int MANY_ROWS = 32, MANY_FROM = 384;
 constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
 
 // An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list.
