@@ -254,6 +254,7 @@ class OracleDrafter:
             yield rows
 
     def embedding(self, tokens: np.ndarray, rows: np.ndarray) -> None:
+        """Fills the rows of the embedding: an anchor's flags and the slice of each depth, or a mask's flags."""
         c, dim = self.c, self.c.head_dim
         rows[:, :FLAGS] = 1
         for depth in range(1, c.block_size):

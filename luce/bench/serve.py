@@ -1,10 +1,10 @@
 """Loads a server and measures it: its first tokens, streams beside each other, a conversation that grows.
 
 Prompts are random tokens. A cold first token follows a prompt that was never read; a warm one follows the
-same prompt and some tokens more, as a turn's new message is. Streams are so many requests at once, each with a prompt of its own: what
-counts are all new tokens over the time from the first request to the last token. What is named decoding are
-those after each one's first, over the time from the first of these to the last token: one server still reads
-prompts in that time and another has read all of them. What is named together are those that came while all
+same prompt and some tokens more, as a turn's new message is. Streams are so many requests at once, each with a
+prompt of its own: what counts are all new tokens over the time from the first request to the last token. What is
+named decoding are those after each one's first, over the time from the first of these to the last token: one server
+still reads prompts in that time and another has read all of them. What is named together are those that came while all
 streams decoded: from the last one's first token to the end of the first one that ended, as `luce bench batch`
 counts. A conversation is like an agent's: each turn sends the
 whole of it again and as much more, as tools answer, and ends where an answer begins, as a template has it.
@@ -82,6 +82,12 @@ class Row:
         return {k: five_digits(v) if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
+def turn_of(tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens that end a message and begin the model's own, none where the vocabulary has no such marks."""
+    marked = {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.control)
+    return tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n") if marked else []
+
+
 class Client:
     """Asks one server. `turn` has the tokens that end a message and begin the model's own."""
 
@@ -89,8 +95,7 @@ class Client:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port
         self._rng, self._n_vocab = np.random.default_rng(seed), tokenizer.n_vocab
-        marked = {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.control)
-        self.turn = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n") if marked else []
+        self.turn = turn_of(tokenizer)
 
     def tokens(self, n: int) -> list[int]:
         """Returns random tokens, none of the last 16, which are control tokens."""
@@ -176,11 +181,16 @@ def together(found: Sequence[Answered]) -> float | None:
     return sum(each.tokens_at(end) - each.tokens_at(begin) for each in found) / (end - begin)
 
 
+def turn_lengths(turns: int, length: int) -> tuple[int, int]:
+    """Returns how many tokens a conversation's first prompt has, and how many more each one after it."""
+    return length // 5, (length - length // 5) // max(turns - 1, 1)
+
+
 def conversation(client: Client, mode: str, turns: int, length: int, new: int) -> Iterator[Row]:
     """Turns up to a prompt of `length`: the first is a fifth of it, as system prompts and tools are; the last
     row is of all."""
-    step = (length - length // 5) // max(turns - 1, 1)
-    first = client.tokens(length // 5 - len(client.turn)) + client.turn
+    begin, step = turn_lengths(turns, length)
+    first = client.tokens(begin - len(client.turn)) + client.turn
     prompt, before, reused, firsts = first, 0, 0, list[float]()
     began = time.perf_counter()
     for turn in range(turns):
@@ -191,7 +201,7 @@ def conversation(client: Client, mode: str, turns: int, length: int, new: int) -
         reused, before = reused + found.cached, len(prompt)
         prompt = prompt + client.tokens(step - len(client.turn)) + client.turn
     seconds = time.perf_counter() - began
-    lengths = [length // 5 + turn * step for turn in range(turns)]
+    lengths = [begin + turn * step for turn in range(turns)]
     share = reused / max(sum(lengths[:-1]), 1)
     yield Row(mode, "conversation", lengths[-1], first_s=median(firsts), reused=share, seconds=seconds)
 
@@ -241,9 +251,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         return "" if value is None else f"{value * scale:.{digits}f}"
 
     return header, [
-        [r["mode"], r["measure"] + (f" +{r['more']}" if r["more"] else ""), str(r["prompt"]), str(r["streams"]), cell(r["first_s"], 1, 1000),
-         cell(r["tok_per_s"]), cell(r["tok_per_s_decoding"]), cell(r["tok_per_s_together"]),
-         cell(r["tok_per_s_each"]),
-         cell(r["reused"], 3), cell(r["seconds"], 2)]
+        [r["mode"], r["measure"] + (f" +{r['more']}" if r["more"] else ""), str(r["prompt"]), str(r["streams"]),
+         cell(r["first_s"], 1, 1000), cell(r["tok_per_s"]), cell(r["tok_per_s_decoding"]),
+         cell(r["tok_per_s_together"]), cell(r["tok_per_s_each"]), cell(r["reused"], 3), cell(r["seconds"], 2)]
         for r in rows if not r["measure"].startswith("turn")
     ]  # fmt: skip

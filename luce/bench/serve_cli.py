@@ -9,7 +9,18 @@ import click
 from luce import native as _native
 from luce.bench.flags import DRAFT_OPTION, MODEL_OPTIONS, OUTPUT_OPTIONS, numbers, require
 from luce.bench.report import Measured, Report
-from luce.bench.serve import TIMING, Client, Row, conversation, first_tokens, luce_server, streams, table
+from luce.bench.serve import (
+    TIMING,
+    Client,
+    Row,
+    conversation,
+    first_tokens,
+    luce_server,
+    streams,
+    table,
+    turn_lengths,
+    turn_of,
+)
 from luce.cli.command import MAX_U32
 from luce.cli.options import RUN, given, options
 from luce.cli.terminal import Display
@@ -21,6 +32,7 @@ from luce.planning.plan import SPECS, Options, require_supported
 
 # These modes read the files that the flags name.
 OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}
+LEAST = 100  # A conversation's last prompt has at least so many tokens.
 
 
 @click.command("serve")
@@ -35,7 +47,8 @@ OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}
     callback=numbers(1, MAX_U32),
     default="32,128,512,2k,8k,30k",
     show_default=True,
-    help="Await the first token of prompts of these lengths; the model's context bounds them.",
+    help="Await the first token of prompts of these lengths; if none are given, of those for which the model's context "
+    "has room.",
 )
 @click.option(
     "--more",
@@ -77,10 +90,11 @@ OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}
 @click.option(
     "--conversation",
     "length",
-    type=click.IntRange(100, MAX_U32),
+    type=click.IntRange(LEAST, MAX_U32),
     default=30000,
     show_default=True,
-    help="Let its last prompt have so many tokens.",
+    help="Let its last prompt have so many tokens; if no number is given, fewer where the model's context has less "
+    "room.",
 )
 @options(MODEL_OPTIONS, DRAFT_OPTION, RUN, OUTPUT_OPTIONS)
 def serve_bench(**flags: Any) -> None:
@@ -109,16 +123,15 @@ def serve_bench(**flags: Any) -> None:
         tokenizer, trained = files.tokenizer, files.facts.context_length or MAX_U32
         chosen = files.plan(Options(threads=flags["threads"]))
         device = files.device or _native.default().devices()[0].name
-    longest = max(*flags["lengths"], flags["length"] if flags["turns"] else 0)
-    needed = max(longest + max(256, *flags["more"]), flags["prompt_tokens"] + flags["max_tokens"])
-    if needed > trained:
-        said = f"prompts of {longest} tokens and what follows: the model was trained for {trained}"
-        raise ArgumentError(f"{said}; --lengths, --more and --conversation take less")
+    needed = _needed(flags, trained)
+    if flags["turns"] and min(turn_lengths(flags["turns"], flags["length"])) < (least := len(turn_of(tokenizer))):
+        said = f"a conversation of {flags['length']} tokens is too short for {flags['turns']} turns of {least} or more"
+        raise ArgumentError(f"{said}; give fewer --turns, or more by --conversation")
     rows: list[Row] = []
     with Display(flags["quiet"]) as display:
         display.spin("measuring")
-        each = (1 + len(flags["more"])) * len(flags["lengths"]) + len(flags["counts"]) + (flags["turns"] and flags["turns"] + 1)
-        total = len(modes) * each
+        firsts = (1 + len(flags["more"])) * len(flags["lengths"])
+        total = len(modes) * (firsts + len(flags["counts"]) + (flags["turns"] and flags["turns"] + 1))
         measured = Measured(_measure(flags, modes, needed, tokenizer))
         for row in measured:
             rows.append(row)
@@ -128,6 +141,24 @@ def serve_bench(**flags: Any) -> None:
                     {name: flags[name] for name in ("prompt_tokens", "max_tokens", "turns")},
                     failure=measured.failure)  # fmt: skip
     report.put(flags | {"plot": None}, lambda *_: None)
+
+
+def _needed(flags: dict[str, Any], trained: int) -> int:
+    """Returns how many tokens the context has to have, and leaves out of lengths that were not given what a model that
+    was trained for so many has no room for. Raises ArgumentError where those that were given need more."""
+    behind = max(256, *flags["more"])  # What follows a prompt has at most so many tokens.
+    if not given("lengths"):
+        flags["lengths"] = [n for n in flags["lengths"] if n + behind <= trained] or flags["lengths"][:1]
+    if not given("length"):
+        flags["length"] = max(LEAST, min(flags["length"], trained - behind))
+    longest = max(*flags["lengths"], flags["length"] if flags["turns"] else 0)
+    stream = flags["prompt_tokens"] + flags["max_tokens"]
+    for n, said in ((longest + behind, "--lengths, --more and --conversation"),
+                    (stream, "--prompt-tokens and --max-tokens")):  # fmt: skip
+        if n > trained:
+            asked = f"prompts with what follows have up to {n} tokens, and the model was trained for {trained}"
+            raise ArgumentError(f"{asked}; give less by {said}")
+    return max(longest + behind, stream)
 
 
 def _measure(flags: dict[str, Any], modes: list[str], ctx: int, tokenizer: Tokenizer) -> Any:

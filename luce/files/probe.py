@@ -86,7 +86,7 @@ class DFlash:
 
     @property
     def what(self) -> str:
-        """Says in a line what the drafter is."""
+        """What the drafter is, in a line: its kind, its parts, and how many tokens it drafts."""
         parts = []
         if self.conv_kernel_size:
             groups = f" in groups of {self.conv_group_size}" if self.conv_group_size else ""
@@ -109,7 +109,7 @@ class DFlash:
 
     @property
     def fits(self) -> str:
-        """Says in a line which models it drafts for."""
+        """Which models it drafts for, in a line."""
         said = [
             f"{label} {value:,}"
             for label, value in (("embedding", self.target_embedding), ("vocabulary", self.target_vocabulary))

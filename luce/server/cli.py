@@ -65,7 +65,7 @@ def named_paths(ctx: click.Context, param: click.Parameter, values: tuple[str, .
 
 
 def whole_pages(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
-    """Refuses a chunk that ends within a page: beginnings of prompts have whole pages."""
+    """Refuses a chunk that is no multiple of a page, since the core takes no other."""
     if value is not None and value % PAGE:
         near = value - value % PAGE
         raise click.BadParameter(f"{value} is no multiple of {PAGE}: {near} or {near + PAGE} is.", ctx, param)
@@ -138,7 +138,8 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     type=Finite(min=0, max=1, min_open=True),
     default=0.75,
     show_default=True,
-    help="Let prompts take at most this part of the time from requests that are being answered, by shorter steps.",
+    help="Let prompts take at most this part of the time from requests that are being answered; their steps are "
+    "shorter then, where that does not make them slow.",
 )
 @click.option(
     "--checkpoints",

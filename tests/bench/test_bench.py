@@ -492,6 +492,31 @@ def test_serve_awaits_first_tokens_cold_and_with_new_tokens_behind(bench):
     assert rows[4]["reused"] >= 0.8  # 256 of 300 tokens at least are kept.
 
 
+def test_serve_leaves_out_what_the_models_context_has_no_room_for_unless_it_is_asked_for(bench, monkeypatch):
+    asked = []
+
+    def server(model, *words):
+        asked.append(words)
+        raise Error("this is enough")
+
+    monkeypatch.setattr("luce.bench.serve_cli.luce_server", server)
+    assert "this is enough" in bench("serve", "--modes", "off").stderr
+    (words,) = asked  # The small model was trained for 2,048 tokens.
+    assert words[words.index("--ctx") + 1] == "2048"
+    for option, value, remedy in (
+        ("--lengths", "2k", "--lengths, --more and --conversation"),
+        ("--conversation", "30000", "--lengths, --more and --conversation"),
+        ("--more", "2k", "--lengths, --more and --conversation"),
+        ("--max-tokens", "2000", "--prompt-tokens and --max-tokens"),
+    ):
+        found = bench("serve", option, value)
+        assert found.exit_code == 1 and f"trained for 2048; give less by {remedy}" in found.stderr
+    short = bench("serve", "--conversation", 100)
+    assert short.exit_code == 1 and "100 tokens is too short for 20 turns of " in short.stderr
+    assert "give fewer --turns, or more by --conversation" in short.stderr
+    assert len(asked) == 1
+
+
 def test_serve_gives_each_mode_the_files_that_it_drafts_with(bench, monkeypatch):
     asked = []
 
