@@ -89,7 +89,8 @@ _FEATURES = {
     "DFlash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     "DSpark": ("markov_rank",),
 }
-_OF_SPECULATORS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+# What projector_type and speculators_model_type say.
+_KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 _HEADS = {
     "gated": "a gated Markov head, whose bias a gate of the hidden row weighs",
     "rnn": "a recurrent Markov head, whose bias depends on all drafts before",
@@ -244,7 +245,7 @@ def _kind(config: Section, both: Section) -> str:
 def _named_kind(config: Section, both: Section) -> str:
     """Returns the kind by architecture, projector_type or speculators_model_type."""
     projector = both.get("projector_type", str, "dflash")
-    if projector not in ("dflash", "dflash2", "dspark"):
+    if projector not in _KINDS:
         is_domino = f": {_DOMINO}" if projector == "domino" else ""
         raise _refused(config, f"key projector_type is {projector!r}{is_domino}")
     named = config.get("architectures", list, [])
@@ -257,11 +258,11 @@ def _named_kind(config: Section, both: Section) -> str:
             )
     found = {_DRAFTERS[name] for name in named}
     if (said := config.get("speculators_model_type", str, None)) is not None:
-        if said not in _OF_SPECULATORS:
+        if said not in _KINDS:
             raise _refused(config, f"key speculators_model_type is {said!r}")
-        found = {_OF_SPECULATORS[said]}
-    if projector == "dspark":
-        found = {"DSpark"}
+        found = {_KINDS[said]}
+    if projector != "dflash":
+        found = {_KINDS[projector]}
     if not found:  # Older configs name no architecture.
         found = {"DSpark" if "markov_rank" in both else "DFlash2" if "selector_rank" in both else "DFlash"}
     if len(found) > 1:

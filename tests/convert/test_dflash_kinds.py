@@ -279,6 +279,15 @@ def test_probe_says_what_it_is_and_which_models_it_fits(tmp_path, target, layout
     assert found["drafts"] == {"RadixArk": 7, "deepseek-ai": 7, "RedHatAI": 8}.get(layout, 7)
 
 
+@pytest.mark.parametrize("layout", ["z-lab", "RadixArk"])
+def test_a_projector_says_what_a_drafter_is_that_is_named_as_those_before_it(tmp_path, target, layout):
+    config, made = CHECKPOINTS[layout]
+    projector = {"z-lab": "dflash2", "RadixArk": "dspark"}[layout]
+    older = changed(config, architectures=["DFlashDraftModel"], inside={"projector_type": projector})
+    with File(convert(tmp_path, target, older, made)) as file:
+        assert probe(file).dflash.what == SAID[layout]
+
+
 @pytest.mark.parametrize("layout", CHECKPOINTS)
 def test_a_checkpoint_of_each_layout_is_taken_for_a_drafter(tmp_path, layout):
     assert is_drafter(save(tmp_path, *CHECKPOINTS[layout]))
