@@ -193,7 +193,7 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
     return {blocks, 1, 1, ITEM_THREADS, BARRIER_BYTES + p.slots * slot + p.capacity * p.row_bytes};
 }
 
-// Plans up or down of many rows: a block has one task, and rows that it goes through more than once stay where they are.
+// Plans up or down of many rows: a block has one task, of more steps where its rows have few chunks.
 inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
     const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
     const int besides = MANY_OWN + device.shared_reserved + BARRIER_BYTES + MANY_STAGES * MANY_STAGE;

@@ -39,11 +39,11 @@ constexpr ROWMM_BOTH bool fewest_rows(const MoeDims &d) {
     return d.T <= FEWEST_ROWS && d.T * d.n_used <= FEW_PAIRS / 2;
 }
 
-// Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
-// keep other blocks from a multiprocessor.
 constexpr ROWMM_BOTH bool many_rows(const MoeDims &d) {
     return d.T >= MANY_FROM;
 }
+// Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
+// keep other blocks from a multiprocessor.
 constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
     return many_rows(d) ? MANY_ROWS : few_rows(d) || d.T > 64 ? MAX_ITEM_ROWS : MAX_ITEM_ROWS / 2;
 }

@@ -2,6 +2,7 @@
 
 #include "graph/architecture.h"
 #include "graph/drafter.h"
+#include "ops/attention.h"
 #include "ops/row.h"
 #include "step/faults.h"
 
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 
 namespace luce {
 
@@ -329,6 +331,48 @@ static uint32_t cut_of(const Model &model, const CacheParams &params, const Step
     return model.gpu() ? TAIL : ATTEND_ROWS;
 }
 
+// Returns prompts' steps whose attention takes its ranges apart (attention/prefill.h), of each bucket of cells those with most
+// rows: they need memory that steps of more rows do without.
+static std::vector<StepShape> steps_apart([[maybe_unused]] const Model &model,
+                                          [[maybe_unused]] const Cache &cache) {
+    std::vector<StepShape> shapes;
+#ifdef LUCE_USE_CUDA
+    std::map<std::tuple<uint32_t, uint32_t, uint32_t, const Device *>, PrefillAttentionArgs> kinds;
+    for (const Stage &stage : cache.stages()) {
+        for (uint32_t il = stage.first; model.gpu() && il < stage.end; il++) {
+            if (const Attention *attention = model.weights().blocks[il].attention(); attention != nullptr) {
+                const AttentionShape &s = attention->shape;
+                PrefillAttentionArgs &a = kinds[{s.n_head, s.head_dim, s.window, &stage.device}];
+                a.H = int32_t(s.n_head);
+                a.D = int32_t(s.head_dim);
+                a.window = int32_t(s.window);
+            }
+        }
+    }
+    const CacheParams &p = cache.params();
+    const uint32_t n = std::min(p.n_chunk, p.n_ctx);
+    for (uint32_t n_kv = kv_bucket(PREFILL_RANGE + 1); n_kv <= kv_bucket(p.n_ctx);
+         n_kv = kv_bucket(n_kv + 1)) {
+        for (const StepKind kind : {StepKind::prefill, StepKind::prefill_last, StepKind::prefill_tail}) {
+            uint32_t rows = 0;
+            for (auto &[of, a] : kinds) {
+                const DeviceLimits limits = limits_of(*std::get<const Device *>(of));
+                a.n_kv = n_kv;
+                a.T = int32_t(kind == StepKind::prefill_tail ? std::min(n, TAIL - 1) : n);
+                while (a.T > int32_t(rows) && !prefill_apart(a, limits)) {
+                    a.T--;
+                }
+                rows = uint32_t(a.T);
+            }
+            if (rows > 0) {
+                shapes.push_back({kind, rows, n_kv});
+            }
+        }
+    }
+#endif
+    return shapes;
+}
+
 StepSizes Step::measure(const Model &model, const Cache &cache, const EngineParams &params) {
     Regions in(cache, params);
     StepSizes sizes;
@@ -345,6 +389,9 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
             shapes.push_back(shapes[i]);
             shapes.back().brief = true;
         }
+    }
+    for (const StepShape &shape : steps_apart(model, cache)) {
+        shapes.push_back(shape);
     }
     for (const StepShape &shape : shapes) {
         auto g = Graph::build(model, cache, in.of(shape.kind), shape);

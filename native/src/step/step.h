@@ -91,8 +91,8 @@ public:
     // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
     Region::Host feed_host(int32_t slot) { return in_.feed.host(uint32_t(slot)); }
 
-    // Runs n rows of one sequence after n_past, and waits. With `last` it gives choices()[0] and the logits
-    // of the last row.
+    // Runs n rows of one sequence after n_past, and waits. Of a prompt's end, prefill_last or prefill_tail, it
+    // gives choices()[0] and the logits of the last row.
     void prefill(StepKind kind, uint32_t n, uint32_t n_past, uint32_t n_pages);
     // Begins a step of this width, whose first n_rows rows are wanted, and returns its number for finish_verify(), which
     // waits for it. A CPU runs it at once. So many as MAX_ENQUEUED may be under way, which end in their order.
