@@ -6,6 +6,7 @@ launches.txt replaces the one here."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,15 @@ LAUNCHES = Path(__file__).resolve().parent / "graphs/launches.txt"
 
 
 @pytest.fixture(scope="module")
-def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recorder")
-    recorder.record(recorder.build(folder / "build"), folder / "lists")
-    return folder / "lists"
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorder.build(tmp_path_factory.mktemp("recorder") / "build")
+
+
+@pytest.fixture(scope="module")
+def lists(program: Path) -> Path:
+    folder = program.parents[1] / "lists"
+    recorder.record(program, folder)
+    return folder
 
 
 def models(text: str) -> dict[str, list[str]]:
@@ -37,3 +43,9 @@ def test_a_launch_has_to_do_with_its_ops_tensors_alone(name: str, lists: Path) -
     """Memory of others may be given to another op before."""
     text = (lists / f"{name}.launches").read_text()
     assert "NOT A SOURCE" not in text and "beyond it" not in text
+
+
+def test_prompts_of_long_contexts_fit_what_an_engine_measures(program: Path) -> None:
+    """Attention of fewer rows than a chunk has may take its ranges of positions apart, which needs more memory."""
+    config = replace(recorder.LARGE, n_embd=1024, n_ff=3072, n_v_head=16, n_head=8, n_head_kv=2)
+    recorder.check_fits(program, "long", recorder.Case(config, recorder.K_QUANTS, options={"head": 1}), 131072)

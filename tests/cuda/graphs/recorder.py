@@ -332,6 +332,12 @@ def record(program: Path, out: Path, names: Iterable[str] = CASES) -> None:
     (out / "launches.txt").write_text(ABOUT + "".join(texts))
 
 
+def check_fits(program: Path, name: str, case: Case, n_ctx: int) -> None:
+    """Fails where a prompt's step takes more memory than an engine of this context measures."""
+    arguments = write_model(program.parent, name, case)
+    subprocess.run([program, program.parent / name, *arguments, f"fits={n_ctx}"], check=True)
+
+
 ABOUT = """\
 What steps launch on a pretended H200 (recorder.py). A step has a hash of its launches with all their arguments,
 and the bytes of its compute buffer. Steps with the same ops are followed by these, and how many of each there are.

@@ -235,6 +235,24 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
     return shapes;
 }
 
+// Fails where a prompt's step takes more memory than what an engine measures when it opens.
+void check_fits(const Model &model, const Cache &cache, const EngineParams &params, Regions &regions) {
+    const uint64_t measured = Step::measure(model, cache, params).compute[0].bytes;
+    const CacheParams &c = cache.params();
+    for (uint32_t rows = 64; rows <= c.n_chunk;
+         rows += rows < TAIL ? 63 : 192) { // a tail of 127 rows is one of them
+        for (uint32_t n_kv = kv_bucket(rows); n_kv <= kv_bucket(c.n_ctx); n_kv = kv_bucket(n_kv + 1)) {
+            const StepShape shape{rows < TAIL ? StepKind::prefill_tail : StepKind::prefill, rows, n_kv};
+            const auto graph = Step::Graph::build(model, cache, regions.of(shape.kind), shape);
+            const uint64_t bytes = compute_sizes(step_allocator(cache).get(), cache, *graph)[0];
+            if (bytes > measured) {
+                fail(LUCE_E_INTERNAL, "%u rows over %u cells take %llu bytes, %llu were measured", rows, n_kv,
+                     (unsigned long long) bytes, (unsigned long long) measured);
+            }
+        }
+    }
+}
+
 void run(const std::string &out, const std::string &path) {
     const Device &device = find_device("cuda:0");
     const auto file = GgufFile::open(path);
@@ -258,8 +276,9 @@ void run(const std::string &out, const std::string &path) {
 
     EngineParams params{};
     CacheParams &c = params.cache;
-    c.n_ctx = 8192;
-    c.n_sequences = 4;
+    const bool fits = options.count("fits") > 0; // the context of an engine whose prompts have to fit
+    c.n_ctx = fits ? uint32_t(option("fits")) : 8192;
+    c.n_sequences = fits ? 1 : 4;
     c.n_rows = 16;
     c.n_chunk = 2048;
     c.drafters = uses;
@@ -270,6 +289,9 @@ void run(const std::string &out, const std::string &path) {
     const Cache cache(*model, c);
     place_cache(cache, *model);
     Regions regions(cache, params);
+    if (fits) {
+        return check_fits(*model, cache, params, regions);
+    }
     Team team(1);
     RamRunner ram(team);
     if (const Moe *moe = model->in_ram()) {
