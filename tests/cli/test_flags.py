@@ -26,7 +26,7 @@ ALWAYS = {
                     "--prompt-tokens --md",
     "bench sweep": "--mtp-gguf --rows --gammas --steps --md",
     "bench batch": "--sequences --temp --md",
-    "bench serve": "--lengths --streams --prompt-tokens --turns --md",
+    "bench serve": "--lengths --more --streams --prompt-tokens --turns --md",
     "serve": "--hf --host --port --parallel --pages --queue --chunk --prefill-share --checkpoints --origin"
     " --shutdown-timeout",
 }

@@ -323,7 +323,9 @@ def test_a_stream_that_nobody_reads_ends(native, endless, monkeypatch, narrow, c
             until(lambda: server.scheduler.idle, "its sequence is free")
             served = server.models.slots["endless"].served
             until(lambda: not served.users, "nobody holds the model")
-        line = json.loads(capsys.readouterr().err)
+        told = [""]
+        until(lambda: told.append(told.pop() + capsys.readouterr().err) or told[0].endswith("\n"), "its line")
+        line = json.loads(told[0])
         assert (line["status"], line["error"], line["reason"]) == (499, "stalled", "gone")
         assert 0 < line["generated"] < 49_000
 
