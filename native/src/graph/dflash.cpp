@@ -445,7 +445,7 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     skip_confidence(r, f, E, d->pairs);
     r.finish("", "DFlash drafters");
     if (model.gpu() && (d->pairs || taps > 0)) {
-        f.refuse(format("luce has no GPU kernels for DFlash drafters with %s: device \"cpu\" runs them",
+        f.refuse(format("luce does not run DFlash drafters with %s on a GPU yet: device \"cpu\" runs them",
                         taps > 0                   ? "convolutions (DFlash2)"
                         : d->pairs->all != nullptr ? "a Markov head (DSpark)"
                                                    : "a selector"));
