@@ -444,12 +444,6 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     }
     skip_confidence(r, f, E, d->pairs);
     r.finish("", "DFlash drafters");
-    if (model.gpu() && (d->pairs || taps > 0)) {
-        f.refuse(format("luce does not run DFlash drafters with %s on a GPU yet: device \"cpu\" runs them",
-                        taps > 0                   ? "convolutions (DFlash2)"
-                        : d->pairs->all != nullptr ? "a Markov head (DSpark)"
-                                                   : "a selector"));
-    }
     return d;
 }
 

@@ -28,6 +28,9 @@
 //   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
 //                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
 //                        kept rows, choice   keep_hidden, rowmm, choose
+//   a block (DFlash) of DFlash2 has    block_conv, ADD       around attention and FFN, whose input and output are rows
+//                        and at its end      candidates, lattice   of which it drafts
+//   and of DSpark for each draft             prior_tokens, GET_ROWS, CONT, rowmm_add, choose
 //   and the links of one sequence's chain are one graph, whose launches overlap too
 // What a step keeps of ggml-cuda, each op giving a row the same bits at any T. In a step of the model
 // they run a few times, not once a layer, and so cost what a few launches do:
@@ -37,7 +40,7 @@
 //   ROPE, SCALE, TANH            queries of a DFlash drafter, its keys under YaRN, an embedding's scale, a softcap:
 //                                each value is computed from one or two others
 //   MUL_MAT, SWIGLU, SIGMOID, ADD   products with weights of types that rowmm lacks (IQ1, IQ2, IQ3), a row at a time,
-//                                and what their input and residual need
+//                                and what their input and residual need, as does the residual behind a convolution
 // tests/core/graph/test_launches.py holds the graphs of steps to both lists. A prefill has ggml's FLASH_ATTN_EXT besides.
 #include "graph/lowering.h"
 

@@ -34,6 +34,7 @@ from pathlib import Path
 import gguf
 import tiny
 import tiny_dflash
+import tiny_dflash2
 from cuda.as_cpp import as_cpp, copy
 from hollow import write_without_weights
 
@@ -71,6 +72,7 @@ class Case:
     kv_type: str = "F16"
     drafter: hf_dflash.DFlash | None = None
     drafter_own: tuple[str, ...] = ()
+    more: tiny_dflash2.Parts = tiny_dflash2.Parts()
     options: dict[str, int] = field(default_factory=dict)
 
 
@@ -89,6 +91,9 @@ DRAFTER = tiny_dflash.drafter(
     LARGE, n_ff=17408, n_head=32, n_head_kv=8, head_dim=128, rope_dim=128, causal=(True, False),
     sliding=(True, False), window=2048, target_layer_ids=(0, 1, 3),
 )  # fmt: skip
+DRAFTER_OF_SMALL = tiny_dflash.drafter(
+    SMALL, n_ff=512, head_dim=128, rope_dim=128, block_size=8, target_layer_ids=(0, 1)
+)
 K_QUANTS = all_of(
     "Q4_K", {"output": "Q6_K", "ffn_down": "Q6_K", "attn_v": "Q8_0", "ssm_alpha": "F32", "ssm_beta": "F32"}
 )
@@ -96,6 +101,19 @@ CASES: dict[str, Case] = {
     "27b": Case(LARGE, K_QUANTS, options={"head": 1}),
     "27b-dflash": Case(LARGE, K_QUANTS, "Q8_0", DRAFTER, options={"top": 8}),
     "small-f32": Case(replace(SMALL, n_embd=264, tied=True), all_of("F32"), "F32", options={"head": 1, "top": 4}),
+    # A draft depends on the one before it, as a tree and as a chain.
+    "small-dflash2": Case(
+        SMALL, K_QUANTS,
+        drafter=DRAFTER_OF_SMALL,
+        more=tiny_dflash2.Parts(rank=256, taps=2, group=16, top_k=16), options={"top": 8}),
+    "small-dflash2-chain": Case(
+        SMALL, all_of("Q8_0"),
+        drafter=DRAFTER_OF_SMALL,
+        more=tiny_dflash2.Parts(rank=256, taps=2, group=16, top_k=16)),
+    "small-dspark": Case(
+        SMALL, all_of("Q8_0"), drafter_own=("token_embd.weight", "output.weight", "d2t"),
+        drafter=replace(DRAFTER_OF_SMALL, block_size=7, n_vocab_draft=256),
+        more=tiny_dflash2.Parts(rank=256, markov=True), options={"top": 8}),
     # The head looks its embeddings up in a table of F32, whose rows count in bytes as those of any type.
     "small-f32-table": Case(SMALL, all_of("F32"), options={"head": 1}),
     "small-heads": Case(
@@ -131,7 +149,9 @@ def write_model(folder: Path, name: str, case: Case) -> list[str]:
         hf_dflash.add_keys(w, c, name, file_type=0, m_rope=True)
         add_tokenizer(w, c.n_vocab)
         w.add_mask_token_id(c.mask_token_id or 0)
-        write_without_weights(w, hf_dflash.tensor_shapes(c, set(case.drafter_own)), case.type_of)
+        tiny_dflash2.add_keys(case.more)(w.kv_data[0])
+        shapes = hf_dflash.tensor_shapes(c, set(case.drafter_own)) | tiny_dflash2.tensor_shapes(case.more, c)
+        write_without_weights(w, shapes, case.type_of)
         arguments.append(f"drafter={folder / name}-drafter.gguf")
     return [*arguments, *(f"{key}={value}" for key, value in case.options.items())]
 
