@@ -61,6 +61,11 @@ class Acceptance:
         return self.ranks[min(depth, len(self.ranks)) - 1] if self.ranks else ()
 
     @property
+    def kind(self) -> str:
+        """Names the drafter that a class is of, as "dflash2"; empty where that is not said."""
+        return self.name.rpartition(":")[0]
+
+    @property
     def constant(self) -> float | None:
         """Returns the one chance of all depths, None where they differ or there are ranks."""
         return self.depths[0] if len(set(self.depths)) == 1 and not any(self.ranks) else None

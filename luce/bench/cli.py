@@ -251,7 +251,7 @@ def oracle(
     What it costs is real, and each of its tokens is checked.
 
     A draft is right with the chance of its depth where all before it were. A class has the chances that are
-    reported of texts of its kind, for each kind of drafter.
+    reported of texts of its kind, for each kind of drafter; with one of dflash2 the drafter is a DFlash2.
 
     The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder.
     Its likeliest token leads by so much that sampling chooses it too: with --temp, the cost of sampling is

@@ -1,4 +1,4 @@
-"""Makes a DFlash drafter for an oracle model: what it costs is real, and every draft is known.
+"""Makes a DFlash or DFlash2 drafter for an oracle model: what it costs is real, and every draft is known.
 
 A block's row i has to name the i-th token after the anchor, from the anchor alone. The drafter's own
 embedding of a token holds, side by side, codes of the tokens that are to be drafted after it, one slice of
@@ -15,12 +15,15 @@ the candidates of a depth are a group, in any order: the right token is the firs
 group. Scores differ by the logarithms of the chances, so that trees weigh them as they are worth. Sampled, the
 noise would draw the second too often for the first to be right as asked: lists for a temperature T are sharper,
 by a factor of 5 T.
+
+A DFlash2's convolutions let rows pass as they are, and its selector adds nothing to their scores: its candidates
+are the same behind each parent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -29,7 +32,7 @@ import numpy as np
 
 from luce import native as _native
 from luce.bench.acceptance import MAX_RANKS, Acceptance, acceptance
-from luce.bench.oracle_blocks import QType, noise_blocks, random_words
+from luce.bench.oracle_blocks import QType, noise_blocks, random_words, silent
 from luce.bench.oracle_model import FILE_TYPE, NOISE, Rule, add_acceptance
 from luce.bench.oracle_tokenizer import add_tokenizer
 from luce.convert import hf_dflash
@@ -49,21 +52,27 @@ LEAD = 60.0  # A group's tokens have this score above the mean of all others, wh
 ROWS = 4096  # So many rows of a table are made at once.
 
 
-def drafter_of(c: Config) -> DFlash:
+def drafter_of(c: Config, kind: str = "dflash") -> DFlash:
     """Returns the drafter's shape for a target. That for the 27b has 5 layers, 32/8 heads of 128, and blocks
-    of 16. Its FFN is as wide as the target's, and three times the embedding where that has experts."""
+    of 16, or as a DFlash2 of 8, with windows. Its FFN is as wide as the target's, and three times the embedding where
+    that has experts."""
+    second = kind == "dflash2"
     dim = 128 if c.n_embd >= 2048 else 64
     heads = min(32, c.n_embd // dim)
     kv_heads, n_layer = min(8, heads // 2), 5
-    block = min(16, c.n_embd // dim, kv_heads * n_layer + 1)
+    block = min(8 if second else 16, c.n_embd // dim, kv_heads * n_layer + 1)
     n_ff = 3 * c.n_embd if c.n_expert else c.n_ff
-    taps = tuple(sorted({round(1 + i * (c.n_layer - 4) / 4) for i in range(5)}))
-    return DFlash(
+    first, last = (min(5, c.n_layer - 3), c.n_layer - 3) if second else (1, c.n_layer - 3)
+    taps = tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))
+    found = DFlash(
         n_layer=n_layer, n_embd=c.n_embd, n_ff=n_ff, n_head=heads, n_head_kv=kv_heads, head_dim=dim,
         rope_dim=dim, n_ctx=c.n_ctx, n_vocab=c.n_vocab, n_vocab_draft=c.n_vocab, rope_base=1e7, eps=1e-6,
-        block_size=block, target_layer_ids=taps, mask_token_id=c.n_vocab - 2, sliding=(False,) * n_layer,
-        window=None, causal=(False,) * n_layer, softcap=None, embedding_scale=None, yarn=None,
+        block_size=block, target_layer_ids=taps, mask_token_id=c.n_vocab - 2, sliding=(second,) * n_layer,
+        window=2048 if second else None, causal=(False,) * n_layer, softcap=None, embedding_scale=None, yarn=None,
     )  # fmt: skip
+    if not second:
+        return found
+    return replace(found, kind="DFlash2", conv_kernel=2, conv_group=16, selector_rank=256, selector_top_k=16)
 
 
 @dataclass(frozen=True)
@@ -160,8 +169,7 @@ class BlockRule:
         return made
 
     def accepted(self, anchor: int, most: int) -> int:
-        """Returns how many of the first `most` drafts after an anchor are right, up to the first wrong one.
-        """
+        """Returns how many of the first `most` drafts after an anchor are right, up to the first wrong one."""
         wrong = np.flatnonzero(self.rank[1 : most + 1, anchor] != 0)
         return int(wrong[0]) if len(wrong) else most
 
@@ -339,12 +347,20 @@ class OracleDrafter:
                 yield _rows(name, shape, partial(self.rows, self.embedding)), "Q4_K"
             elif name == "output.weight":
                 yield _rows(name, shape, partial(self.rows, self.head)), "Q6_K"
-            elif local.startswith("attn") and layer < self.c.n_layer and self.depth_of(layer, 0):
+            elif local.endswith("_conv_base"):
+                base = np.zeros(shape, np.float32)
+                base[:, 0] = 1
+                yield _rows(name, shape, partial(_once, base.reshape(-1, shape[-1]))), "F32"
+            elif (
+                local.startswith("attn") and "conv" not in local and layer < self.c.n_layer and self.depth_of(layer, 0)
+            ):
                 yield _rows(name, shape, partial(_once, self.attention(layer, local))), "Q4_K"
             else:
                 std = NOISE if local in ("attn_output", "ffn_down") else shape[1] ** -0.5
                 n_blocks = shape[0] * shape[1] // 256
                 blocks = noise_blocks(QType.Q4_K, n_blocks, std, self.blocks.rule.seed, 7, index)
+                if local.endswith("_conv_proj") or name == "selector_hidden.weight":
+                    silent(blocks, QType.Q4_K)
                 yield Planned(name, shape, (), lambda: iter(()), blocks.reshape(shape[0], -1), "Q4_K"), "Q4_K"
 
 
@@ -370,8 +386,8 @@ def make_drafter(
     temperature: float = 0.0,
 ) -> BlockRule:
     """Writes the drafter of an oracle model's file, and returns what it drafts. `accept` is by depth and rank,
-    or one chance for every depth. It holds up to `temperature`."""
-    c = drafter_of(config)
+    or one chance for every depth; a class of DFlash2's makes a DFlash2. It holds up to `temperature`."""
+    c = drafter_of(config, acceptance(accept).kind)
     drafter = OracleDrafter(c, BlockRule(rule, c.block_size, accept), sharpness(temperature))
     writer = gguf.GGUFWriter(None, hf_dflash.ARCH)
     hf_dflash.add_keys(writer, c, f"luce oracle drafter {path.stem}", FILE_TYPE, m_rope=True)

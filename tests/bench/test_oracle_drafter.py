@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from depth import deeper
 
+from luce.bench.acceptance import Acceptance, parse
 from luce.bench.oracle_drafter import ACCEPT, BlockRule, amplitudes, drafter_of, make_drafter
 from luce.bench.oracle_model import SHAPES, Oracle, Rule
 from luce.native import Library, Source
@@ -25,6 +26,14 @@ def test_the_27bs_drafter_has_its_published_shape() -> None:
     assert (c.n_layer, c.n_head, c.n_head_kv, c.head_dim, c.n_ff, c.block_size) == (5, 32, 8, 128, 17408, 16)
     assert c.target_layer_ids == (1, 16, 31, 46, 61)
     assert sum(ACCEPT**depth for depth in range(16)) == pytest.approx(8.31, abs=0.01)
+
+
+def test_a_dflash2_for_the_27b_has_its_published_shape() -> None:
+    c = drafter_of(SHAPES["27b"], "dflash2")
+    assert (c.n_layer, c.n_head, c.n_head_kv, c.head_dim, c.n_ff, c.block_size) == (5, 32, 8, 128, 17408, 8)
+    assert (c.conv_kernel, c.conv_group, c.selector_rank, c.selector_top_k) == (2, 16, 256, 16)
+    assert c.target_layer_ids == (5, 19, 33, 47, 61)
+    assert (set(c.sliding), c.window, set(c.causal)) == ({True}, 2048, {False})
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,9 +57,13 @@ def test_each_depth_has_its_share_of_right_drafts(accept: float) -> None:
         assert (blocks.drafts[depth, tokens] < rule.n_cycle).all()
 
 
-@pytest.mark.parametrize(("config", "accept"), [*deeper((MINI, 0.5)), (SHAPE, ACCEPT)], ids=["mini", "wide"])
+@pytest.mark.parametrize(
+    ("config", "accept"),
+    [*deeper((MINI, 0.5)), (SHAPE, ACCEPT), (SHAPE, parse("dflash2:mixed", "dflash", 15))],
+    ids=["mini", "wide", "dflash2"],
+)
 def test_blocks_are_accepted_as_the_rule_says(
-    config: object, accept: float, native: Library, device: str, tmp_path: Path
+    config: object, accept: float | Acceptance, native: Library, device: str, tmp_path: Path
 ) -> None:
     assert isinstance(config, type(MINI))
     rule = Rule(config.n_vocab, seed=3)

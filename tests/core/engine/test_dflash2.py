@@ -48,7 +48,7 @@ Opened = Callable[[str, Sequence[int]], Pair]
 
 
 @pytest.fixture
-def opened(native: Library, tmp_path: Path) -> Opened:
+def opened(native: Library, device: str, tmp_path: Path) -> Opened:
     """Opens a case with random weights, or with those that know a text by heart."""
 
     def open_(name: str, text: Sequence[int] = ()) -> Pair:
@@ -59,7 +59,7 @@ def opened(native: Library, tmp_path: Path) -> Opened:
             case, made = tiny_dflash2.remembering(room, text)
         target = tiny.write(tmp_path / f"{name}.gguf", case.base.target, tiny.layout(case.base.target, case.base.seed))
         drafter = tiny_dflash2.write(tmp_path / f"{name}-{len(text)}.gguf", case, made)
-        return Pair(drive.open_model(native, target, head=True, drafter=drafter), case)
+        return Pair(drive.open_model(native, target, device, head=True, drafter=drafter), case)
 
     return open_
 
@@ -183,7 +183,7 @@ def test_the_first_draft_of_a_sequence_that_samples_has_the_targets_noise(
 @pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark-reduced"])
 @pytest.mark.parametrize(("spec", "budget"), [("dflash", None), ("dflash", 12), ("auto", 20)])
 def test_generations_are_those_of_plain_decoding(
-    name: str, spec: str, budget: int | None, native: Library, tmp_path: Path
+    name: str, spec: str, budget: int | None, native: Library, device: str, tmp_path: Path
 ) -> None:
     """Three requests share an engine, greedy and sampled."""
     case = CASES[name]
@@ -199,7 +199,7 @@ def test_generations_are_those_of_plain_decoding(
             drafter = tiny_dflash2.write(tmp_path / "heart.gguf", known, made)
         options = Options(ctx=128, spec="off" if by == "off" else spec, threads=1, sequences=3)
         options = options if by == "off" else replace(options, budget=budget)
-        with Files(target, device="cpu", drafter=drafter) as files, Engine.open(files, options) as engine:
+        with Files(target, device=device, drafter=drafter) as files, Engine.open(files, options) as engine:
             ends = {at: event for at, event in engine.run(requests) if isinstance(event, Finished)}
         found[by] = [ends[at].tokens for at in range(3)]
     assert found["heart"] == found["wrong"] == found["off"]
@@ -210,7 +210,7 @@ def test_generations_are_those_of_plain_decoding(
     ("dspark-reduced", "fc.weight"),
 ])  # fmt: skip
 def test_a_drafter_of_nan_gives_one_warning_and_the_same_tokens(
-    name: str, where: str, native: Library, tmp_path: Path
+    name: str, where: str, native: Library, device: str, tmp_path: Path
 ) -> None:
     case = CASES[name]
     target, _ = tiny_dflash2.files(tmp_path, case)
@@ -218,7 +218,7 @@ def test_a_drafter_of_nan_gives_one_warning_and_the_same_tokens(
     weights[where] = np.full_like(weights[where], np.nan)
     drafter = tiny_dflash2.write(tmp_path / "nan.gguf", case, weights)
     request = Request(tuple(tokens_of(20)), 24, ignore_eos=True)
-    with Files(target, device="cpu", drafter=drafter) as files:
+    with Files(target, device=device, drafter=drafter) as files:
         ends = []
         for spec in ("off", "dflash"):
             with Engine.open(files, Options(ctx=128, spec=spec, threads=1)) as engine:
@@ -235,7 +235,7 @@ def test_a_drafter_of_nan_gives_one_warning_and_the_same_tokens(
     ("dspark", "markov_w1.weight"),
 ])  # fmt: skip
 def test_tables_that_are_damaged_in_part_change_no_token(
-    name: str, where: str, native: Library, tmp_path: Path
+    name: str, where: str, native: Library, device: str, tmp_path: Path
 ) -> None:
     """Scores behind some candidates are not numbers, and those behind others are."""
     case = CASES[name]
@@ -247,7 +247,7 @@ def test_tables_that_are_damaged_in_part_change_no_token(
     found = []
     for spec, budget in (("off", None), ("dflash", None), ("dflash", 12)):
         options = Options(ctx=128, spec=spec, threads=1, budget=budget)
-        with Files(target, device="cpu", drafter=drafter) as files, Engine.open(files, options) as engine:
+        with Files(target, device=device, drafter=drafter) as files, Engine.open(files, options) as engine:
             end = list(engine.generate(request))[-1]
         assert isinstance(end, Finished)
         found.append(end.tokens)

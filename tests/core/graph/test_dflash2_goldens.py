@@ -3,6 +3,7 @@ the context, the logits of a block, the lists behind each candidate, and the gre
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import drive
@@ -26,16 +27,47 @@ def lists_of(sequence: Timeline, n: int, k: int) -> tuple[np.ndarray, np.ndarray
     return np.reshape(ids, (n, k)), np.reshape(np.array(scores, np.float32), (n, k, k))
 
 
+def check_near(
+    golden: Mapping[str, np.ndarray], logits: np.ndarray, ids: np.ndarray, scores: np.ndarray, path: list[int]
+) -> None:
+    """Checks lists and drafts whose logits may be off by CUDA_BOUND: what is taken instead of the best is as good but
+    for twice that."""
+    off = 2 * drive.CUDA_BOUND
+    for row, (best, others) in enumerate(zip(golden["candidates"], ids, strict=True)):
+        assert error(np.sort(logits[row][others]), np.sort(logits[row][best])) <= off
+        both = sorted(set(best) & set(others))
+        at, expected_at = ([list(each).index(token) for token in both] for each in (others, best))
+        for prior in both_priors(golden, ids, row):
+            found, expected = scores[row][prior[0], at], golden["scores"][row][prior[1], expected_at]
+            moved = found - expected  # Other candidates move all by one number.
+            assert np.abs(moved - np.median(moved)).max() <= off
+    for row, (token, best) in enumerate(zip(path, golden["path"], strict=True)):
+        if token != best:  # Behind it there are other lists.
+            prior = [*golden["candidates"][row - 1]].index(golden["path"][row - 1]) if row else 0
+            of = dict(zip(golden["candidates"][row].tolist(), golden["scores"][row][prior], strict=True))
+            assert of[best] - of[token] <= off
+            break
+
+
+def both_priors(golden: Mapping[str, np.ndarray], ids: np.ndarray, row: int) -> list[tuple[int, int]]:
+    """Returns the places of the tokens that both lists above a row have, in ours and in the golden's."""
+    if row == 0:
+        return [(0, 0)]
+    above, expected = ids[row - 1].tolist(), golden["candidates"][row - 1].tolist()
+    return [(above.index(token), expected.index(token)) for token in above if token in expected]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_lists_and_drafts_are_those_of_the_equations(
-    name: str, native: Library, tmp_path: Path
+    name: str, native: Library, device: str, tmp_path: Path
 ) -> None:
     golden, case = dict(np.load(GOLDENS / f"{name}.npz")), CASES[name]
     c, n, k = case.base.drafter, case.n_draft, case.candidates
     target, drafter = tiny_dflash2.files(tmp_path, case)
-    model = drive.open_model(native, target, drafter=drafter)
+    model = drive.open_model(native, target, device, drafter=drafter)
     sequence = drive.open_sequence(model, n_ctx=128, blocks=1, n_top=1)
     prompt, anchor = golden["prompt"].tolist(), int(golden["anchor"])
+    bound = CPU_BOUND if device == "cpu" else drive.CUDA_BOUND
     expected = full(c, golden["logits"], tiny_dflash2.weights(case).get("d2t"))
     for width in (0, 1, 7):  # It is a prefill, or verifies of so many rows.
         sequence.reset()
@@ -45,41 +77,48 @@ def test_blocks_lists_and_drafts_are_those_of_the_equations(
             drive.prefill(sequence, prompt)
         context = context_of(sequence, case.base.target, c, len(prompt))
         for kv, expected_kv in enumerate((golden["k"], golden["v"])):
-            assert error(context[:, kv][:, golden["at"]], expected_kv) <= CPU_BOUND
+            assert error(context[:, kv][:, golden["at"]], expected_kv) <= bound
         for _ in range(2):  # A block leaves the context as it was.
             drive.draft(sequence, anchor, n, Source.DFLASH)
             rows = range(0 if case.anchor_drafts else 1, c.block_size)
             logits = np.stack([sequence.logits(row) for row in rows])
-            assert error(logits, expected[rows.start :]) <= CPU_BOUND
-        assert sequence.drafted(n) == golden["path"].tolist()
+            assert error(logits, expected[rows.start :]) <= bound
         ids, scores = lists_of(sequence, n, k)
+        if device != "cpu":
+            check_near(golden, expected[rows.start :], ids, scores, sequence.drafted(n))
+            continue
+        assert sequence.drafted(n) == golden["path"].tolist()
         assert np.array_equal(ids, golden["candidates"])
         assert np.array_equal(np.isinf(scores), np.isinf(golden["scores"]))
         there = np.isfinite(golden["scores"])
         assert error(scores[there], golden["scores"][there]) <= CPU_BOUND
 
 
-def test_drafts_are_the_same_without_lists(native: Library, tmp_path: Path) -> None:
+def test_drafts_are_the_same_without_lists(native: Library, device: str, tmp_path: Path) -> None:
     for name, case in CASES.items():
         (folder := tmp_path / name).mkdir()
         target, drafter = tiny_dflash2.files(folder, case)
         golden = dict(np.load(GOLDENS / f"{name}.npz"))
-        model = drive.open_model(native, target, drafter=drafter)
-        sequence = drive.open_sequence(model, n_ctx=128, blocks=1)
-        drive.prefill(sequence, golden["prompt"].tolist())
-        drive.draft(sequence, int(golden["anchor"]), case.n_draft, Source.DFLASH)
-        assert sequence.drafted(case.n_draft) == golden["path"].tolist()
+        model = drive.open_model(native, target, device, drafter=drafter)
+        found = []
+        for lists in (0, 1):
+            sequence = drive.open_sequence(model, n_ctx=128, blocks=1, n_top=lists)
+            drive.prefill(sequence, golden["prompt"].tolist())
+            drive.draft(sequence, int(golden["anchor"]), case.n_draft, Source.DFLASH)
+            found.append(sequence.drafted(case.n_draft))
+        assert found[0] == found[1]
+        assert device != "cpu" or found[0] == golden["path"].tolist()
 
 
 @pytest.mark.parametrize("name", ["dflash2-causal", "dspark-reduced"])
-def test_tables_may_have_types_of_weights(name: str, native: Library, tmp_path: Path) -> None:
+def test_tables_may_have_types_of_weights(name: str, native: Library, device: str, tmp_path: Path) -> None:
     """All matrices are F16 or Q8_0, those of which rows are looked up too: scores are near the golden's."""
     golden, case = dict(np.load(GOLDENS / f"{name}.npz")), CASES[name]
     target, _ = tiny_dflash2.files(tmp_path, case)
     for kind in ("F16", "Q8_0"):
         path = tmp_path / f"{kind}.gguf"
         tiny_dflash2.write(path, case, tiny_dflash2.weights(case), kind=kind)
-        model = drive.open_model(native, target, drafter=path)
+        model = drive.open_model(native, target, device, drafter=path)
         sequence = drive.open_sequence(model, n_ctx=128, blocks=1, n_top=1)
         drive.prefill(sequence, golden["prompt"].tolist())
         drive.draft(sequence, int(golden["anchor"]), case.n_draft, Source.DFLASH)
