@@ -43,7 +43,7 @@ class Auto:
     def __init__(self, costs: Costs, budget: int, hidden: bool = False):
         """Drafts at most `budget` candidates a round for each text. `hidden` says that the engine can begin
         rounds before the one before has ended."""
-        self.prices, self.budget, self.known = Prices(costs), budget, Estimates()
+        self.prices, self.budget, self.known = Prices(costs, paced=not hidden), budget, Estimates()
         self._steps = dict[int, Steps]()
         self.debt = 0.0  # Plain rounds.
         self.hidden = hidden  # The last round was begun before the one before it had ended, or could have been.
@@ -265,7 +265,7 @@ class Source:
         shared = work.sequences, auto.hidden
         if not work.drafted and not work.turns:
             pass  # It is a round of plain decoding: that it varies is no loss of drafts.
-        elif done.seconds is not None and priced.observed:
+        elif done.seconds is not None and priced.observed and not auto.prices.paced:
             # What is beyond twice the price is a machine that stood still, and no draft's fault.
             self.ledger.book(*shared, min(done.seconds, 2 * price), 0, came)
         elif work.drafted:

@@ -13,9 +13,9 @@ BET = 0.5  # One round may lose this part of what is left, so that three misses 
 
 
 class Ledger:
-    """Account of a text of at most `most` tokens, in plain rounds. Rounds are booked as they were observed, by
-    the number of texts that shared them and whether rounds were hidden, so that what they lost is known as well
-    as plain rounds are. What a round gains can be lost again."""
+    """Account of a text of at most `most` tokens, in plain rounds. Rounds are booked as they were observed, and by
+    their price where all have one pace (prices.py), by the number of texts that shared them and whether rounds were
+    hidden, so that what they lost is known as well as plain rounds are. What a round gains can be lost again."""
 
     def __init__(self, most: int):
         self.most, self.tokens = most, 0

@@ -129,10 +129,16 @@ class Prices:
     and a step that follows another at once is begun meanwhile. `floor` is what a plain round takes: the host's
     work for its sequences is hidden behind the steps, unless these are shorter. `turn` is what the device waits
     where the host has to see tokens first. All are medians of what rounds took, by the number of sequences, and
-    where rounds cannot be hidden, theirs."""
+    where rounds cannot be hidden, theirs.
 
-    def __init__(self, costs: Costs):
-        self.costs, self._observes = costs, False
+    A host that computes the steps itself hides nothing behind them (`paced`). Then plain and drafted rounds have one
+    pace, since other programs take its cores for a while from both: `floor` is that pace times a plain step. How much
+    longer drafted rounds take than the table says is the median of what neighbours show, of which one is plain."""
+
+    def __init__(self, costs: Costs, paced: bool = False):
+        self.costs, self.paced, self._observes = costs, paced, False
+        self._pace, self._beside = Median(*[1.0] * TABLE), Median(*[1.0] * TABLE)
+        self._before: tuple[bool, float] | None = None
         self._scale = defaultdict[bool, Median](lambda: Median(*[1.0] * TABLE))
         self._floor = defaultdict[tuple[int, bool], Median](Median)
         self._turn = defaultdict[tuple[int, bool], Median](Median)
@@ -140,10 +146,14 @@ class Prices:
     def terms(self, sequences: int, hidden: bool) -> tuple[float, float, float]:
         """Returns (scale, floor, turn) of rounds of so many sequences."""
         key = sequences, hidden
-        scale, floor, turn = self._scale[hidden].value or 1.0, self._floor[key].value, self._turn[key].value
+        turn = self._turn[key].value or 0.0
+        if self.paced:
+            pace, beside = self._pace.value or 1.0, self._beside.value or 1.0
+            return pace * beside, pace * self.costs.verify(sequences), max(turn, 0.0)
+        scale, floor = self._scale[hidden].value or 1.0, self._floor[key].value
         if floor is None:
             floor = scale * self.costs.verify(sequences)
-        return scale, floor, turn if turn is not None and turn > 0 else 0.0
+        return scale, floor, max(turn, 0.0)
 
     def plain(self, sequences: int, hidden: bool = True) -> float:
         """Returns the seconds of a plain round; 0 where nothing was measured."""
@@ -153,6 +163,8 @@ class Prices:
         """Returns the seconds that a plain round takes at least, and whether that is all that will be known. Of
         rounds that vary, the median of a few may be above what others take, so the lower bound is taken. Before
         WINDOW of them were seen, steps that were measured alone count too, if they took less."""
+        if self.paced:
+            return self.plain(sequences, hidden), True
         floor = self._floor[sequences, hidden]
         alone = min(self._scale[hidden].value or 1.0, 1.0) * self.costs.verify(sequences)
         if floor.least is None:
@@ -161,7 +173,7 @@ class Prices:
 
     def seen(self, sequences: int, hidden: bool = True) -> bool:
         """Says whether a plain round was observed, or nothing is."""
-        return self._floor[sequences, hidden].value is not None or not self._observes
+        return self._floor[sequences, hidden].value is not None or self.paced or not self._observes
 
     def seconds(self, of: Work) -> float:
         """Returns what a round is expected to take."""
@@ -177,6 +189,12 @@ class Prices:
         if of.turns:
             known = max(scale * of.device if of.drafted else 0.0, floor)
             self._turn[key].add((seconds - known) / of.turns)
+        elif self.paced and of.device:
+            pace, before = seconds / of.device, self._before
+            self._before = of.drafted, pace
+            if before and before[0] != of.drafted:
+                self._beside.add(pace / before[1] if of.drafted else before[1] / pace)
+            self._pace.add(pace / (self._beside.value or 1.0) if of.drafted else pace)
         elif not of.drafted:
             self._floor[key].add(seconds)
         elif of.device and scale * of.device > floor:

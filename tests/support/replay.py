@@ -175,9 +175,9 @@ def cost_of(
     return seconds
 
 
-def auto_of(costs: Costs) -> Auto:
-    """Returns an engine's auto, which knows no text."""
-    return Auto(costs, AUTO_BUDGET, hidden=True)
+def auto_of(costs: Costs, hidden: bool = True) -> Auto:
+    """Returns an engine's auto, which knows no text. `hidden` says that its rounds are begun ahead, as those of a GPU."""
+    return Auto(costs, AUTO_BUDGET, hidden)
 
 
 def auto_cost(
