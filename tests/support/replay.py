@@ -176,7 +176,7 @@ def cost_of(
 
 
 def auto_of(costs: Costs, hidden: bool = True) -> Auto:
-    """Returns an engine's auto, which knows no text. `hidden` says that its rounds are begun ahead, as those of a GPU."""
+    """Returns an engine's auto, which knows no text. `hidden` says that rounds are begun ahead, as those of a GPU."""
     return Auto(costs, AUTO_BUDGET, hidden)
 
 
