@@ -106,6 +106,18 @@ struct Ordered {
 __device__ int taken(const ChoiceCtl &choice, uint64_t position, const int32_t *ids, const float *s, int K,
                      Ordered &best) {
     const int lane = threadIdx.x % WARP;
+    if (choice.scale == 0) {
+        Best first;
+        for (int i = lane; i < K; i += WARP) {
+            first.see(s[i], ids[i]);
+        }
+        first.reduce_warp();
+        int at = 0;
+        for (int i = lane; i < K; i += WARP) {
+            at = ids[i] == first.id ? i : at;
+        }
+        return int(warp_max(float(at)));
+    }
     for (int i = lane; i < K; i += WARP) {
         int rank = 0;
         for (int j = 0; j < K; j++) {
@@ -116,9 +128,6 @@ __device__ int taken(const ChoiceCtl &choice, uint64_t position, const int32_t *
         best.scores[rank] = s[i];
     }
     __syncwarp();
-    if (choice.scale == 0) {
-        return best.at[0];
-    }
     const auto gap = [&](int i) { return half_gap(best.scores[i], best.scores[0]); };
     if (lane == 0) {
         const int most = choice.top_k > 0 ? min(K, choice.top_k) : K;

@@ -25,7 +25,7 @@ inline LaunchPlan plan_topk_pick(int T) {
     return {T, 1, 1, TOPK_PICK_THREADS, 0};
 }
 
-constexpr int BLOCK_CONV_THREADS = 256, LATTICE_THREADS = 256;
+constexpr int BLOCK_CONV_THREADS = 256, LATTICE_THREADS = 1024;
 
 inline LaunchPlan plan_block_conv(int T, int E) {
     return {divided(E, BLOCK_CONV_THREADS), T, 1, BLOCK_CONV_THREADS, 0};
