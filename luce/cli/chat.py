@@ -38,9 +38,9 @@ from luce.files.tokenizer import NFC_SHRINKS
 from luce.model.loaded import Loaded, Settings
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
-from luce.text.parser import END_THINK, Parser
+from luce.text.parsers import parser_of
 from luce.text.pieces import Reasoning, Text
-from luce.text.prompt import BoundedTemplate, chat_template, ends_in_thoughts, prompt_ids, thinks
+from luce.text.prompt import BoundedTemplate, chat_template, opening_of, prompt_ids, thinks
 
 HELP = """\
 /help          this
@@ -225,7 +225,8 @@ class Talk:
         ids = prompt_ids(self._template, tokenizer, [*system, *self._messages], enable_thinking=self._think)
         if len(ids) >= n_ctx:
             raise ContextFull(f"{len(ids)} tokens were said, a context of {n_ctx}")
-        parser = Parser(reasoning=ends_in_thoughts(tokenizer, ids))
+        opening = opening_of(tokenizer, ids)
+        parser = parser_of(opening)
         thought, text, finished = "", "", None
         with CtrlC() as ctrl_c, quiet_keys():
             running = self._loaded.run(Request(tuple(ids), flags["max_tokens"], sampling_of(flags)))
@@ -247,5 +248,5 @@ class Talk:
         stdout.put("\n")
         if finished is not None:
             self._display.summary(finished)
-        message = {"role": "assistant", "content": text.removesuffix(END_THINK)}
+        message = {"role": "assistant", "content": text.removesuffix(opening.dialect.think[1])}
         return message | ({"reasoning_content": thought} if thought else {})

@@ -15,7 +15,7 @@ from luce.files.tokenizer import Tokenizer
 from luce.native.structs import Logprobs
 from luce.text import pieces as parts
 from luce.text.conversation import call_of
-from luce.text.parser import Parser
+from luce.text.speech import Speech
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Reader:
     """Makes pieces of the events of one request, and at its end an `answer`, or an `error`. Without a `parser`,
     text is text. `left` says whether who asked has cancelled it: else what cancelled it is the model's end."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, parser: Parser | None = None):
+    def __init__(self, tokenizer: Tokenizer, request: Request, parser: Speech | None = None):
         self._tokenizer, self._request, self._parser = tokenizer, request, parser
         self._whole = parts.Whole()
         self._calls, self._logprobs, self._warnings = list[Call](), list[Logprobs](), list[str]()

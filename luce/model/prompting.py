@@ -17,9 +17,10 @@ from luce.model.loaded import Loaded
 from luce.model.options import Chosen, How, HowChat, chosen
 from luce.planning.opened import Files
 from luce.text.conversation import arguments_of, ordered
+from luce.text.dialects import QWEN, Opening
 from luce.text.held import Held
-from luce.text.parser import Parser
-from luce.text.prompt import BoundedTemplate, chat_template, ends_in_thoughts, prompt_ids
+from luce.text.prompt import BoundedTemplate, chat_template, opening_of, prompt_ids
+from luce.text.speech import Speech
 from luce.text.structured import Constraint, Grammar, JsonSchema
 from luce.text.tool import Tool
 
@@ -34,7 +35,7 @@ class Asked:
     """A request, and the parser of its answer; without one, text is text."""
 
     request: Request
-    parser: Parser | None = None
+    parser: Speech | None = None
 
 
 class Prompting:
@@ -87,8 +88,8 @@ class Prompting:
         ids = self.messages(messages, shown, {} if think is None else {"enable_thinking": think})
         if think is not None and ids == self.messages(messages, shown, {"enable_thinking": not think}):
             raise UnsupportedError(f"think is {think}, and the chat template has nothing to turn thinking on and off")
-        thinks = ends_in_thoughts(self._tokenizer, ids)
-        return Asked(self._request(ids, options, held, thinks), held.parser(thinks))
+        opening = opening_of(self._tokenizer, ids)
+        return Asked(self._request(ids, options, held, opening), held.parser(opening))
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool], how: Mapping[str, Any]) -> list[int]:
         """Returns the tokens of a conversation, as the chat template writes it. `how` is as in prompt_ids."""
@@ -113,8 +114,8 @@ class Prompting:
 
     # ---- both
 
-    def _request(self, ids: list[int], options: Chosen, held: Held, thinks: bool = False) -> Request:
-        lark = None if held.is_free else held.lark(thinks)
+    def _request(self, ids: list[int], options: Chosen, held: Held, opening: Opening | None = None) -> Request:
+        lark = None if held.is_free else held.lark(opening or Opening(QWEN))
         return Request(
             tuple(ids),
             options.max_tokens,

@@ -21,6 +21,7 @@ import numpy as np
 
 from luce.files.tokenizer import Tokenizer
 from luce.native.structs import PAGE
+from luce.text.dialects import GEMMA4, QWEN
 
 EVERY = 4096  # So many tokens are between the beginnings of a long prompt that are kept.
 LOST = 20  # At most one token in so many is read again where cuts change bits.
@@ -42,7 +43,8 @@ class Turns:
 
     def __init__(self, tokenizer: Tokenizer, n_chunk: int, n_cut: int):
         self._tokenizer, self._n_chunk, self._n_cut, self._free = tokenizer, n_chunk, n_cut, cuts_are_free(n_cut)
-        self._mark = tokenizer.control.get("<|im_start|>", -1)  # No token has the id -1.
+        self._dialect = GEMMA4 if GEMMA4.turn in tokenizer.control else QWEN
+        self._mark = tokenizer.control.get(self._dialect.turn, -1)  # No token has the id -1.
 
     def cut(self, prompt: Sequence[int]) -> tuple[list[int], frozenset[int]]:
         """Returns where chunks of a prompt have to end, ascending, and those of these places where it is worth keeping:
@@ -50,7 +52,7 @@ class Turns:
         after it, and drop older ones), at the end of the prompt, and every EVERY tokens."""
         begins = np.flatnonzero(np.asarray(prompt, np.int32) == self._mark).tolist()
         users = [at for at in (self._named(prompt, begin, "user") for begin in begins) if at]
-        answers = [at for at in (self._named(prompt, begin, "assistant") for begin in begins) if at]
+        answers = [at for at in (self._named(prompt, begin, self._dialect.assistant) for begin in begins) if at]
         asked = [at for at in users if not self._is_tool(prompt, at)]
         last = [at for at in answers if asked and at > asked[-1]]
         met = {len(prompt), *range(EVERY, len(prompt), EVERY), *asked[:1], *last[:1]}

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -21,11 +21,10 @@ from luce.native.structs import Logprobs, Penalties, Sampling
 from luce.server.ask import Ask, Refused, TooLong
 from luce.server.models import Served
 from luce.server.watch import Watch
-from luce.text.dialects import QWEN
+from luce.text.dialects import QWEN, Opening
 from luce.text.grammar import Matcher
 from luce.text.held import Held
 from luce.text.infill import Gap
-from luce.text.parser import END_THINK, Parser
 from luce.text.pieces import (
     CallEnd,
     Piece,
@@ -35,11 +34,10 @@ from luce.text.pieces import (
     in_parts,
     joined,
 )
-from luce.text.prompt import ends_in_thoughts
+from luce.text.prompt import opening_of
 from luce.text.thinking import said_of
 
 KEEP_ALIVE = 15.0  # After so many seconds without a piece, a stream says that it lives.
-_ENDS = (END_THINK.encode(), QWEN.call[1].encode())  # Thoughts end with one of these.
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,8 @@ class Answer:
         self._awaited: asyncio.Future[None] | None = None  # Who waits for events awaits it.
         self._requests: list[Request] = []  # They run one after the other.
         self._job: Job | None = None
-        self._parser, self._shown = Parser(), Shown(ask.thoughts)
+        self._opening, self._shown = Opening(QWEN), Shown(ask.thoughts)
+        self._parser = self._held.parser(self._opening)
         self._done = False
         self._logprobs: list[tuple[int, Logprobs]] = []
         self.prompt: list[int] = []  # Its tokens.
@@ -103,11 +102,10 @@ class Answer:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
         grammar = None
-        thinks = self._parser.reasoning
         if not self._held.is_free:
-            grammar = await self.model.compiled(lambda: self._grammar(thinks), self.ask.size)
+            grammar = await self.model.compiled(self._grammar, self.ask.size)
         if self.ask.budget is not None and self.ask.prompt is None:
-            grammar = self._held.bounded(self.model.tokenizer, self.ask.budget, thinks, grammar)
+            grammar = self._held.bounded(self.model.tokenizer, self.ask.budget, self._opening, grammar)
         sampling = {"seed": secrets.randbits(64)} | self.model.defaults | dict(self.ask.sampling)
         try:
             if self.ask.embeds:
@@ -166,14 +164,14 @@ class Answer:
                 raise Refused(400, f"a token is none of {n_vocab}", param=self._param)
             return list(ask.prompt)
         ids = await self.model.prompt(ask)
-        reasoning = ends_in_thoughts(self.model.tokenizer, ids)
+        self._opening = opening_of(self.model.tokenizer, ids)
         if ask.continues:  # A thought goes on that may end in any letter.
-            reasoning = said_of(ask.messages[-1])[1] is None
-        self._parser = self._held.parser(reasoning)
+            self._opening = replace(self._opening, within=said_of(ask.messages[-1])[1] is None, may_think=False)
+        self._parser = self._held.parser(self._opening)
         return ids
 
-    def _grammar(self, thinks: bool) -> Callable[[], Matcher] | None:
-        lark = self._held.lark(thinks)
+    def _grammar(self) -> Callable[[], Matcher] | None:
+        lark = self._held.lark(self._opening)
         return self.model.grammars.lark(lark) if lark else None
 
     @property
@@ -296,11 +294,12 @@ class Answer:
     def _thought(self, ids: tuple[int, ...]) -> int:
         """Returns how many of these tokens are of the thoughts, which they may have ended. It is the same
         however many come at once."""
+        ends = [each[1].encode() for each in (self._opening.dialect.think, self._opening.dialect.call)]
         for n, token in enumerate(ids, start=1):
             said = self._last_bytes + self.model.tokenizer.bytes_of(token, special=True)
-            if not self._parser.reasoning and any(mark in said for mark in _ENDS):
+            if not self._parser.reasoning and any(mark in said for mark in ends):
                 return n
-            self._last_bytes = said[1 - max(map(len, _ENDS)) :]
+            self._last_bytes = said[1 - max(map(len, ends)) :]
         return len(ids)
 
     def _cut(self, text: str) -> list[Piece]:

@@ -1,4 +1,4 @@
-"""Makes the grammars of calls of tools, in llguidance's Lark.
+"""Makes the grammars of calls of tools in Qwen's dialect, in llguidance's Lark.
 
 A call may end as the parser lets it end (readings.py), so that no model is stuck that leaves out a line break or a
 closer. Only a value of any text is hard to end: the others end where their JSON does. Such a text is cut at each
@@ -22,12 +22,12 @@ from luce.text.dialects import MAX_NAME
 from luce.text.kinds import SchemaError
 from luce.text.schema import Signature, Value, signatures
 from luce.text.structured import (
-    THOUGHT,
     Constraint,
     answer_rules,
     json_rule,
     regex_rule,
     text_rule,
+    thought_rules,
     with_grammars,
 )
 from luce.text.tool import Tool
@@ -88,7 +88,7 @@ def call_grammar(
     rules = [_function(f"f{at}", tool.name, json.dumps(tool.parameters), tool.strict, closed)
              for at, tool in enumerate(tools)]  # fmt: skip
     rules.append("call: " + " | ".join(f"f{at}" for at in range(len(tools))) + "\n")
-    before = 'thought "\\n\\n"? ' if thinks else ""
+    before, thoughts = thought_rules(thinks)
     named: dict[str, str] = {}
     if required:
         calls = f'"<tool_call>\\n<function=" call{" (again begin call)*" if many else ""}'
@@ -100,9 +100,9 @@ def call_grammar(
     else:
         free = 'lead[suffix="<tool_call>"]: /(?s:.*)/\nTAIL: /(?s:.*)/ & ~/(?s:.*<tool_call>.*)/\n'
         start = f"start: (lead begin call)* TAIL\n{free}" if many else f"start: TAIL | lead begin call\n{free}"
-        thinks = False
+        thoughts = ""
     start += 'begin[lazy]: "\\n<function="\n'
-    return with_grammars(start + (THOUGHT if thinks else "") + _ENDS + _TEXTS + "".join(rules), named)
+    return with_grammars(start + thoughts + _ENDS + _TEXTS + "".join(rules), named)
 
 
 @lru_cache(1024)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from luce.text.dialects import BLANK, Dialect, Kind, Mark
+from luce.text.dialects import BLANK, Kind, Mark, Tagged
 from luce.text.objects import Scan, call_of
 from luce.text.parameters import TEXT, Parameters, behind_opening, trimmed, value_of, without_break
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, as_json
@@ -28,7 +28,7 @@ class CallReader:
 
     def __init__(
         self,
-        dialect: Dialect,
+        dialect: Tagged,
         parameters: Callable[[str], Parameters | None],
         *,
         thinking: bool = False,

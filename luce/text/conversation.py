@@ -13,10 +13,11 @@ from typing import Any
 Message = Mapping[str, Any]  # {"role", "content", ...} as templates take it
 
 
-def ways(messages: Sequence[Message]) -> Iterator[list[Message]]:
+def ways(messages: Sequence[Message], attached: bool = False) -> Iterator[list[Message]]:
     """Yields the conversation as it is, then in ways that ask ever less of a template, each once: with a
     user's message, with roles by turns, with the system's words as a user's, and with calls and their answers
-    as text."""
+    as text. What tools answered is `attached` to the messages that called them where a template wants it so."""
+    messages = _with_answers_attached(messages) if attached else messages
     yield (last := list(messages))
     for steps in (
         (_with_a_question,),
@@ -42,6 +43,28 @@ def shows(prompt: str, messages: Sequence[Message]) -> bool:
             if json.dumps(text, ensure_ascii=False)[1:-1] not in prompt:
                 return False
     return True
+
+
+def _with_answers_attached(messages: Sequence[Message]) -> list[Message]:
+    """Puts what tools answered into the message that called them, as `tool_responses`, and the text that follows
+    them too, since that is of the same turn."""
+    found: list[Message] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        last = found[-1] if found else {}
+        if message["role"] == "tool" and last.get("tool_calls"):
+            known, at = last.get("tool_responses", []), len(last.get("tool_responses", []))
+            calls = last["tool_calls"]
+            name = names.get(message.get("tool_call_id") or "", calls[min(at, len(calls) - 1)]["function"]["name"])
+            answer = {"name": name, "response": message["content"]}
+            found[-1] = {**last, "tool_responses": [*known, answer]}
+        elif message["role"] == "assistant" and last.get("tool_responses") and not message.get("tool_calls"):
+            text = "\n\n".join(filter(None, [last["content"], message["content"]]))
+            found[-1] = {**last, "content": text}
+        else:
+            found.append(message)
+            names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if call.get("id")}
+    return found
 
 
 def _with_a_question(messages: Sequence[Message]) -> list[Message]:

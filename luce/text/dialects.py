@@ -1,13 +1,18 @@
 """The dialects in which models write thoughts and calls of tools, as data: the marks of each, how its calls are
 spelled between them, and what of them is still a mark where it is misspelt.
 
-Qwen's models write
+A model speaks the dialect whose marks are tokens of its vocabulary (dialect_of). Qwen's models write
 
     <think>\\nTHOUGHTS\\n</think>\\n\\nTEXT\\n\\n<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n
     </function>\\n</tool_call>
 
 with values as raw text, and older ones a JSON object with "name" and "arguments" in <tool_call>. A further
-dialect is a further row of Dialect; one without functions and parameters has objects alone.
+dialect with such tags is a further row of Tagged; one without functions and parameters has objects alone.
+parser.py reads it. Gemma 4 writes
+
+    <|channel>thought\\nTHOUGHTS\\n<channel|>TEXT<|tool_call>call:NAME{key:<|"|>text<|"|>,list:[1,true]}<tool_call|>
+
+with strings between <|"|>, in which nothing is escaped. gemma.py reads that.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+
+from luce.files.tokenizer import Tokenizer
 
 BLANK = " \t\r\n"
 SIGN = "<"  # Each mark of each dialect begins so.
@@ -53,13 +60,43 @@ _TAG = r"< ?[/\\]{0,2} ?[A-Za-z][\w.:=-]{0,60} ?[/\\]?>?"
 _BEGUN_TAG = re.compile(r"< ?(?:[/\\]{0,2} ?(?:[A-Za-z][\w.:=-]{0,60} ?[/\\]?)?)?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """The marks that open and close thoughts, calls, functions and parameters; a name and `>` follow the
-    openings of the last two. `objects` says that a call may be a JSON object."""
+    """The marks that open and close thoughts and calls. `thought` is what templates write before and behind
+    thoughts, without the line break that follows the first, and `empty` a block without any. `turn` is the control
+    token that begins a message, and `assistant` the name of the model's role behind it. Templates alone may write
+    the tokens that are `guarded`, although they are no control tokens."""
 
+    name: str
     think: tuple[str, str]
+    thought: tuple[str, str]
+    empty: str
     call: tuple[str, str]
+    turn: str
+    assistant: str
+    guarded: tuple[str, ...] = ()
+
+    @property
+    def within_call(self) -> tuple[str, tuple[str, ...]]:
+        """Returns the mark from which on a text is of a call, and those that end it."""
+        return self.call[0], self.call[1:]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How an answer begins behind its prompt: in which dialect, whether `within` thoughts that the prompt has begun,
+    and whether it `may_think` by beginning them itself."""
+
+    dialect: Dialect
+    within: bool = False
+    may_think: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tagged(Dialect):
+    """A dialect whose calls have functions and parameters in tags: a name and `>` follow the openings of these.
+    `objects` says that a call may be a JSON object."""
+
     function: tuple[str, str]
     parameter: tuple[str, str]
     objects: bool = True
@@ -74,6 +111,10 @@ class Dialect:
         begun = rf"(?:{function}|{parameter})[^<>\n]{{0,{MAX_NAME}}}"
         object.__setattr__(self, "_pattern", re.compile(rf"{openings}|(?P<tag>{_TAG})"))
         object.__setattr__(self, "_begun", re.compile(begun))
+
+    @property
+    def within_call(self) -> tuple[str, tuple[str, ...]]:
+        return self.function[0], (self.function[1], self.call[1])
 
     @property
     def closers(self) -> dict[Kind, str]:
@@ -150,9 +191,33 @@ def within_one(a: str, b: str) -> bool:
     return a[1:] == b[1:] or a == b[1:] or a[1:] == b or (a[:2] == b[1::-1] and a[2:] == b[2:])
 
 
-QWEN = Dialect(
+QWEN = Tagged(
+    name="qwen",
     think=("<think>", "</think>"),
+    thought=("<think>", "\n</think>\n\n"),
+    empty="<think>\n\n</think>\n\n",
     call=("<tool_call>", "</tool_call>"),
     function=("<function=", "</function>"),
     parameter=("<parameter=", "</parameter>"),
+    turn="<|im_start|>",
+    assistant="assistant",
 )
+GEMMA4 = Dialect(
+    name="gemma4",
+    think=("<|channel>", "<channel|>"),
+    thought=("<|channel>thought", "\n<channel|>"),
+    empty="<|channel>thought\n<channel|>",
+    call=("<|tool_call>", "<tool_call|>"),
+    turn="<|turn>",
+    assistant="model",
+    guarded=(
+        "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'
+    ),
+)  # fmt: skip
+THINKS = "<|think|>"  # Gemma 4's templates write this control token where thinking is on.
+
+
+def dialect_of(tokenizer: Tokenizer) -> Dialect:
+    """Returns the dialect of a model by its vocabulary: Qwen's where it has the marks of no other."""
+    marks = (*GEMMA4.think, *GEMMA4.call)
+    return GEMMA4 if all(tokenizer.added(mark) is not None for mark in marks) else QWEN

@@ -9,8 +9,11 @@ from typing import Any
 from luce.errors import ArgumentError
 from luce.files.tokenizer import Tokenizer
 from luce.text.call_grammar import call_grammar
+from luce.text.dialects import GEMMA4, Opening
+from luce.text.gemma_grammar import gemma_call_grammar
 from luce.text.grammar import Matcher
-from luce.text.parser import Parser
+from luce.text.parsers import parser_of
+from luce.text.speech import Speech
 from luce.text.structured import Constraint, Tags, grammar_of
 from luce.text.thoughts import Budget
 from luce.text.tool import Tool
@@ -49,28 +52,37 @@ class Held:
         """Returns the schemas of the functions that may be called, by name."""
         return {} if self.choice == "none" else {tool.name: tool.parameters for tool in self.tools}
 
-    def parser(self, thinks: bool) -> Parser:
-        """Returns the parser of an answer, whose prompt ends within thoughts if it `thinks`."""
-        return Parser(self.parameters, thinks, self.calls)
+    def parser(self, opening: Opening) -> Speech:
+        """Returns the parser of an answer."""
+        return parser_of(opening, self.parameters, self.calls)
 
-    def lark(self, thinks: bool) -> str | None:
+    def lark(self, opening: Opening) -> str | None:
         """Returns the grammar of an answer, as Grammars.lark takes it. Raises ArgumentError for a schema that
         no text can be held to."""
-        how: dict[str, Any] = {"many": self.many, "closed": not self.open_objects}
         if self.calls == "required":
             tools = [tool for tool in self.tools if self.choice in ("required", tool.name)]
-            return call_grammar(tools, thinks, required=True, **how)
+            return self._calls(tools, opening, required=True)
         if self.calls == "instead" and isinstance(self.constraint, Tags):
             raise ArgumentError("tags and tools exclude each other: give tool_choice none, or the tags as tools")
         if self.calls == "instead":
-            return call_grammar(self.tools, thinks, required=True, constraint=self.constraint, **how)
+            return self._calls(self.tools, opening, required=True)
         if self.constraint is not None:
-            return grammar_of(self.constraint, thinks)
-        return call_grammar(self.tools, thinks, required=False, **how) if self.calls == "strict" else None
+            return grammar_of(self.constraint, opening.within, opening.dialect, opening.may_think)
+        return self._calls(self.tools, opening, required=False) if self.calls == "strict" else None
+
+    def _calls(self, tools: Sequence[Tool], opening: Opening, required: bool) -> str:
+        """Returns the grammar of calls, or of what the constraint asks for instead of them."""
+        how: dict[str, Any] = {"required": required, "many": self.many, "closed": not self.open_objects}
+        how["constraint"] = self.constraint if self.calls == "instead" else None
+        if opening.dialect is GEMMA4:
+            return gemma_call_grammar(tools, opening, **how)
+        return call_grammar(tools, opening.within, **how)
 
     def bounded(
-        self, tokenizer: Tokenizer, most: int, thinks: bool, grammar: Callable[[], Matcher] | None
+        self, tokenizer: Tokenizer, most: int, opening: Opening, grammar: Callable[[], Matcher] | None
     ) -> Callable[[], Matcher]:
         """Returns the grammar whose thoughts have at most so many tokens."""
         calls = bool(self.tools) and self.choice == "auto" and self.calls in ("", "strict")
-        return lambda: Budget(tokenizer, most, thinks, calls, grammar() if grammar else None)
+        return lambda: Budget(
+            tokenizer, most, opening.within, calls, grammar() if grammar else None, opening.dialect
+        )

@@ -15,14 +15,13 @@ from typing import Any
 
 from luce.files.tokenizer import undecided
 from luce.text.calls import CallReader
-from luce.text.dialects import BLANK, QWEN, SIGN, Dialect
+from luce.text.dialects import BLANK, QWEN, SIGN, Tagged
 from luce.text.parameters import Parameters
-from luce.text.pieces import Call, CallEnd, Piece, Reasoning, Text
+from luce.text.pieces import Call, CallEnd, Piece
+from luce.text.speech import Speech
 
-THINK, END_THINK = QWEN.think
 
-
-class Parser:
+class Parser(Speech):
     """Takes text and returns pieces. `tools` has the JSON schemas of the declared functions' parameters by
     name; without any, calls are text. `reasoning` says whether the prompt ends within thoughts. `held` says
     that a grammar holds the text to well-formed calls: "strict" wherever one begins, "required" where there
@@ -35,40 +34,21 @@ class Parser:
         tools: Mapping[str, Any] | None = None,
         reasoning: bool = False,
         held: str = "",
-        dialect: Dialect = QWEN,
+        dialect: Tagged = QWEN,
     ):
+        super().__init__(reasoning, bool(tools))
         self._tools, self._dialect, self._held = dict(tools or {}), dialect, held
         self._parameters = cache(self._parameters_of)
-        self._reasoning = reasoning
         self._may_think = not reasoning  # Then what begins with <think> is reasoning.
-        self._trim = reasoning  # Then blanks before the first text of this kind are dropped.
-        self._said = False  # Some text of this kind was said.
-        self._blank = ""  # These blanks are said only if text of the same kind follows.
-        self._text = ""  # It is not decided yet.
         self._line = True  # Only blanks are before it in its line.
         self._objects = True  # Calls may be JSON objects.
         self._spoken = False  # The text speaks of calls.
         self._reader: CallReader | None = None  # It reads calls now.
-        self.cut = False
 
     @property
     def reasoning(self) -> bool:
         """Says whether what comes next is reasoning, as far as is known."""
         return self._reasoning and not (self._reader is not None and self._reader.called)
-
-    def push(self, text: str) -> list[Piece]:
-        """Returns the pieces that are now certain."""
-        self._text += text
-        return list(self._drain())
-
-    def flush(self, cut: bool = False) -> list[Piece]:
-        """Returns what is left once the text has ended. It was `cut` where the model would have gone on: then a
-        call that it ended within is no text, and only the end of what was said of it is returned, if any was."""
-        pieces = list(self._drain(final=True, cut=cut))
-        if self._blank and not (self._reasoning or self.cut) and (self._said or not self._trim):
-            pieces.append(Text(self._blank))
-        self._blank = ""
-        return pieces
 
     def _parameters_of(self, name: str) -> Parameters | None:
         return Parameters(self._tools[name]) if name in self._tools else None
@@ -109,8 +89,8 @@ class Parser:
 
     def _begin(self, reasoning: bool) -> None:
         """Begins a text of another kind, or behind a call."""
-        self._reasoning, self._said, self._blank = reasoning, False, ""
-        self._trim, self._may_think = True, False
+        super()._begin(reasoning)
+        self._may_think = False
 
     def _read_calls(self, reader: CallReader, final: bool, cut: bool) -> Iterator[Piece]:
         """Yields what is certain of a text that may be calls."""
@@ -133,17 +113,6 @@ class Parser:
             yield piece
 
     # ---- text and marks
-
-    def _say(self, text: str) -> Iterator[Piece]:
-        text, self._blank = self._blank + text, ""
-        if not self._said and self._trim:
-            text = text.lstrip(BLANK if self._reasoning else "\r\n")
-        solid = text.rstrip(BLANK)
-        if self._reasoning or self._tools or not (solid or self._said):
-            text, self._blank = solid, text[len(solid) :]  # A mark may follow, before which they are nothing.
-        if text:
-            self._said = True
-            yield Reasoning(text) if self._reasoning else Text(text)
 
     def _marks(self) -> list[str]:
         """Returns what means something here."""

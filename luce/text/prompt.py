@@ -15,6 +15,7 @@ from luce.files.template_process import Renderer
 from luce.files.tokenizer import Tokenizer
 from luce.text import thinking
 from luce.text.conversation import shows, ways
+from luce.text.dialects import GEMMA4, THINKS, Dialect, Opening, dialect_of
 
 KEY = "tokenizer.chat_template"
 SHORT, KNOWN = 32, 4096  # Strings of so few letters come often (keys, roles): so many are marked once.
@@ -88,20 +89,31 @@ def prompt_ids(
 
     enable_thinking and reasoning_effort in `how` are put into the words that the template reads
     (thinking.py); `outright`, the prompt's end does what it reads no word for."""
-    guard = Guard(tokenizer.control, [messages, tools, how])
-    prompting = _Prompting(template, tokenizer, guard, tools, how, outright)
+    dialect = dialect_of(tokenizer)
+    marks = {mark: token for mark in dialect.guarded if (token := tokenizer.added(mark)) is not None}
+    guard = Guard(tokenizer.control.keys() | marks.keys(), [messages, tools, how])
+    prompting = _Prompting(template, tokenizer, dialect, guard, tools, how, outright)
     text = prompting.continued(messages) if continues else prompting.begun(messages)
     ids: list[int] = []
+    if dialect is GEMMA4 and tokenizer.bos_id is not None and not text.startswith(tokenizer.text_of(tokenizer.bos_id)):
+        ids.append(tokenizer.bos_id)  # Without it Gemma writes nonsense, and some templates leave it out.
     for piece in guard.pieces(text):
         if most is not None and len(ids) > most:
             break
-        token = tokenizer.control.get(piece)
-        if token is None:
-            left = None if most is None else most - len(ids)
-            ids += tokenizer.encode(guard.unmarked(piece), special=False, most=left)
-        else:
+        token = tokenizer.control.get(piece, marks.get(piece))
+        if token is not None:
             ids.append(token)
+            continue
+        for part in _within(guard.unmarked(piece), marks):
+            left = None if most is None else most - len(ids)
+            ids += tokenizer.encode(part, special=False, most=left)
     return ids
+
+
+def _within(text: str, marks: Iterable[str]) -> list[str]:
+    """Returns a text cut within each of the marks that it spells, so that none of them becomes a token."""
+    places = "|".join(f"(?<={re.escape(mark[0])})(?={re.escape(mark[1:])})" for mark in marks)
+    return re.split(places, text) if places else [text]
 
 
 class _Prompting:
@@ -111,18 +123,22 @@ class _Prompting:
         self,
         template: Template,
         tokenizer: Tokenizer,
+        dialect: Dialect,
         guard: Guard,
         tools: Sequence[Mapping[str, Any]] | None,
         how: Mapping[str, Any],
         outright: bool,
     ):
         self._template, self._guard, self._tools = template, guard, guard.marked(tools)
+        self._dialect, self._attached = dialect, takes_attached(template)
         self._think = how.get("enable_thinking") if outright else None
         self._ends = how.get("add_generation_prompt") is False
         spoken = how.get("enable_thinking") is not None or "reasoning_effort" in how
         variables = thinking.variables(how, template.mentions()) if spoken else how
         self._variables = {name: guard.marked(value) for name, value in variables.items()}
-        self._knows_thoughts = thinking.BEGIN in template.source or _is_token(tokenizer, thinking.BEGIN)
+        # Some of Gemma's models are confused by an empty block of thoughts: the template alone knows which.
+        begin = dialect.think[0]
+        self._knows_thoughts = dialect is not GEMMA4 and (begin in template.source or _is_token(tokenizer, begin))
 
     def begun(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the prompt that ends where an answer begins."""
@@ -147,17 +163,17 @@ class _Prompting:
             if found:
                 return head.replace(mark, written) + written
         # The template does not show this text: it goes behind the beginning of an answer.
-        opens = thinks or bool(thought and self._knows_thoughts)
+        opens = thinks or bool(thought and (self._knows_thoughts or self._dialect is GEMMA4))
         switches = dict.fromkeys(thinking.SWITCHES, opens)
         text = self._rendered(before, add_generation_prompt=True, **switches)
         if not opens:
             return self._switched(text, think=False) + written
-        closed = "" if thinks else self._guard.marked(thought) + thinking.END
-        return thinking.opened(text) + closed + written
+        closed = "" if thinks else self._guard.marked(thought) + self._dialect.thought[1]
+        return thinking.opened(text, self._dialect) + closed + written
 
     def _switched(self, text: str, think: bool | None) -> str:
         switches = think is not None and thinking.switches(self._template.mentions())
-        return thinking.switched(text, think, self._knows_thoughts, switches)
+        return thinking.switched(text, think, self._knows_thoughts, switches, self._dialect)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         """Renders the messages in the first way in which the template takes them and leaves nothing out: as
@@ -167,7 +183,7 @@ class _Prompting:
         full = {"tools": self._tools} | self._variables | more
         calm = {name: value for name, value in full.items() if name not in thinking.EFFORTS}
         calm["tools"] = self._tools or []
-        for way in ways(messages):
+        for way in ways(messages, self._attached):
             marked = self._guard.marked(way)
             for variables in [full] if refused or lossy is not None else [full, calm]:
                 try:
@@ -266,9 +282,17 @@ def thinks(template: Template, think: bool | None) -> bool | None:
     return template.render(said) == on if think is None else think
 
 
-def ends_in_thoughts(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    """Says whether a prompt ends with an open block of thoughts, so that an answer begins within it."""
-    return tokenizer.decode(ids[-8:], special=True).rstrip().endswith(thinking.BEGIN)
+def takes_attached(template: Template) -> bool:
+    """Says whether a template takes what tools answered from the message that called them alone, as Gemma 4's first
+    ones do, which would show a message of a tool as somebody's turn."""
+    return "tool_responses" in template.source and "tool" not in template.mentions()
+
+
+def opening_of(tokenizer: Tokenizer, ids: Sequence[int]) -> Opening:
+    """Returns how an answer to a prompt begins: within thoughts where the prompt ends with an open block of them."""
+    dialect = dialect_of(tokenizer)
+    within = tokenizer.decode(ids[-8:], special=True).rstrip().endswith(dialect.thought[0])
+    return Opening(dialect, within, dialect is GEMMA4 and tokenizer.added(THINKS) in ids)
 
 
 def chat_template(metadata: Mapping[str, Any]) -> BoundedTemplate:

@@ -83,6 +83,12 @@ def translated(
     return _deep(lambda: _Translation(schema, exact, closed).json(whitespace))
 
 
+def arguments(schema: Any, exact: bool = True, closed: bool = True) -> dict[str, Any]:
+    """Returns translated()'s form of the objects that a schema takes, without whitespace: the arguments of calls of a
+    tool whose parameters have this schema. Raises SchemaError."""
+    return _deep(lambda: _Translation(schema, exact, closed).arguments())
+
+
 def signatures(schema: Any, exact: bool = True, closed: bool = True) -> list[Signature]:
     """Returns the forms of calls of a tool whose parameters have this schema. Raises SchemaError."""
     return _deep(lambda: _Translation(schema, exact, closed).signatures())
@@ -142,18 +148,32 @@ class _Translation:
         return self._document(self._written(root), whitespace)
 
     def signatures(self) -> list[Signature]:
-        root = self._sets[self._root]
-        objects = [kind for kind, _ in root.ways if isinstance(kind, Object) and self._is_good(kind)]
-        objects = [Object()] if root.union is ANY else objects
-        if self._exact and not objects:
-            raise SchemaError("type", "/type", "takes no object") if root.good else self._empty(self._root)
-        self._require_held()
+        objects = self._objects()
         if self._exact:
             objects = [each for found in objects for each in self._counted(found, self._root)]
         found = list[Signature]()
         for form in (self._signature(each, [each] if self._exact else objects) for each in objects):
             found += [form] if form not in found else []
         return found or [Signature(())]
+
+    def arguments(self) -> dict[str, Any]:
+        objects = [
+            replace(each, additional=self._never)
+            if self._closed and each.additional is None and each.least <= len(each.properties)
+            else each
+            for each in self._objects() or [Object(most=0)]
+        ]
+        return self._document(self._alternatives([(each, None) for each in objects], self._root), None)
+
+    def _objects(self) -> list[Object]:
+        """Returns the objects that are among the schema's values."""
+        root = self._sets[self._root]
+        objects = [kind for kind, _ in root.ways if isinstance(kind, Object) and self._is_good(kind)]
+        objects = [Object()] if root.union is ANY else objects
+        if self._exact and not objects:
+            raise SchemaError("type", "/type", "takes no object") if root.good else self._empty(self._root)
+        self._require_held()
+        return objects
 
     def _signature(self, kind: Object, kinds: Sequence[Object]) -> Signature:
         """Returns the form of calls with one object's parameters. Their values are those of all `kinds`: a

@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from luce.errors import ArgumentError
+from luce.text.dialects import QWEN, Dialect
 from luce.text.gbnf import is_gbnf, lark_rules
 from luce.text.pattern import PatternError, whole
 from luce.text.schema import WHITESPACE, translated
 
-THOUGHT = 'thought[suffix="</think>"]: /(?s:.*)/\n'  # The rule of thoughts that a prompt has begun.
 MAX_CHOICES = 10_000
 
 
@@ -271,14 +271,25 @@ FIELDS = (*READERS, "guided_whitespace_pattern")
 # ---- grammars
 
 
-def grammar_of(constraint: Constraint, thinks: bool = False) -> str:
-    """Returns the grammar of answers, as Grammars.lark takes it. `thinks` puts thoughts that the prompt has
-    begun before them. Raises SchemaError or ArgumentError where no text can be held to the constraint."""
+def grammar_of(
+    constraint: Constraint, thinks: bool = False, dialect: Dialect = QWEN, may_think: bool = False
+) -> str:
+    """Returns the grammar of answers, as Grammars.lark takes it. Thoughts come before them that the prompt has begun
+    (`thinks`), or that the model may begin (`may_think`). Raises SchemaError or ArgumentError where no text can be
+    held to the constraint."""
     rules, named = answer_rules(constraint)
-    if not thinks and isinstance(constraint, Grammar) and named:
+    before, thoughts = thought_rules(thinks, dialect, may_think)
+    if not before and isinstance(constraint, Grammar) and named:
         return constraint.text
-    before = 'thought "\\n\\n"? ' if thinks else ""
-    return with_grammars(f"start: {before}answer\n{THOUGHT if thinks else ''}{rules}", named)
+    return with_grammars(f"start: {before}answer\n{thoughts}{rules}", named)
+
+
+def thought_rules(thinks: bool, dialect: Dialect = QWEN, may_think: bool = False) -> tuple[str, str]:
+    """Returns the part of a rule that takes the thoughts before an answer, and the rules that it names."""
+    rules = f"thought[suffix={text_rule(dialect.think[1])}]: /(?s:.*)/\n"
+    if thinks:
+        return ('thought "\\n\\n"? ' if dialect is QWEN else "thought "), rules
+    return (f"({text_rule(dialect.thought[0])} thought)? ", rules) if may_think else ("", "")
 
 
 def with_grammars(rules: str, named: Mapping[str, str]) -> str:

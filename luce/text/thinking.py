@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
-BEGIN, END = "<think>", "\n</think>\n\n"
-_CLOSE = END.strip()
+from luce.text.dialects import QWEN, Dialect
+
+BEGIN = QWEN.think[0]  # Clients write thoughts into an answer's text so, whatever the dialect (pieces.py).
+_CLOSE = QWEN.think[1]
 SWITCHES = ("enable_thinking", "thinking")
 EFFORTS = ("reasoning_effort", "thinking_effort")
 SCALE = ("minimal", "low", "medium", "high", "xhigh", "max")
 _QWEN = {"minimal": "low", "high": "xhigh", "max": "xhigh"}  # Qwen3.8 has low, medium and xhigh.
 _NONE = ("none", "no_think")  # Templates whose only variable is an effort say off so.
-_EMPTY = re.compile(rf"{BEGIN}\s*{_CLOSE}\s*\Z")
 
 
 def variables(asked: Mapping[str, Any], mentions: Collection[str]) -> dict[str, Any]:
@@ -59,27 +61,34 @@ def _nearest(effort: str, mentions: Collection[str]) -> str:
     return SCALE[min(known, key=lambda other: (abs(other - at), -other))]
 
 
-def switched(prompt: str, think: bool | None, knows: bool, reads: bool) -> str:
+def switched(prompt: str, think: bool | None, knows: bool, reads: bool, dialect: Dialect = QWEN) -> str:
     """Returns the prompt with its end as thinking is asked for. `knows` says that the model knows blocks of
     thoughts, and `reads` that its template reads a switch, so that a prompt that ends in no block is meant
     so.
     """
-    solid, empty = prompt.rstrip(), _EMPTY.search(prompt)
+    solid, empty, begin = prompt.rstrip(), _empty(dialect).search(prompt), dialect.thought[0]
     if think and empty:
-        return opened(prompt)
-    if think is False and solid.endswith(BEGIN):
-        return f"{solid}\n{END}"
+        return opened(prompt, dialect)
+    if think is False and solid.endswith(begin):
+        return solid + dialect.empty.removeprefix(begin)
     if think is False and knows and not (empty or reads):
-        return f"{prompt}{BEGIN}\n{END}"
+        return prompt + dialect.empty
     return prompt  # Where no block was begun, a model begins to think by itself.
 
 
-def opened(prompt: str) -> str:
+def opened(prompt: str, dialect: Dialect = QWEN) -> str:
     """Returns the prompt with an open block of thoughts at its end, in place of an empty one."""
-    if prompt.rstrip().endswith(BEGIN):
+    begin = dialect.thought[0]
+    if prompt.rstrip().endswith(begin):
         return prompt
-    empty = _EMPTY.search(prompt)
-    return f"{prompt[: empty.start()] if empty else prompt}{BEGIN}\n"
+    empty = _empty(dialect).search(prompt)
+    return f"{prompt[: empty.start()] if empty else prompt}{begin}\n"
+
+
+@cache
+def _empty(dialect: Dialect) -> re.Pattern[str]:
+    """Returns the pattern of an empty block at a prompt's end."""
+    return re.compile(rf"{re.escape(dialect.thought[0])}\s*{re.escape(dialect.think[1])}\s*\Z")
 
 
 def said_of(message: Mapping[str, Any]) -> tuple[str, str | None]:

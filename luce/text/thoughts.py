@@ -9,27 +9,32 @@ import codecs
 import re
 
 from luce.files.tokenizer import Tokenizer
-from luce.text.dialects import QWEN
+from luce.text.dialects import QWEN, Dialect
 from luce.text.grammar import Matcher
 
-THINK, END_THINK = QWEN.think
-FUNCTION, END_FUNCTION, END_CALL = *QWEN.function, QWEN.call[1]
-END = f"\n{END_THINK}\n\n"  # Templates write it so.
-_THOUGHT = re.compile(re.escape(END_THINK))
-_CALLING = re.compile("|".join(map(re.escape, (END_THINK, FUNCTION, END_FUNCTION, END_CALL))))
-_LONGEST = max(map(len, (END_THINK, FUNCTION, END_FUNCTION, END_CALL)))
-
+END = QWEN.thought[1]  # What Qwen's templates write behind thoughts.
 
 class Budget:
     """This is a Matcher, over `inner` where the text is held to a grammar too. Thoughts have at most `most`
-    tokens, then END follows. They are what the prompt has `begun`, or what the text begins with. With `calls`
-    a call within them ends them, and it is not cut. Nor is a character."""
+    tokens, then what ends them in templates follows. They are what the prompt has `begun`, or what the text begins
+    with. With `calls` a call within them ends them, and it is not cut. Nor is a character."""
 
     def __init__(
-        self, tokenizer: Tokenizer, most: int, begun: bool, calls: bool, inner: Matcher | None = None
+        self,
+        tokenizer: Tokenizer,
+        most: int,
+        begun: bool,
+        calls: bool,
+        inner: Matcher | None = None,
+        dialect: Dialect = QWEN,
     ):
         self._tokenizer, self._left, self._inner = tokenizer, most, inner
-        self._marks = _CALLING if calls else _THOUGHT
+        self._dialect = dialect
+        marks = [dialect.think[1]]
+        if calls:
+            marks += [dialect.within_call[0], *dialect.within_call[1]]
+        self._marks = re.compile("|".join(map(re.escape, marks)))
+        self._longest = max(map(len, marks))
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""  # It is the last of the text, in which a mark may be.
         self._begun, self._over, self._in_call = begun, False, False
@@ -62,19 +67,19 @@ class Budget:
 
     def _begin(self) -> None:
         """Looks whether the text begins with thoughts."""
-        text = self._text.lstrip()
-        self._begun = text.startswith(THINK)
-        self._over = not self._begun and not THINK.startswith(text)
+        text, think = self._text.lstrip(), self._dialect.think[0]
+        self._begun = text.startswith(think)
+        self._over = not self._begun and not think.startswith(text)
 
     def _look(self) -> None:
         """Looks for marks in the text."""
         for mark in self._marks.findall(self._text):
-            self._in_call = mark == FUNCTION
+            self._in_call = mark == self._dialect.within_call[0]
             self._over = self._over or not self._in_call
-        self._text = self._text[1 - _LONGEST :]
+        self._text = self._text[1 - self._longest :]
 
     def _force(self) -> None:
         """Ends the thoughts where they have had their tokens."""
         half = self._utf8.getstate()[0]
         if self._begun and self._left <= 0 and not (self._over or self._in_call or half):
-            self._forced, self._over = self._tokenizer.encode(END, special=False), True
+            self._forced, self._over = self._tokenizer.encode(self._dialect.thought[1], special=False), True
