@@ -30,7 +30,8 @@ from luce.text.structured import (
 from luce.text.tool import Tool
 
 _MARK = re.escape(QUOTE)
-_BARE = r"""[^\s:=,{}\[\]()<>"'`]([^\s:=,{}\[\]()<>"'`]| [^\s:=,{}\[\]()<>"'`]){0,255}"""
+_SOLID = r"""[^\s\x00-\x20\x7f-\x9f:=,{}\[\]()<>"'`]"""
+_BARE = f"{_SOLID}( ?{_SOLID}){{0,63}}"  # A name of a property that needs no marks.
 _ANY = rf"""
 rest[suffix={text_rule(QUOTE)}]: /(?s:.*)/
 string: {text_rule(QUOTE)} rest
@@ -157,14 +158,14 @@ class _Spelling:
         rest = None if items is False or (most is not None and most <= len(first)) else self._named(items)
         left = None if most is None else most - len(first)
         # From the end on: what follows so many items.
-        after = f'("," {rest}){_often(max(least - len(first), 0), left)}' if rest else ""
+        after = _again(rest, max(least - len(first), 0), left) if rest else ""
         for at in reversed(range(1, len(first))):
             item = f'"," {self._named(first[at])} {after}'
             after = self._rule(item if at < least else f"({item})?")
         if first:
             inner = f"{self._named(first[0])} {after}"
         elif rest and left != 0:
-            inner = f'{rest} ("," {rest}){_often(max(least - 1, 0), None if left is None else left - 1)}'
+            inner = f"{rest} {_again(rest, max(least - 1, 0), None if left is None else left - 1)}"
         else:
             return '"[]"'
         return f'"[" {inner if least else f"({inner})?"} "]"'
@@ -205,8 +206,8 @@ class _Spelling:
         if not ways or most == 0:
             return '""', '""'
         other = self._rule(" | ".join(ways))
-        first = f'{other} ("," {other}){_often(max(least - 1, 0), None if most is None else most - 1)}'
-        later = self._rule(f'("," {other}){_often(least, most)}')
+        first = f"{other} {_again(other, max(least - 1, 0), None if most is None else most - 1)}"
+        later = self._rule(_again(other, least, most))
         return self._rule(first if least else f"({first})?"), later
 
     def _patterns(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -225,6 +226,11 @@ def _key(name: str) -> str:
     if QUOTE in name:
         raise _Unspelled(name)
     return text_rule(f"{name}:" if re.fullmatch(_BARE, name) else f"{QUOTE}{name}{QUOTE}:")
+
+
+def _again(item: str, least: int, most: int | None) -> str:
+    """Returns items behind another one."""
+    return "" if most == 0 else f'("," {item}){_often(least, most)}'
 
 
 def _often(least: int, most: int | None) -> str:
