@@ -67,14 +67,22 @@ class GemmaParser(Speech):
                 return
             yield from self._say(self._text[: found.start()])
             self._text = self._text[found.end() :]
-            self._meet(str(found.lastgroup))
+            if self._counts(mark := str(found.lastgroup)):
+                self._meet(mark)
+            else:
+                yield from self._say(found[0])
 
     def _marks(self) -> list[str]:
         """Returns the patterns of what means something here."""
         within = self._held in ("", "strict") or not self._reasoning
-        leading = self._held != "instead" or not self._said
-        calls = [_CALL] if self._tools and within and leading else []
-        return [_BEGIN, _END, *calls, *([_BEHIND] if self._behind else [])]
+        return [_BEGIN, _END, *([_CALL] if self._tools and within else []), *([_BEHIND] if self._behind else [])]
+
+    def _counts(self, mark: str) -> bool:
+        """Says whether a mark means something behind what was said: closers right behind a call alone, and a call that
+        comes instead of text before any."""
+        if mark == "behind":
+            return self._behind
+        return not (mark == "call" and self._held == "instead" and self._said)
 
     def _undecided(self) -> int:
         """Returns the length of the text's end that may become a mark."""
@@ -85,7 +93,7 @@ class GemmaParser(Speech):
 
     def _is_half_call(self) -> bool:
         """Says whether the text ends with at least half of a call's mark, where one may be."""
-        return _CALL in self._marks() and undecided(self._text, [CALL]) > len(CALL) // 2
+        return _CALL in self._marks() and self._counts("call") and undecided(self._text, [CALL]) > len(CALL) // 2
 
     def _meet(self, mark: str) -> None:
         if mark == "call":

@@ -312,7 +312,7 @@ class CallReader:
             self._say(Arguments('"'))
         while True:
             at = self._tail.find(QUOTE, self._at)
-            half = 0 if self._ended else undecided(self._tail[-len(QUOTE) :], [QUOTE])
+            half = undecided(self._tail[-len(QUOTE) :], [QUOTE])
             if text := self._take((at if at >= 0 else max(len(self._tail) - half, self._at)) - self._at):
                 parts.append(text)
                 if said:
@@ -369,7 +369,7 @@ class CallReader:
                 opened.append(_CLOSING[sign])
                 ends = False
             else:
-                ends = not opened and (sign == self._stack[-1] or (len(self._stack) == 1 and sign in "})"))
+                ends = not opened and (sign in self._stack or (sign == "}" and self._stack == [")"]))
                 if opened and sign == opened[-1]:
                     opened.pop()
             if ends:

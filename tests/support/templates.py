@@ -41,6 +41,74 @@ GEMMA = """
 {{- '<start_of_turn>' + role + '\\n' + m.content|trim + '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
+# Gemma 4. It has the system's words, `<|think|>` and the tools in one turn, answers of tools in the model's own turn,
+# and thoughts where they led to calls since the user's last message. OFF is what ends a prompt that is not to think:
+# an empty block of thoughts for the large models, and nothing for the small ones. ANSWERS goes through what tools
+# answered: newer templates take messages of tools, and the first ones `tool_responses` of the message that calls.
+GEMMA4_PARTS = """
+{%- macro spelled(value) %}
+{%- if value is string %}{{- '<|"|>' + value + '<|"|>' }}
+{%- elif value is boolean %}{{- 'true' if value else 'false' }}
+{%- elif value is none %}{{- 'null' }}
+{%- elif value is mapping %}{{- '{' + pairs(value) + '}' }}
+{%- elif value is sequence %}{{- '[' }}{%- for each in value %}{{- spelled(each) + ('' if loop.last else ',') }}
+{%- endfor %}{{- ']' }}
+{%- else %}{{- value }}{%- endif %}
+{%- endmacro %}
+{%- macro pairs(value) %}{%- for key, each in value|dictsort %}
+{{- key + ':' + spelled(each) + ('' if loop.last else ',') }}{%- endfor %}{%- endmacro %}
+{%- macro answered(name, value) %}
+{{- '<|tool_response>response:' + name + '{' }}
+{{- pairs(value) if value is mapping else 'value:' + spelled(value) }}{{- '}<tool_response|>' }}
+{%- endmacro %}
+{%- macro without_thoughts(text) %}
+{%- for part in text.split('<channel|>') %}{{- part.split('<|channel>')[0] }}{%- endfor %}{%- endmacro %}
+{{- bos_token }}
+{%- set system = messages[0].content|trim if messages[0].role in ('system', 'developer') else '' %}
+{%- set rest = messages[1:] if messages[0].role in ('system', 'developer') else messages %}
+{%- set on = enable_thinking is defined and enable_thinking %}
+{%- if on or system or tools %}{{- '<|turn>system\n' + ('<|think|>\n' if on else '') + system }}
+{%- for tool in tools or [] %}
+{{- '<|tool>declaration:' + tool.function.name + '{description:' + spelled(tool.function.description) }}
+{{- ',parameters:' + spelled(tool.function.parameters) + '}<tool|>' }}{%- endfor %}
+{{- '<turn|>\n' }}{%- endif %}
+{%- set ns = namespace(user=-1, last='', before='') %}
+{%- for m in rest %}{%- if m.role == 'user' %}{%- set ns.user = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in rest %}SKIP
+{%- if not (m.role == 'assistant' and ns.before == 'assistant') %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}{%- endif %}
+{%- if m.reasoning_content and m.tool_calls and loop.index0 > ns.user %}
+{{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{%- endif %}
+{%- for call in m.tool_calls or [] %}
+{{- '<|tool_call>call:' + call.function.name + '{' + pairs(call.function.arguments) + '}<tool_call|>' }}{%- endfor %}
+{%- set ns.last = 'call' if m.tool_calls else '' %}ANSWERS
+{%- set text = (without_thoughts(m.content) if m.role == 'assistant' else m.content)|trim %}{{- text }}
+{%- if ns.last == 'call' %}{{- '<|tool_response>' }}
+{%- elif not (ns.last == 'answer' and not text) %}{{- '<turn|>\n' }}{%- set ns.last = '' %}{%- endif %}
+{%- set ns.before = m.role %}END
+{%- endfor %}
+{%- if add_generation_prompt and not ns.last %}{{- '<|turn>model\n' }}OFF{%- endif %}"""
+
+
+def gemma4(large=True, takes_tools=True):
+    """Returns the template of a large model or of a small one, and of the newer ones or of the first."""
+    messages = """
+{%- for answer in rest[loop.index:] if m.tool_calls and ns.last != 'over' %}
+{%- if answer.role != 'tool' %}{%- set ns.last = 'over' %}{%- else %}
+{%- set of = namespace(name='unknown') %}
+{%- for call in m.tool_calls if call.id == answer.tool_call_id %}{%- set of.name = call.function.name %}{%- endfor %}
+{{- answered(of.name, answer.content) }}{%- set ns.any = true %}{%- endif %}{%- endfor %}
+{%- if ns.any %}{%- set ns.last = 'answer' %}{%- elif ns.last == 'over' %}{%- set ns.last = 'call' %}{%- endif %}
+{%- set ns.any = false %}"""
+    attached = """
+{%- for answer in m.tool_responses or [] %}{{- answered(answer.name, answer.response) }}{%- set ns.last = 'answer' %}
+{%- endfor %}"""
+    off = "{%- if not on %}{{- '<|channel>thought\\n<channel|>' }}{%- endif %}" if large else ""
+    source = GEMMA4_PARTS.replace("OFF", off).replace("ANSWERS", messages if takes_tools else attached)
+    skip, end = ("{%- if m.role != 'tool' %}", "{%- endif %}") if takes_tools else ("", "")
+    return source.replace("SKIP", skip).replace("END", end)
+
+
 # Mistral: calls have ids of nine letters, and the system's words come before the last user's.
 MISTRAL = """
 {%- set said = messages[0].content if messages[0].role == 'system' else '' %}
@@ -69,6 +137,8 @@ PUBLISHED = {
     "chatml": CHATML,
     "qwen": QWEN,
     "gemma": GEMMA,
+    "gemma 4": gemma4(),
+    "gemma 4 at first": gemma4(takes_tools=False),
     "mistral": MISTRAL,
     "silent": SILENT,
     "tools": TOOLS,
