@@ -43,8 +43,8 @@ class Turns:
 
     def __init__(self, tokenizer: Tokenizer, n_chunk: int, n_cut: int):
         self._tokenizer, self._n_chunk, self._n_cut, self._free = tokenizer, n_chunk, n_cut, cuts_are_free(n_cut)
-        self._dialect = GEMMA4 if GEMMA4.turn in tokenizer.control else QWEN
-        self._mark = tokenizer.control.get(self._dialect.turn, -1)  # No token has the id -1.
+        self._dialect = GEMMA4 if GEMMA4.turn[0] in tokenizer.control else QWEN
+        self._mark = tokenizer.control.get(self._dialect.turn[0], -1)  # No token has the id -1.
 
     def cut(self, prompt: Sequence[int]) -> tuple[list[int], frozenset[int]]:
         """Returns where chunks of a prompt have to end, ascending, and those of these places where it is worth keeping:

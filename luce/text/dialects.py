@@ -63,8 +63,8 @@ _BEGUN_TAG = re.compile(r"< ?(?:[/\\]{0,2} ?(?:[A-Za-z][\w.:=-]{0,60} ?[/\\]?)?)
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     """The marks that open and close thoughts and calls. `thought` is what templates write before and behind
-    thoughts, without the line break that follows the first, and `empty` a block without any. `turn` is the control
-    token that begins a message, and `assistant` the name of the model's role behind it. Templates alone may write
+    thoughts, without the line break that follows the first, and `empty` a block without any. `turn` has the
+    control tokens around a message, and `assistant` is the name of the model's role behind the first. Templates alone may write
     the tokens that are `guarded`, although they are no control tokens."""
 
     name: str
@@ -72,7 +72,7 @@ class Dialect:
     thought: tuple[str, str]
     empty: str
     call: tuple[str, str]
-    turn: str
+    turn: tuple[str, str]
     assistant: str
     guarded: tuple[str, ...] = ()
 
@@ -199,7 +199,7 @@ QWEN = Tagged(
     call=("<tool_call>", "</tool_call>"),
     function=("<function=", "</function>"),
     parameter=("<parameter=", "</parameter>"),
-    turn="<|im_start|>",
+    turn=("<|im_start|>", "<|im_end|>"),
     assistant="assistant",
 )
 GEMMA4 = Dialect(
@@ -208,7 +208,7 @@ GEMMA4 = Dialect(
     thought=("<|channel>thought", "\n<channel|>"),
     empty="<|channel>thought\n<channel|>",
     call=("<|tool_call>", "<tool_call|>"),
-    turn="<|turn>",
+    turn=("<|turn>", "<turn|>"),
     assistant="model",
     guarded=(
         "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'

@@ -143,7 +143,13 @@ class _Prompting:
     def begun(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the prompt that ends where an answer begins."""
         text = self._rendered(messages)
-        return text if self._ends else self._switched(text, self._think)
+        if self._ends:
+            return text
+        (begin, end), assistant = self._dialect.turn, self._dialect.assistant
+        if self._dialect is GEMMA4 and text.rstrip().endswith(end):
+            # Its templates take the answer of a tool for the last of a prompt, although text follows it in the turn.
+            return f"{text}{begin}{assistant}\n"
+        return self._switched(text, self._think)
 
     def continued(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the prompt that ends behind the last message. A mark stands for its text in the template,

@@ -18,6 +18,14 @@ SCRIPT = {
     "twice": [f"{CALL}\n{CALL.replace('3', '4')}", "Both are there."],
     "broken": ["<tool_call>\n<function=read>\n<parameter=path>\nx"],
 }
+GEMMA_CALL = '<|tool_call>call:read{path:<|"|>notes/a b.txt<|"|>,lines:3}<tool_call|>'
+GEMMA_THOUGHT = "<|channel>thought\nThe user greets me.\n<channel|>"
+GEMMA_SCRIPT = {
+    "hello": [f"{GEMMA_THOUGHT}Hello, wörld!"],
+    "read": [f"{GEMMA_THOUGHT}I look.{GEMMA_CALL}", "It says 42."],
+    "twice": [f"{GEMMA_CALL}{GEMMA_CALL.replace('3', '4')}", "Both are there."],
+    "broken": ['<|tool_call>call:read{path:<|"|>x'],
+}
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
 ARGUMENTS = {"path": "notes/a b.txt", "lines": 3}
 

@@ -4,9 +4,11 @@
 Its blocks add nothing, so a token follows from the one before alone, as in an oracle model. The chat template
 ends in a control token that says which text of the script is due: that of the last user's message that spells
 "SAY NAME", and of its texts the one after as many answers of tools as have come since. All else is real:
-templates, tokens, engine, sampling, server.
+templates, tokens, engine, sampling, server. It speaks Qwen's dialect, or has the control tokens and the template of
+Gemma 4.
 
     python tests/support/scripted_model.py script.json model.gguf     # {"NAME": ["text", "text after an answer"]}
+    python tests/support/scripted_model.py script.json model.gguf gemma4
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import templates
 import tiny
 
 from luce.bench.oracle_tokenizer import CONTROL
@@ -26,8 +29,17 @@ from luce.convert.qwen35_layout import Config, add_keys
 from luce.data import BOX
 from luce.files.bpe import BYTE_SYMBOLS
 from luce.native import File
+from luce.text.dialects import GEMMA4, QWEN, THINKS, Dialect
 
-NORMAL = int(gguf.TokenType.NORMAL)
+NORMAL, MARK = int(gguf.TokenType.NORMAL), gguf.TokenType.CONTROL
+# The last token ends a text, and Gemma's last but one ends one that calls.
+ENDS = {
+    QWEN.name: dict.fromkeys(CONTROL, MARK),
+    GEMMA4.name: dict.fromkeys(("<bos>", "<|turn>", "<|tool>", "<tool|>", THINKS), MARK)
+    | dict.fromkeys((*(each for each in GEMMA4.guarded if each != "<|tool_response>"), "<|tool_response>"),
+                    gguf.TokenType.USER_DEFINED)
+    | {"<turn|>": MARK},
+}  # fmt: skip
 DEFAULT = "default"  # It is said where nobody names a text, or no tools are declared for its call.
 
 TEMPLATE = """
@@ -56,6 +68,18 @@ TEMPLATE = """
 {%- for name, n in LENGTHS %}{%- if name == at.name %}
 {{- '<|say:' + name + ':' + (([at.n, n - 1]|min)|string) + '|>' }}{%- endif %}{%- endfor %}{%- endif %}
 """
+CHOICE = """
+{%- set at = namespace(name=DEFAULT, n=0) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{%- for name, calls in SCRIPT %}
+{%- if ('SAY ' + name) in m.content and (tools or not calls) %}
+{%- set at.name = name %}{%- set at.n = 0 %}{%- endif %}
+{%- endfor %}{%- endif %}
+{%- if m.role == 'tool' %}{%- set at.n = at.n + 1 %}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{%- for name, n in LENGTHS %}{%- if name == at.name %}
+{{- '<|say:' + name + ':' + (([at.n, n - 1]|min)|string) + '|>' }}{%- endif %}{%- endfor %}{%- endif %}
+"""
 
 
 def pieces(text: str, used: set[str]) -> list[str]:
@@ -80,8 +104,8 @@ def spelled(text: str) -> str:
     return "".join(BYTE_SYMBOLS[byte] for byte in text.encode())
 
 
-def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072) -> Path:
-    """Writes the model of a script."""
+def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072, dialect: Dialect = QWEN) -> Path:
+    """Writes the model of a script, whose texts are of a dialect."""
     script = {DEFAULT: ["Fine."], **script}
     with File(BOX) as box:  # Its words keep prompts short.
         kinds, listed = box.kv["tokenizer.ggml.token_type"], box.kv["tokenizer.ggml.tokens"]
@@ -98,14 +122,16 @@ def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072) 
             ids = range(len(tokens), len(tokens) + len(said))
             tokens += said
             first[f"<|say:{name}:{n}|>"] = ids[0]
-            follows += [*zip(ids, ids[1:], strict=False), (ids[-1], -1)]
+            follows += [*zip(ids, ids[1:], strict=False), (ids[-1], -2 if GEMMA4.call[0] in text else -1)]
     if len(set(tokens)) < len(tokens):
         raise ValueError("a piece is spelled like another token")
     n_normal = len(tokens)
     follows += [(n_normal + at, token) for at, token in enumerate(first.values())]
-    tokens += [*first, *CONTROL]
+    ends = ENDS[dialect.name]
+    tokens += [*first, *ends]
+    types = [gguf.TokenType.NORMAL] * n_normal + [MARK] * len(first) + list(ends.values())
     config = Config(n_layer=4, n_embd=256, n_ff=64, n_vocab=len(tokens), n_ctx=n_ctx)
-    _write(path, config, (tokens, n_normal, merges), _tensors(config, follows), _template(script))
+    _write(path, config, (tokens, types, merges), _tensors(config, follows), _template(script, dialect))
     return path
 
 
@@ -129,29 +155,35 @@ def _tensors(config: Config, follows: Sequence[tuple[int, int]]) -> dict[str, np
     return tensors
 
 
-def _template(script: Mapping[str, Sequence[str]]) -> str:
-    calls = [[name, any("<tool_call>" in text for text in texts)] for name, texts in script.items()]
+def _template(script: Mapping[str, Sequence[str]], dialect: Dialect) -> str:
+    calls = [[name, any(dialect.call[0] in text for text in texts)] for name, texts in script.items()]
     lengths = [[name, len(texts)] for name, texts in script.items()]
     known = {"SCRIPT": json.dumps(calls), "LENGTHS": json.dumps(lengths), "DEFAULT": json.dumps(DEFAULT)}
-    text = TEMPLATE.strip()
+    text = TEMPLATE.strip() if dialect is QWEN else templates.gemma4() + CHOICE.strip()
     for name, value in known.items():
         text = text.replace(name, value)
     return text
 
 
 def _write(
-    path: Path, config: Config, words: tuple[list[str], int, list[str]], tensors: tiny.Weights, template: str
+    path: Path,
+    config: Config,
+    words: tuple[list[str], list[gguf.TokenType], list[str]],
+    tensors: tiny.Weights,
+    template: str,
 ) -> None:
-    tokens, n_normal, merges = words
+    tokens, types, merges = words
     w = gguf.GGUFWriter(path, config.arch)
     add_keys(w, config, f"scripted-{path.stem}", file_type=0)
-    kinds = gguf.TokenType
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("qwen35")
     w.add_token_list(tokens)
-    w.add_token_types([kinds.NORMAL] * n_normal + [kinds.CONTROL] * (len(tokens) - n_normal))
+    w.add_token_types(types)
     w.add_token_merges(merges)
     w.add_eos_token_id(len(tokens) - 1)
+    if "<bos>" in tokens:
+        w.add_bos_token_id(tokens.index("<bos>"))
+        w.add_eot_token_id(len(tokens) - 2)
     w.add_add_bos_token(False)
     w.add_chat_template(template)
     for name, tensor in tensors.items():
@@ -163,4 +195,6 @@ def _write(
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[2]), json.loads(Path(sys.argv[1]).read_text()))
+    spoken = {each.name: each for each in (QWEN, GEMMA4)}
+    said, path, dialect = (*sys.argv[1:], QWEN.name)[:3]
+    write(Path(path), json.loads(Path(said).read_text()), dialect=spoken[dialect])

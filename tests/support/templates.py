@@ -67,27 +67,27 @@ GEMMA4_PARTS = """
 {%- set system = messages[0].content|trim if messages[0].role in ('system', 'developer') else '' %}
 {%- set rest = messages[1:] if messages[0].role in ('system', 'developer') else messages %}
 {%- set on = enable_thinking is defined and enable_thinking %}
-{%- if on or system or tools %}{{- '<|turn>system\n' + ('<|think|>\n' if on else '') + system }}
+{%- if on or system or tools %}{{- '<|turn>system\\n' + ('<|think|>\\n' if on else '') + system }}
 {%- for tool in tools or [] %}
 {{- '<|tool>declaration:' + tool.function.name + '{description:' + spelled(tool.function.description) }}
 {{- ',parameters:' + spelled(tool.function.parameters) + '}<tool|>' }}{%- endfor %}
-{{- '<turn|>\n' }}{%- endif %}
+{{- '<turn|>\\n' }}{%- endif %}
 {%- set ns = namespace(user=-1, last='', before='') %}
 {%- for m in rest %}{%- if m.role == 'user' %}{%- set ns.user = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for m in rest %}SKIP
 {%- if not (m.role == 'assistant' and ns.before == 'assistant') %}
-{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}{%- endif %}
+{{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}{%- endif %}
 {%- if m.reasoning_content and m.tool_calls and loop.index0 > ns.user %}
-{{- '<|channel>thought\n' + m.reasoning_content + '\n<channel|>' }}{%- endif %}
+{{- '<|channel>thought\\n' + m.reasoning_content + '\\n<channel|>' }}{%- endif %}
 {%- for call in m.tool_calls or [] %}
 {{- '<|tool_call>call:' + call.function.name + '{' + pairs(call.function.arguments) + '}<tool_call|>' }}{%- endfor %}
 {%- set ns.last = 'call' if m.tool_calls else '' %}ANSWERS
 {%- set text = (without_thoughts(m.content) if m.role == 'assistant' else m.content)|trim %}{{- text }}
 {%- if ns.last == 'call' %}{{- '<|tool_response>' }}
-{%- elif not (ns.last == 'answer' and not text) %}{{- '<turn|>\n' }}{%- set ns.last = '' %}{%- endif %}
+{%- elif not (ns.last == 'answer' and not text) %}{{- '<turn|>\\n' }}{%- endif %}
 {%- set ns.before = m.role %}END
 {%- endfor %}
-{%- if add_generation_prompt and not ns.last %}{{- '<|turn>model\n' }}OFF{%- endif %}"""
+{%- if add_generation_prompt and not ns.last %}{{- '<|turn>model\\n' }}OFF{%- endif %}"""
 
 
 def gemma4(large=True, takes_tools=True):
