@@ -4,7 +4,7 @@ import msgspec
 import openai
 import pytest
 import scripted_model
-from said_calls import FUNCTION, SCRIPT
+from said_calls import FUNCTION, SCRIPTS
 from serving import serving, settings
 
 from luce.server.api.items import messages_of
@@ -16,9 +16,10 @@ PATH = "/v1/responses"
 GREEDY = {"temperature": 0, "max_output_tokens": 400}
 
 
-@pytest.fixture(scope="module")
-def server(native, tmp_path_factory):
-    path = scripted_model.write(tmp_path_factory.mktemp("scripted") / "scripted.gguf", SCRIPT)
+@pytest.fixture(scope="module", params=SCRIPTS, ids=lambda dialect: dialect.name)
+def server(request, native, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripted")
+    path = scripted_model.write(folder / "scripted.gguf", SCRIPTS[request.param], dialect=request.param)
     with serving({"scripted": path}, settings(ctx=4096)) as running:
         yield running
 

@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 import scripted_model
-from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCRIPT, SYSTEM, TOOL
+from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCRIPTS, SYSTEM, TOOL
 from serving import each_event_alone, serving, settings
 
 from luce.server import answer
@@ -18,12 +18,19 @@ from luce.server.answer import Answer
 from luce.server.api.anthropic import MessagesBody, messages_ask
 from luce.server.ask import Refused
 from luce.text.conversation import ordered
+from luce.text.dialects import QWEN
 from luce.text.prompt import prompt_ids
 
 
+@pytest.fixture(scope="module", params=SCRIPTS, ids=lambda dialect: dialect.name)
+def dialect(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server(native, tmp_path_factory):
-    path = scripted_model.write(tmp_path_factory.mktemp("scripted") / "scripted.gguf", SCRIPT)
+def server(native, tmp_path_factory, dialect):
+    folder = tmp_path_factory.mktemp("scripted")
+    path = scripted_model.write(folder / "scripted.gguf", SCRIPTS[dialect], dialect=dialect)
     with serving({"scripted": path}, settings(ctx=4096), keys=["key"]) as running:
         yield running
 
@@ -81,9 +88,9 @@ def test_several_calls_or_one(chatgpt):
     assert len(one.message.tool_calls) == 1 and one.finish_reason == "tool_calls"
 
 
-def test_a_broken_call_and_tools_that_may_not_be_called(chatgpt):
+def test_a_broken_call_and_tools_that_may_not_be_called(chatgpt, dialect):
     found = chatgpt.chat.completions.create(model="m", messages=say("broken"), tools=[TOOL], **GREEDY)
-    assert found.choices[0].message.content == SCRIPT["broken"][0]
+    assert found.choices[0].message.content == SCRIPTS[dialect]["broken"][0]
     found = chatgpt.chat.completions.create(
         model="m", messages=say("read"), tools=[TOOL], tool_choice="none", **GREEDY
     )
@@ -140,7 +147,7 @@ def test_a_stream_lives_while_a_call_is_held_back(server, monkeypatch):
 OTHERS = [{"type": "web_search"}, {"type": "namespace", "name": "mcp", "description": "x", "tools": []}]
 
 
-def test_responses_stream_calls_and_go_on(chatgpt):
+def test_responses_stream_calls_and_go_on(chatgpt, dialect):
     asked = {"model": "m", "tools": [FUNCTION, *OTHERS], "instructions": "Be brief.", "temperature": 0}
     items = [{"role": "developer", "content": "rules"}, *say("read")]
     with chatgpt.responses.stream(input=items, store=False, **asked) as stream:
@@ -164,7 +171,7 @@ def test_responses_stream_calls_and_go_on(chatgpt):
     assert chatgpt.responses.create(input=items, **asked).output_text == "It says 42."
     with_thought = chatgpt.post("/../apply-template", cast_to=object, body={"messages": [
         {"role": "assistant", "content": "a", "reasoning_content": "b"}]})  # fmt: skip
-    assert "<think>\nb\n</think>" in with_thought["prompt"]
+    assert ("<think>\nb\n</think>" in with_thought["prompt"]) == (dialect is QWEN)  # Gemma forgets older thoughts.
 
 
 def test_responses_whole_and_cut(chatgpt):
@@ -203,7 +210,7 @@ def test_messages_stream_calls_and_go_on(claude):
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_a_turn_begins_like_the_one_before_whatever_the_client_changes(server):
+def test_a_turn_begins_like_the_one_before_whatever_the_client_changes(server, dialect):
     """Claude Code's first block of the system text changes at each call, and it sends a system message in the
     middle once as a list and once as a string."""
     served = server.models.slots["scripted"].served
@@ -220,8 +227,9 @@ def test_a_turn_begins_like_the_one_before_whatever_the_client_changes(server):
     header = {"system": "x-anthropic-billing-header: 1\nBe brief.", "messages": say("hello")}
     assert messages_ask(msgspec.convert(header, MessagesBody)).messages[0]["content"] == "Be brief."
     text = tokenizer.decode(prompt(0), special=True)
-    assert "billing" not in text and text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
-    assert "Late.<|im_end|>" in text
+    begin, end = dialect.turn
+    assert "billing" not in text and text.removeprefix("<bos>").startswith(f"{begin}system\nBe brief.{end}")
+    assert f"Late.{end}" in text
 
 
 def test_stop_sequences_and_lengths(claude):
