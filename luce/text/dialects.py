@@ -64,8 +64,8 @@ _BEGUN_TAG = re.compile(r"< ?(?:[/\\]{0,2} ?(?:[A-Za-z][\w.:=-]{0,60} ?[/\\]?)?)
 class Dialect:
     """The marks that open and close thoughts and calls. `thought` is what templates write before and behind
     thoughts, without the line break that follows the first, and `empty` a block without any. `turn` has the
-    control tokens around a message, and `assistant` is the name of the model's role behind the first. Templates alone may write
-    the tokens that are `guarded`, although they are no control tokens."""
+    control tokens around a message, and `assistant` is the name of the model's role behind the first. Templates alone
+    may write the tokens that are `guarded`, although they are no control tokens."""
 
     name: str
     think: tuple[str, str]

@@ -297,7 +297,7 @@ def takes_attached(template: Template) -> bool:
 def opening_of(tokenizer: Tokenizer, ids: Sequence[int]) -> Opening:
     """Returns how an answer to a prompt begins: within thoughts where the prompt ends with an open block of them."""
     dialect = dialect_of(tokenizer)
-    within = tokenizer.decode(ids[-8:], special=True).rstrip().endswith(dialect.thought[0])
+    within = tokenizer.decode(ids[-24:], special=True).rstrip().endswith(dialect.thought[0])
     return Opening(dialect, within, dialect is GEMMA4 and tokenizer.added(THINKS) in ids)
 
 
