@@ -6,8 +6,14 @@
 # with its test extra.
 #
 #     tools/clients.sh FOLDER [CLIENT ...]      # FOLDER keeps the packages of npm and pip; all clients without a name
+#     tools/clients.sh --dialect gemma4 FOLDER [CLIENT ...]      # The model writes calls as Gemma 4 does, not Qwen
 set -euo pipefail
 case ${1:-} in -h | --help) exec sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;; esac
+dialect=qwen
+if [[ ${1:-} == --dialect ]]; then
+    dialect=${2:?say which dialect: qwen or gemma4}
+    shift 2
+fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${1:?say in which folder the npm packages are kept}
 folder=$(mkdir -p "$folder" && cd "$folder" && pwd)
@@ -38,10 +44,13 @@ for client in "${clients[@]}"; do
     fi
 done
 
-"$python" - "$work" >"$work/script.json" <<'END'
+"$python" - "$work" "$dialect" >"$work/script.json" <<'END'
 import json, sys
 files = sys.argv[1] + "/files/"
 def call(name, **values):
+    if sys.argv[2] == "gemma4":
+        told = ",".join(f'{key}:<|"|>{value}<|"|>' for key, value in values.items())
+        return f"<|tool_call>call:{name}{{{told}}}<tool_call|>"
     told = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
 def turns(name, read, write):
@@ -61,7 +70,7 @@ print(json.dumps(said | {
                 call("write", path=files + "pi.txt", content="copied by pi")),
 }))
 END
-PYTHONPATH=$root/tests/support${PYTHONPATH:+:$PYTHONPATH} "$python" "$root/tests/support/scripted_model.py" "$work/script.json" "$work/model.gguf"
+PYTHONPATH=$root/tests/support${PYTHONPATH:+:$PYTHONPATH} "$python" "$root/tests/support/scripted_model.py" "$work/script.json" "$work/model.gguf" "$dialect"
 # Without the working folder, whose luce would be taken before the one that is installed.
 "$python" -c 'import sys; sys.path.pop(0); from luce.__main__ import main; main()' serve --gguf "scripted=$work/model.gguf" --port 0 --ctx 100000 --parallel 2 --device cpu 2>"$work/server.log" &
 server=$!
