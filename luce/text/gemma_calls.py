@@ -292,7 +292,7 @@ class CallReader:
         if first in ('"', "'"):
             text = yield from self._quoted(self._take())
             value = text if types is None or "string" in types else value_of(text, types)
-        elif first in ("{", "[", "(") and first and types != TEXT:
+        elif first in _CLOSING and types != TEXT:
             self._take()
             value = yield from (self._object("}") if first == "{" else self._array(_CLOSING[first]))
         else:
