@@ -30,6 +30,7 @@ _HEAD = re.compile(r"""\s*(call\s*:\s*)?([^\s{}()<>\[\]"'`,=$]{1,256})\s*""")
 _HEAD_END = re.compile(r"[{(<]")
 _HEAD_BEGUN = re.compile(r"""\s*(call\s*:?\s*)?[^\s{}()<>\[\]"'`,=$]{0,256}\s*""")
 _BARE_KEY = re.compile(r"""[^\s:=,{}\[\]()<>"'`][^:=,{}\[\]()<>"'`\n]{0,255}""")
+# A comma in a string without quotes ends it where such a key follows.
 _KEY_AHEAD = re.compile(r"""[^\s:=,{}\[\]()<>"'`][^:=,{}\[\]()<>"'`\n]{0,63}[:=]""")
 _BARE_SIGN = re.compile(r"[,{}\[\]()<]")
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
@@ -278,8 +279,8 @@ class CallReader:
         return self._take(len(found[0])).rstrip(BLANK)
 
     def _types(self, key: str) -> frozenset[str] | None:
-        """Returns the types of a declared parameter, else None."""
-        return self._tool.types(key) if self._tool is not None and key in self._tool.names else None
+        """Returns the types of a parameter, or None where nobody says them, or a grammar holds the value to them."""
+        return self._tool.stated(key) or None if self._tool is not None and not self._held else None
 
     def _value(self, types: frozenset[str] | None = None, said: bool = False) -> Reading:
         """Returns a value, of one of these types where they are known. It is `said` as an argument: where it is a
@@ -364,7 +365,8 @@ class CallReader:
             if sign == "<":
                 ends = (yield from self._ends()) or (yield from self._is(QUOTE))
             elif sign == ",":
-                ends = not opened and (self._stack[-1] == "]" or (yield from self._item_follows(1, "{")))
+                sure = self._held or self._stack[-1] == "]"
+                ends = not opened and (sure or (yield from self._item_follows(1, "{")))
             elif sign in _CLOSING:
                 opened.append(_CLOSING[sign])
                 ends = False

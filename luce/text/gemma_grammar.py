@@ -31,7 +31,8 @@ from luce.text.tool import Tool
 
 _MARK = re.escape(QUOTE)
 _SOLID = r"""[^\s\x00-\x20\x7f-\x9f:=,{}\[\]()<>"'`]"""
-_BARE = f"{_SOLID}( ?{_SOLID}){{0,63}}"  # A name of a property that needs no marks.
+_BARE = f"{_SOLID}( ?{_SOLID}){{0,31}}|{_SOLID}{{1,64}}"  # A name of a property that needs no marks.
+_OTHER = f"{_SOLID}{{1,64}}"  # One that is not listed.
 _ANY = rf"""
 rest[suffix={text_rule(QUOTE)}]: /(?s:.*)/
 string: {text_rule(QUOTE)} rest
@@ -214,11 +215,11 @@ class _Spelling:
         """Yields what names of properties that are not listed may be, and what these hold."""
         patterns = {f"/{key[1:-1]}/": each for key, each in schema.get("patternProperties", {}).items()}
         for regex, each in patterns.items():
-            yield f"{regex} & /{_BARE}/", each
+            yield f"{regex} & /{_OTHER}/", each
         others = schema.get("additionalProperties", {})
         if others is not False:
             taken = f" & ~({' | '.join(patterns)})" if patterns else ""
-            yield f"/{_BARE}/{taken}", others
+            yield f"/{_OTHER}/{taken}", others
 
 
 def _key(name: str) -> str:

@@ -31,7 +31,7 @@ _GENERIC = re.compile(r"\[.*\]|<.*>|\(.*\)")  # What a type's name has behind it
 
 class Parameters:
     """What a tool's schema says of its parameters: their `names`, wherever the schema has them, at its root, behind
-    references, in parts and in alternatives; whether there may be others (`open`); and types(name)."""
+    references, in parts and in alternatives; whether there may be others (`open`); types(name) and stated(name)."""
 
     def __init__(self, schema: Any):
         self._schema = schema
@@ -49,9 +49,13 @@ class Parameters:
 
     def types(self, name: str) -> frozenset[str]:
         """Returns the JSON types that a parameter may have: "string" where the schema says nothing of it."""
+        return self.stated(name) or TEXT
+
+    def stated(self, name: str) -> frozenset[str]:
+        """Returns the JSON types that the schema lets a parameter have: none where it says nothing of them."""
         if name not in self._types:
             given = [self._types_of(each, ()) for each in self._listed.get(name, self._others)]
-            self._types[name] = frozenset[str]().union(*(each for each in given if each)) or TEXT
+            self._types[name] = frozenset[str]().union(*(each for each in given if each))
         return self._types[name]
 
     def _parts(self) -> Iterator[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ TOOLS = {
     "put": {"type": "object", "properties": {
         "path": {"type": "string"}, "content": {"type": "string"}, "n": {"type": "integer"},
         "list": {"type": "array"}, "options": {"type": "object"}, "on": {"type": "boolean"},
-        "mode": {"type": ["string", "null"]}}},
+        "mode": {"type": ["string", "null"]}, "any": {"description": "Whatever."}}},
     "run": {"type": "object", "properties": {"cmd": {"type": "string"}}},
     "now": {"type": "object", "properties": {}},
 }  # fmt: skip
@@ -98,6 +98,7 @@ PLAIN = {
     "an empty text": (call("put", path=""), [put(path="")]),
     "an undeclared tool": (call("fly", to="home", n=3), [Call("fly", '{"to": "home", "n": 3}')]),
     "an undeclared parameter": (call("put", other=5, path="a"), [put(other=5, path="a")]),
+    "a parameter of any type": (call("put", any=5), [put(any=5)]),
 }  # fmt: skip
 
 

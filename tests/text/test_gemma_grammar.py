@@ -9,7 +9,7 @@ from depth import examples
 from grammar_walks import accepts, walk
 from hypothesis import example, given
 from hypothesis import strategies as st
-from random_schemas import SCHEMAS, VALUES, ordered
+from random_schemas import PARTS, SCHEMAS, VALUES, ordered
 
 from luce.errors import ArgumentError
 from luce.text.dialects import GEMMA4, Opening
@@ -234,7 +234,7 @@ def check(schema, seed, strict, closed):
     assert not strict or fits(schema, arguments) is not False, (schema, text)
     for step in (1, 3):
         assert read(text, schema, step=step) == found
-    whole = read(text, schema, held="")
+    whole = read(text, {}, held="")  # Types of a schema would make texts of what is written for them.
     assert [json.loads(each.arguments) for each in whole.calls] == [arguments], text
     return text
 
@@ -246,8 +246,16 @@ def test_schemas_of_pydantic_and_zod(name):
         check(CLIENTS[name], seed, strict=known, closed=True)
 
 
+# Tools whose parameters have all to be given: a walk comes through all kinds of values.
+FULL = st.builds(
+    lambda root, parts: {**root, "type": "object", "properties": parts, "required": [*parts]},
+    st.builds(lambda schema: {"$defs": schema["$defs"]}, SCHEMAS),
+    st.dictionaries(st.sampled_from("abcde"), PARTS.filter(lambda part: part is not False), min_size=2, max_size=4),
+)
+
+
 @examples(60)
-@given(schema=SCHEMAS, seed=st.integers(0, 9), strict=st.booleans(), closed=st.booleans())
+@given(schema=SCHEMAS | FULL, seed=st.integers(0, 9), strict=st.booleans(), closed=st.booleans())
 def test_what_the_grammar_of_a_random_schema_forces_is_read_back_and_fits(schema, seed, strict, closed):
     check(schema | OBJECT, seed, strict, closed)
 
