@@ -35,6 +35,7 @@ from luce.bench.output import Table
 from luce.bench.summary import five_digits
 from luce.errors import Error
 from luce.files.tokenizer import Tokenizer
+from luce.text.dialects import dialect_of_turns
 
 ANSWER_S = 1800.0  # A server that says nothing for so long is given up.
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
@@ -84,8 +85,10 @@ class Row:
 
 def turn_of(tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that end a message and begin the model's own, none where the vocabulary has no such marks."""
-    marked = {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.control)
-    return tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n") if marked else []
+    dialect = dialect_of_turns(tokenizer.control)
+    begin, end = dialect.turn
+    marked = {begin, end} <= set(tokenizer.control)
+    return tokenizer.encode(f"{end}\n{begin}{dialect.assistant}\n") if marked else []
 
 
 class Client:

@@ -21,7 +21,7 @@ import numpy as np
 
 from luce.files.tokenizer import Tokenizer
 from luce.native.structs import PAGE
-from luce.text.dialects import GEMMA4, QWEN
+from luce.text.dialects import dialect_of_turns
 
 EVERY = 4096  # So many tokens are between the beginnings of a long prompt that are kept.
 LOST = 20  # At most one token in so many is read again where cuts change bits.
@@ -43,7 +43,7 @@ class Turns:
 
     def __init__(self, tokenizer: Tokenizer, n_chunk: int, n_cut: int):
         self._tokenizer, self._n_chunk, self._n_cut, self._free = tokenizer, n_chunk, n_cut, cuts_are_free(n_cut)
-        self._dialect = GEMMA4 if GEMMA4.turn[0] in tokenizer.control else QWEN
+        self._dialect = dialect_of_turns(tokenizer.control)
         self._mark = tokenizer.control.get(self._dialect.turn[0], -1)  # No token has the id -1.
 
     def cut(self, prompt: Sequence[int]) -> tuple[list[int], frozenset[int]]:

@@ -18,7 +18,7 @@ with strings between <|"|>, in which nothing is escaped. gemma.py reads that.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -215,6 +215,11 @@ GEMMA4 = Dialect(
     ),
 )  # fmt: skip
 THINKS = "<|think|>"  # Gemma 4's templates write this control token where thinking is on.
+
+
+def dialect_of_turns(control: Container[str]) -> Dialect:
+    """Returns the dialect whose messages begin with a control token of the vocabulary, Qwen's where none does."""
+    return GEMMA4 if GEMMA4.turn[0] in control else QWEN
 
 
 def dialect_of(tokenizer: Tokenizer) -> Dialect:

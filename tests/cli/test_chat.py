@@ -13,6 +13,8 @@ import scripted_model
 from depth import deeper
 from tiny import rewritten
 
+from luce.text.dialects import GEMMA4
+
 SCRIPT = {"hello": ["<think>\nA greeting.\n</think>\n\nHello!"], "long": ["words " * 60]}
 
 
@@ -29,6 +31,17 @@ def test_a_conversation(luce_, scripted):
     assert "/system TEXT" in result.stdout
     assert "/nonsense is no command" in result.stdout and "Fine." in result.stdout
     assert "never" not in result.stdout
+
+
+def test_a_conversation_in_gemmas_dialect(luce_, tmp_path):
+    """What a model thought is shown, and is no part of what it is told in the next turn."""
+    script = {"hello": ["<|channel>thought\nA greeting.\n<channel|>Hello!"]}
+    path = scripted_model.write(tmp_path / "gemma.gguf", script, dialect=GEMMA4)
+    words = ("chat", "--gguf", path, "--device", "cpu", "--threads", "1", "--temp", "0")
+    result = luce_(*words, stdin="SAY hello\nSAY hello\n/think\nSAY hello\n")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("<|channel>thought\nA greeting.\n<channel|>Hello!\n") == 3
+    assert "thinking is on" in result.stdout
 
 
 # Qwen's templates think unless they are told not to; others only where they are told to.
