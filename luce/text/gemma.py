@@ -27,6 +27,7 @@ _END = f"(?P<end>{re.escape(END_THINK)})"
 _CALL = f"(?P<call>{re.escape(CALL)})"
 _BEHIND = f"(?P<behind>{re.escape(END_CALL)}|{re.escape(ANSWER)})"
 _HALF_BEGIN = re.compile(rf"{re.escape(_CHANNEL)}[a-z]{{0,32}}[ \t]{{0,8}}\r?\Z")
+MOST_IN_VAIN = 1 << 20  # Once so many letters were read that are of no call, calls are text.
 _MARKS = [_CHANNEL, END_THINK, CALL, END_CALL, ANSWER]
 
 
@@ -40,6 +41,7 @@ class GemmaParser(Speech):
         self._thought = False  # Some reasoning was said.
         self._behind = False  # Only blanks and closers came since a call.
         self._reader: CallReader | None = None  # It reads a call now.
+        self._in_vain = 0
 
     @property
     def reasoning(self) -> bool:
@@ -75,7 +77,8 @@ class GemmaParser(Speech):
     def _marks(self) -> list[str]:
         """Returns the patterns of what means something here."""
         within = self._held in ("", "strict") or not self._reasoning
-        return [_BEGIN, _END, *([_CALL] if self._tools and within else []), *([_BEHIND] if self._behind else [])]
+        calls = self._tools and within and self._in_vain < MOST_IN_VAIN
+        return [_BEGIN, _END, *([_CALL] if calls else []), *([_BEHIND] if self._behind else [])]
 
     def _counts(self, mark: str) -> bool:
         """Says whether a mark means something behind what was said: closers right behind a call alone, and a call that
@@ -120,6 +123,7 @@ class GemmaParser(Speech):
             self._behind = True
         elif not reader.cut:
             yield from self._say(CALL)
+            self._in_vain += reader.read_in_vain
         self._text = reader.rest
 
     def _say(self, text: str) -> Iterator[Piece]:

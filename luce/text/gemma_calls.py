@@ -48,11 +48,12 @@ class CallReader:
     else None. A call that a grammar forces (`held`) is said while it is written: its strings letter by letter.
 
     Once it is `done`, `found` is the call, which may be told in parts, or None; `rest` is what follows it, or all of
-    the text where there is no call. `cut` says that the text ended within one."""
+    the text where there is no call: then so many letters were `read_in_vain`. `cut` says that the text ended within one."""
 
     def __init__(self, parameters: Callable[[str], Parameters | None], held: bool = False):
         self._parameters, self._held = parameters, held
         self.done, self.cut, self.found, self.rest = False, False, False, ""
+        self.read_in_vain = 0
         self._parts = list[str]()  # All of the text.
         self._tail, self._at = "", 0  # The end of it, of which so much was read.
         self._ended, self._was_cut = False, False
@@ -82,19 +83,21 @@ class CallReader:
             self.done, self.found, self.rest = True, True, self._tail[self._at :]
             self._said += [Arguments("}"), CallEnd()] if self._held else [end.value]
         except NoCall:
+            text = "".join(self._parts)
+            self.read_in_vain += len(text) - self._left()
             if self._passed:
-                return self._again()
+                return self._again(text)
             self.done = True
             self.cut = self._ended and (self._was_cut or self._begun)
-            self.rest = "" if self.cut else "".join(self._parts)
+            self.rest = "" if self.cut else text
             self._said += [CallEnd(whole=False)] if self._begun else []
         said, self._said = self._said, []
         return said
 
-    def _again(self) -> list[Piece]:
+    def _again(self, text: str) -> list[Piece]:
         """Reads the text once more, with less care for strings that hold marks."""
         self._care, self._passed, self._stack = self._care - 1, False, []
-        self._tail, self._at = "".join(self._parts), 0
+        self._tail, self._at = text, 0
         self._reading = self._read()
         return self._go_on()
 

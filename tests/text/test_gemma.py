@@ -298,7 +298,7 @@ def pieces_of(text, data):
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-@examples(400)
+@examples(200)
 @given(st.lists(st.sampled_from(WORDS), max_size=24),
        st.sampled_from(["", "<|tool_call>call:put{", f"<|tool_call>call:put{{path:{Q}"]), st.booleans(),
        st.booleans(), st.data())  # fmt: skip
@@ -321,7 +321,7 @@ ANY = st.recursive(
 )  # fmt: skip
 
 
-@examples(300)
+@examples(150)
 @given(st.lists(st.dictionaries(NAMES, ANY, max_size=3), min_size=1, max_size=3), st.sampled_from(["", "strict"]),
        st.data())  # fmt: skip
 def test_what_was_written_comes_back(several, held, data):
@@ -360,6 +360,12 @@ def test_the_work_grows_as_the_text_does(unit):
             looked += len(parser._reader._tail) - parser._reader._at if parser._reader else 0
         counted.append(looked)
     assert counted[1] <= 4.5 * counted[0] + 1000
+
+
+def test_a_model_that_only_begins_calls_is_not_read_for_ever():
+    """Each beginning is within the string of the one before, which does not end."""
+    text = f"<|tool_call>call:put{{content:{Q}a" * 20_000
+    assert read([text]) == ([Text(text)], False)
 
 
 def test_text_is_said_as_soon_as_it_can_be_no_call():
