@@ -47,8 +47,8 @@ class CallReader:
     """Takes a text from behind the mark of a call on. `parameters` returns those of a declared tool by its name,
     else None. A call that a grammar forces (`held`) is said while it is written: its strings letter by letter.
 
-    Once it is `done`, `found` is the call, which may be told in parts, or None; `rest` is what follows it, or all of
-    the text where there is no call: then so many letters were `read_in_vain`. `cut` says that the text ended within one."""
+    Once it is `done`, `found` says whether it was a call, and `rest` is what follows it, or all of the text where it
+    was none: then so many letters were `read_in_vain`. `cut` says that the text ended within a call."""
 
     def __init__(self, parameters: Callable[[str], Parameters | None], held: bool = False):
         self._parameters, self._held = parameters, held

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from luce.errors import Error, FileError, TemplateFailed, UnsupportedError
 from luce.files.probe import fact
@@ -18,6 +19,7 @@ from luce.text.conversation import shows, ways
 from luce.text.dialects import GEMMA4, THINKS, Dialect, Opening, dialect_of
 
 KEY = "tokenizer.chat_template"
+PROBE = "\ue000"  # No template has this character.
 SHORT, KNOWN = 32, 4096  # Strings of so few letters come often (keys, roles): so many are marked once.
 
 
@@ -291,7 +293,21 @@ def thinks(template: Template, think: bool | None) -> bool | None:
 def takes_attached(template: Template) -> bool:
     """Says whether a template takes what tools answered from the message that called them alone, as Gemma 4's first
     ones do, which would show a message of a tool as somebody's turn."""
-    return "tool_responses" in template.source and "tool" not in template.mentions()
+    if "tool_responses" not in template.source:
+        return False
+    if template not in _ATTACHED:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+        told = {"role": "tool", "tool_call_id": "c", "name": "f", "content": PROBE}
+        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        _ATTACHED[template] = True  # Also where it refuses this.
+        with suppress(TemplateFailed):
+            head, _, _ = template.render([{"role": "user", "content": ""}, calls, told]).partition(PROBE)
+            begin, _ = GEMMA4.turn
+            _ATTACHED[template] = "response" not in head.rpartition(begin)[2]
+    return _ATTACHED[template]
+
+
+_ATTACHED = WeakKeyDictionary[Template, bool]()
 
 
 def opening_of(tokenizer: Tokenizer, ids: Sequence[int]) -> Opening:

@@ -72,7 +72,7 @@ GEMMA4_PARTS = """
 {{- '<|tool>declaration:' + tool.function.name + '{description:' + spelled(tool.function.description) }}
 {{- ',parameters:' + spelled(tool.function.parameters) + '}<tool|>' }}{%- endfor %}
 {{- '<turn|>\\n' }}{%- endif %}
-{%- set ns = namespace(user=-1, last='', before='') %}
+{%- set ns = namespace(user=-1, last='tool', before='') %}
 {%- for m in rest %}{%- if m.role == 'user' %}{%- set ns.user = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for m in rest %}SKIP
 {%- if not (m.role == 'assistant' and ns.before == 'assistant') %}
