@@ -42,8 +42,8 @@ GEMMA = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
 # Gemma 4. It has the system's words, `<|think|>` and the tools in one turn, answers of tools in the model's own turn,
-# and thoughts where they led to calls since the user's last message. OFF is what ends a prompt that is not to think:
-# an empty block of thoughts for the large models, and nothing for the small ones. ANSWERS goes through what tools
+# and, the newer ones, thoughts where they led to calls since the user's last message. OFF is what ends a
+# prompt that is not to think: an empty block of thoughts for the large models, and nothing for the small ones. ANSWERS goes through what tools
 # answered: newer templates take messages of tools, and the first ones `tool_responses` of the message that calls.
 GEMMA4_PARTS = """
 {%- macro spelled(value) %}
@@ -75,9 +75,9 @@ GEMMA4_PARTS = """
 {%- set ns = namespace(user=-1, last='tool', before='') %}
 {%- for m in rest %}{%- if m.role == 'user' %}{%- set ns.user = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for m in rest %}SKIP
-{%- if not (m.role == 'assistant' and ns.before == 'assistant') %}
+{%- if not (NEWER and m.role == 'assistant' and ns.before == 'assistant') %}
 {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}{%- endif %}
-{%- if m.reasoning_content and m.tool_calls and loop.index0 > ns.user %}
+{%- if NEWER and m.reasoning_content and m.tool_calls and loop.index0 > ns.user %}
 {{- '<|channel>thought\\n' + m.reasoning_content + '\\n<channel|>' }}{%- endif %}
 {%- for call in m.tool_calls or [] %}
 {{- '<|tool_call>call:' + call.function.name + '{' + pairs(call.function.arguments) + '}<tool_call|>' }}{%- endfor %}
@@ -105,6 +105,7 @@ def gemma4(large=True, takes_tools=True):
 {%- endfor %}"""
     off = "{%- if not on %}{{- '<|channel>thought\\n<channel|>' }}{%- endif %}" if large else ""
     source = GEMMA4_PARTS.replace("OFF", off).replace("ANSWERS", messages if takes_tools else attached)
+    source = source.replace("NEWER", str(takes_tools).lower())
     skip, end = ("{%- if m.role != 'tool' %}", "{%- endif %}") if takes_tools else ("", "")
     return source.replace("SKIP", skip).replace("END", end)
 
