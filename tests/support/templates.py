@@ -42,9 +42,10 @@ GEMMA = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
 # Gemma 4. It has the system's words, `<|think|>` and the tools in one turn, answers of tools in the model's own turn,
-# and, the newer ones, thoughts where they led to calls since the user's last message. OFF is what ends a
-# prompt that is not to think: an empty block of thoughts for the large models, and nothing for the small ones. ANSWERS goes through what tools
-# answered: newer templates take messages of tools, and the first ones `tool_responses` of the message that calls.
+# and, the newer ones, thoughts where they led to calls since the user's last message. OFF is what ends a prompt that is
+# not to think: an empty block of thoughts for the large models, and nothing for the small ones. ANSWERS goes through
+# what tools answered: newer templates take messages of tools, and the first ones `tool_responses` of the message that
+# calls.
 GEMMA4_PARTS = """
 {%- macro spelled(value) %}
 {%- if value is string %}{{- '<|"|>' + value + '<|"|>' }}
