@@ -14,6 +14,7 @@ from luce.text.grammar import Matcher
 
 END = QWEN.thought[1]  # What Qwen's templates write behind thoughts.
 
+
 class Budget:
     """This is a Matcher, over `inner` where the text is held to a grammar too. Thoughts have at most `most`
     tokens, then what ends them in templates follows. They are what the prompt has `begun`, or what the text begins
