@@ -1,4 +1,5 @@
-"""Makes the small byte-level tokenizer of an oracle, whose words mean nothing; test models have it too."""
+"""Makes the small tokenizer of an oracle, whose words mean nothing; test models have it too. It is byte-level, or
+Gemma 4's kind, with the marks that Gemma 4 has and at their ids."""
 
 from __future__ import annotations
 
@@ -42,3 +43,53 @@ def add_tokenizer(w: gguf.GGUFWriter, n_vocab: int, filler: str = "[PAD") -> Non
     w.add_eos_token_id(n_vocab - 1)
     w.add_pad_token_id(n_vocab - 3)
     w.add_add_bos_token(False)
+
+
+# ---- Gemma 4's kind: words of characters, and bytes for what has no token
+
+GEMMA4_MARKS = {
+    0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 46: "<|tool>", 47: "<tool|>", 48: "<|tool_call>",
+    49: "<tool_call|>", 50: "<|tool_response>", 51: "<tool_response|>", 52: '<|"|>', 98: "<|think|>",
+    100: "<|channel>", 101: "<channel|>", 105: "<|turn>", 106: "<turn|>",
+}  # fmt: skip
+GEMMA4_SHOWN = (48, 49, 50, 51, 52, 100, 101)  # These marks are user-defined tokens; the others are control tokens.
+GEMMA4_MERGES = (
+    ("▁", "t"), ("h", "e"), ("▁", "a"), ("i", "n"), ("▁t", "he"), ("e", "r"), ("o", "n"), ("▁", "▁"), ("d", "e"),
+    ("f", "▁"), ("de", "f"), ("r", "e"), ("in", "g"), ("▁▁", "▁▁"), ("l", "l"), ("\n", "\n"), ("c", "a"), ("ca", "ll"),
+)  # fmt: skip
+_GEMMA4_CHARACTERS = "▁\nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?'\"()<>|/=+-*_{}[]é"
+
+
+def gemma4_vocabulary(n_vocab: int) -> tuple[list[str], list[int]]:
+    """Returns token strings and types: the marks at Gemma 4's ids and, in the places between and behind them, the
+    characters, products of merges, bytes and fillers."""
+    words = [*_GEMMA4_CHARACTERS, *(a + b for a, b in GEMMA4_MERGES)]
+    rest = [(word, gguf.TokenType.NORMAL) for word in words]
+    rest += [(f"<0x{byte:02X}>", gguf.TokenType.BYTE) for byte in range(256)]
+    n_fill = n_vocab - len(GEMMA4_MARKS) - len(rest)
+    if n_fill < 0:
+        raise ValueError(f"vocabulary of {n_vocab} cannot hold {n_vocab - n_fill} tokens")
+    rest += [(f"[PAD{i}]", gguf.TokenType.UNUSED) for i in range(n_fill)]
+    others = iter(rest)
+    tokens, types = [], []
+    for i in range(n_vocab):
+        shown = gguf.TokenType.USER_DEFINED if i in GEMMA4_SHOWN else gguf.TokenType.CONTROL
+        token, kind = (GEMMA4_MARKS[i], shown) if i in GEMMA4_MARKS else next(others)
+        tokens.append(token)
+        types.append(kind)
+    return tokens, types
+
+
+def add_gemma4_tokenizer(w: gguf.GGUFWriter, n_vocab: int) -> None:
+    """Adds the keys of the tokenizer, which has gemma4_vocabulary(n_vocab)."""
+    tokens, types = gemma4_vocabulary(n_vocab)
+    w.add_tokenizer_model("gemma4")
+    w.add_token_list(tokens)
+    w.add_token_scores([0.0] * n_vocab)
+    w.add_token_types(types)
+    w.add_token_merges([f"{a} {b}" for a, b in GEMMA4_MERGES])
+    for add, mark in ((w.add_bos_token_id, "<bos>"), (w.add_eos_token_id, "<turn|>"), (w.add_unk_token_id, "<unk>"),
+                      (w.add_pad_token_id, "<pad>"), (w.add_mask_token_id, "<mask>")):  # fmt: skip
+        add(tokens.index(mark))
+    w.add_add_bos_token(True)
+    w.add_add_space_prefix(False)

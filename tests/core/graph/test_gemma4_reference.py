@@ -1,0 +1,151 @@
+"""Checks the goldens of Gemma 4 by a forward in numpy, and that each mistake that was made with such models moves them.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tiny_gemma4
+from checkout import GOLDENS
+from gemma4_reference import Reference
+from tiny_gemma4 import CASES, LONG_CASES
+
+TOLERANCE = 2e-3  # Logits of the core have to be as close to transformers'.
+
+
+def logits(name: str, kind: type[Reference] = Reference) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what a reference computes at a golden's positions, and the golden's logits."""
+    golden = dict(np.load(GOLDENS / f"gemma4-{name}.npz"))
+    config, seed = (CASES | LONG_CASES)[name]
+    found = kind(config, tiny_gemma4.layout(config, seed)).logits(golden["prompt"])
+    return found[golden["at"]], golden["logits"]
+
+
+@pytest.mark.parametrize("name", CASES | LONG_CASES)
+def test_the_reference_computes_what_transformers_does(name):
+    found, expected = logits(name)
+    assert np.abs(found - expected).max() < TOLERANCE / 4
+
+
+def having(**methods: Callable) -> type[Reference]:
+    """Returns a Reference with other methods."""
+    return type("Mistaken", (Reference,), methods)
+
+
+def changed(change: Callable) -> type[Reference]:
+    """Returns a Reference whose weights `change` has changed."""
+
+    class Mistaken(Reference):
+        def __init__(self, c, weights):
+            super().__init__(c, weights)
+            change(self.w)
+
+    return Mistaken
+
+
+def ones(*ends: str) -> type[Reference]:
+    """Returns a Reference with tensors of 1, as of a file that lacks them."""
+
+    def change(weights):
+        named = [name for name in weights if name.endswith(ends)]
+        assert named
+        for name in named:
+            weights[name][:] = 1
+
+    return changed(change)
+
+
+def _normed_v_of_rotated_k(self, i, x):
+    k, v = Reference.keys_values(self, i, x)
+    return k, v if self.c.has_v(i) else self.norm(k)
+
+
+def _raw_v(self, i, x):
+    k, v = Reference.keys_values(self, i, x)
+    p = f"blk.{i}.attn_"
+    return k, self.heads(i, x @ self.w[p + ("v" if self.c.has_v(i) else "k") + ".weight"].T)
+
+
+def _scale_of_the_added_part(self, i, x, per_layer, kv):
+    y = Reference.block(self, i, x, per_layer, kv) / Reference.scale_of(self, i)
+    return x + (y - x) * Reference.scale_of(self, i)
+
+
+def _norm_after_the_sum(self, i, x, per_layer, kv):
+    p = f"blk.{i}."
+    a = self.norm(x + self.attention(i, self.norm(x, p + "attn_norm.weight"), kv), p + "post_attention_norm.weight")
+    return self.norm(a + self.ffn(i, a), p + "post_ffw_norm.weight") * self.scale_of(i)
+
+
+def _turned_first(self, i):
+    """Turns the first quarter of a global head, as of a partial RoPE, rather than a quarter of its pairs."""
+    rates, half = Reference.rates(self, i), self.c.head(i) // 2
+    if self.c.sliding[i]:
+        return rates
+    turning = int(half * self.c.rope_partial)
+    return np.where(np.arange(half) < turning, self.c.rope_base ** (-np.arange(half) / turning), 0)
+
+
+def _router_of_the_normed_row(self, i, a):
+    return Reference.routed(self, i, self.norm(a, f"blk.{i}.ffn_norm.weight"))
+
+
+def _unscaled_per_layer(self, tokens, x):
+    made = Reference.per_layer(self, tokens, x)
+    own = self.w["per_layer_token_embd.weight"][tokens].reshape(made.shape)
+    return made + own * (1 - self.c.n_embd_per_layer**0.5) / 2**0.5
+
+
+# What is mistaken, of which case, and how. A factor of a whole row of experts does not show: their sum is normed.
+MISTAKES: dict[str, tuple[str, type[Reference]]] = {
+    "plain RoPE without rope_freqs": ("dense", ones("rope_freqs.weight")),
+    "the first dims of global heads turn": ("dense", having(rates=_turned_first)),
+    "the sliding layers' base everywhere": (
+        "dense", having(rates=lambda self, i: 1e4 ** (-np.arange(self.c.head(i) // 2) / (self.c.head(i) // 2)))),
+    "a window that is longer by one": (
+        "dense", having(visible=lambda self, i, n: Reference.visible(self, i, n) | (
+            self.c.sliding[i] & np.eye(n, k=-self.c.window, dtype=bool)))),
+    "a window that is shorter by one": (
+        "dense", having(visible=lambda self, i, n: Reference.visible(self, i, n) & ~(
+            self.c.sliding[i] & np.eye(n, k=1 - self.c.window, dtype=bool)))),
+    "no windows": ("dense", having(visible=lambda self, i, n: np.tri(n, dtype=bool))),
+    "scores scaled by 1/sqrt(D)": ("dense", having(score_scale=lambda self, i: self.c.head(i) ** -0.5)),
+    "embeddings not scaled": ("dense", having(embedded=lambda self, t: self.w["token_embd.weight"][t])),
+    "V not normed": ("dense", having(keys_values=_raw_v)),
+    "V of the normed and turned K": ("dense", having(keys_values=_normed_v_of_rotated_k)),
+    "V not normed where it is its own": ("own-v", having(keys_values=_raw_v)),
+    "no norms of Q": ("dense", ones("attn_q_norm.weight")),
+    "no norms after attention": ("dense", ones("post_attention_norm.weight")),
+    "norms after the sum": ("dense", having(block=_norm_after_the_sum)),
+    "no scale of the stream": ("dense", ones("layer_output_scale.weight")),
+    "the stream's scale on what a layer adds": ("dense", having(block=_scale_of_the_added_part)),
+    "no cap": ("dense", having(capped=lambda self, z: z)),
+    "a cap where there is none": ("experts-apart", having(capped=lambda self, z: 30 * np.tanh(z / 30))),
+    "norms stored less 1": ("dense", changed(lambda w: [x.__iadd__(1) for n, x in w.items() if "norm" in n])),
+    "SiLU": ("dense", having(act=staticmethod(lambda x: x / (1 + np.exp(-x))))),
+    "the embedding as head": ("untied", having(head=lambda self: self.w["token_embd.weight"])),
+    "a router of the normed row": ("experts", having(routed=_router_of_the_normed_row)),
+    "no scale of the router": ("experts", ones("ffn_gate_inp.scale")),
+    "no scales of experts": ("experts", ones("ffn_down_exps.scale")),
+    "experts on what the dense FFN reads": (
+        "experts", changed(lambda w: [w.update({n: w[n.replace("pre_ffw_norm_2", "ffn_norm")]})
+                                      for n in list(w) if "pre_ffw_norm_2" in n])),
+    "up before gate": (
+        "experts", changed(lambda w: [w.update({n: np.roll(x, x.shape[1] // 2, 1)})
+                                      for n, x in list(w.items()) if "gate_up" in n])),
+    "no norm of the mixture": ("experts", ones("post_ffw_norm_2.weight")),
+    "no norm of the dense FFN beside it": ("experts", ones("post_ffw_norm_1.weight")),
+    "no per-layer embeddings": ("per-layer", having(per_layer=lambda self, t, x: None)),
+    "per-layer embeddings not scaled": ("per-layer", having(per_layer=_unscaled_per_layer)),
+    "shared layers read the first layer of their kind": (
+        "per-layer", having(kv_layer=lambda self, i: i if i < self.c.n_layer_kv else self.c.sliding.index(
+            self.c.sliding[i]))),
+    "plain RoPE in a long text": ("long", ones("rope_freqs.weight")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_shows(mistake):
+    name, kind = MISTAKES[mistake]
+    found, expected = logits(name, kind)
+    assert np.abs(found - expected).max() > 20 * TOLERANCE

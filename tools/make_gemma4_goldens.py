@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Writes tests/goldens/gemma4-*.npz: what transformers' Gemma4ForCausalLM computes, F32 on the CPU, for the tiny random
+models of tests/support/tiny_gemma4.py. Needs torch and transformers 5.17 or later; run it after changing CASES or
+LONG_CASES: python tools/make_gemma4_goldens.py
+
+Each file: prompt (40 tokens, or 600 of LONG_CASES), logits (rows, vocab) of its positions `at`, greedy (48 tokens that
+follow the prompt) and gap, the distance between the two largest logits where each of them was chosen. The prompt goes
+in as one piece and then token by token through transformers' cache; both have to agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
+
+import numpy as np
+import tiny_gemma4
+from make_goldens import choices
+from tiny_gemma4 import CASES, LONG_CASES
+
+from luce.convert.gemma4_layout import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+N_PROMPT = 40
+N_LONG = 600
+N_GREEDY = 48
+# These are indices of a long prompt's tokens: beside the edges of windows of 100 and 256 and of pages of 256.
+LONG_AT = (63, 99, 100, 101, 199, 255, 256, 257, 355, 356, 511, 512, 513, 599)
+
+
+def build(c: Config, seed: int):  # type: ignore[no-untyped-def]
+    """Returns transformers' model with the weights of tiny_gemma4.weights(c, seed)."""
+    import torch
+    import transformers
+
+    keys = tiny_gemma4.hf_config(c) | ({"experts_implementation": "eager"} if c.n_expert else {})
+    config = transformers.Gemma4TextConfig(**keys, attn_implementation="eager")
+    model = transformers.Gemma4ForCausalLM(config).eval().float()
+    state = {name: torch.from_numpy(x) for name, x in tiny_gemma4.weights(c, seed).items()}
+    if c.tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+def random_prompt(c: Config, seed: int, n: int) -> np.ndarray:
+    raw = np.random.PCG64(1000 + seed).random_raw(n)
+    return (raw % np.uint64(c.n_vocab)).astype(np.int32)
+
+
+def golden(c: Config, seed: int, n_prompt: int, at: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Returns prompt, at, logits, greedy and gap. A choice that is close, or a cache that differs, is an error."""
+    import torch
+
+    torch.set_num_threads(1)
+    model, prompt = build(c, seed), random_prompt(c, seed, n_prompt)
+    with torch.no_grad():
+        whole = model(torch.from_numpy(prompt).long()[None], use_cache=False).logits[0].numpy()
+        cache, rows, greedy = None, [], []
+        for i in range(n_prompt + N_GREEDY - 1):
+            token = int(prompt[i]) if i < n_prompt else greedy[-1]
+            out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            rows.append(out.logits[0, -1].numpy())
+            if i >= n_prompt - 1:
+                greedy.append(int(rows[-1].argmax()))
+    worst = np.abs(np.stack(rows[:n_prompt]) - whole).max()
+    if worst > 5e-4:
+        raise RuntimeError(f"transformers' cache moves logits by {worst}")
+    made = {"prompt": prompt, "at": np.array(at), "logits": whole[list(at)]}
+    return made | choices(np.stack(rows[n_prompt - 1 :]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens")
+    parser.add_argument("names", nargs="*", help="of the cases to write; all where none are given")
+    args = parser.parse_args()
+    for name, (config, seed) in (CASES | LONG_CASES).items():
+        if args.names and name not in args.names:
+            continue
+        long = name in LONG_CASES
+        at = LONG_AT if long else tuple(range(N_PROMPT))
+        made = golden(config, seed, N_LONG if long else N_PROMPT, at)
+        path = args.out / f"gemma4-{name}.npz"
+        np.savez_compressed(path, **made)
+        top, different = np.abs(made["logits"]).max(), len(set(made["greedy"].tolist()))
+        print(f"{name}: {path.stat().st_size} bytes, smallest gap {made['gap'].min():.4f}, largest logit {top:.2f} of "
+              f"{config.softcap}, {different} different tokens")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
