@@ -85,7 +85,6 @@ def add_gemma4_tokenizer(w: gguf.GGUFWriter, n_vocab: int) -> None:
     tokens, types = gemma4_vocabulary(n_vocab)
     w.add_tokenizer_model("gemma4")
     w.add_token_list(tokens)
-    w.add_token_scores([0.0] * n_vocab)
     w.add_token_types(types)
     w.add_token_merges([f"{a} {b}" for a, b in GEMMA4_MERGES])
     for add, mark in ((w.add_bos_token_id, "<bos>"), (w.add_eos_token_id, "<turn|>"), (w.add_unk_token_id, "<unk>"),

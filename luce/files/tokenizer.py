@@ -1,4 +1,4 @@
-"""Turns text into token ids and back: a GGUF's byte-level BPE, streaming text, and stop strings."""
+"""Turns text into token ids and back: a GGUF's BPE (byte-level, or Gemma 4's), streaming text, and stop strings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from luce.errors import ArgumentError, FileError, UnsupportedError
+from luce.files import gemma4_vocabulary
 from luce.files.bpe import BYTE_SYMBOLS, SPLITS
 from luce.files.probe import fact, whole_numbers
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # They are values of tokenizer.ggml.token_type.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # They are values of tokenizer.ggml.token_type.
 _ADDED = (_CONTROL, _USER_DEFINED)  # They are matched in the text before it is cut into words.
 _ENDS = ("<|im_end|>", "<|endoftext|>")  # These control tokens end a text whatever the keys say.
 
@@ -33,15 +34,16 @@ class Tokenizer:
     lacks, and FileError a key that is missing or malformed.
 
     `n_vocab` is the number of ids. `eos_ids` end a text. `bos_id` is put before a text where `add_bos` is
-    set. `control` gives the control tokens' ids by their spelling. `longest` is the number of bytes of the
-    token that has most.
+    set, as it always is of Gemma 4. `control` gives the control tokens' ids by their spelling. `longest` is the
+    number of bytes of the token that has most.
     """
 
     def __init__(self, metadata: Mapping[str, Any]):
         kind = fact(metadata, "tokenizer.ggml.model", str)
-        pre = fact(metadata, "tokenizer.ggml.pre", str)
-        if kind != "gpt2" or pre not in SPLITS:
-            raise UnsupportedError(f"tokenizer {kind}/{pre}: luce has gpt2 with {', '.join(SPLITS)}")
+        self._spells = kind == "gemma4"  # Tokens are spelled in characters, not in symbols of bytes.
+        pre = "" if self._spells else fact(metadata, "tokenizer.ggml.pre", str)
+        if not self._spells and (kind != "gpt2" or pre not in SPLITS):
+            raise UnsupportedError(f"tokenizer {kind}/{pre}: luce has gemma4, and gpt2 with {', '.join(SPLITS)}")
         # Python's collector looks through large lists each time, which takes 20 ms beside a text's steps. It
         # leaves such tuples out.
         self._tokens: tuple[str, ...] = tuple(fact(metadata, "tokenizer.ggml.tokens", list))
@@ -49,10 +51,15 @@ class Tokenizer:
         self._bytes = dict[int, bytes]()  # These tokens were printed before.
         self.n_vocab = len(self._tokens)
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
-        lacking = [byte for char, byte in _BYTES.items() if char not in vocabulary and byte in _UTF8_BYTES]
+        byte_tokens = {f"<0x{byte:02X}>": byte for byte in range(256)} if self._spells else _BYTES
+        lacking = [byte for token, byte in byte_tokens.items() if token not in vocabulary and byte in _UTF8_BYTES]
         if lacking:
             raise FileError(f"tokenizer.ggml.tokens has no token for byte 0x{lacking[0]:02x}")
-        self._bpe = _build(vocabulary, fact(metadata, "tokenizer.ggml.merges", list), SPLITS[pre])
+        merges = fact(metadata, "tokenizer.ggml.merges", list)
+        if self._spells:
+            self._bpe = gemma4_vocabulary.build(vocabulary, merges)
+        else:
+            self._bpe = _build(vocabulary, merges, SPLITS[pre])
         self._bpe.add_tokens(
             [
                 AddedToken(token, normalized=False, special=kind == _CONTROL)
@@ -71,9 +78,16 @@ class Tokenizer:
         self._spelled = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self.longest = max(len(token.encode()) for token in self._tokens)
         spelled = [token for token, kind in zip(self._tokens, self._types, strict=True) if kind in _ADDED]
-        self._piece = None if any(blank in token for token in spelled for blank in "\n ") else _PIECE
+        if self._spells:
+            self._piece = None if any("\n" in token for token in spelled) else gemma4_vocabulary.piece(self._tokens)
+        else:
+            self._piece = None if any(blank in token for token in spelled for blank in "\n ") else _PIECE
         self.bos_id = self._token_id(metadata, "bos")
-        self.add_bos = fact(metadata, "tokenizer.ggml.add_bos_token", bool, False) and self.bos_id is not None
+        self.add_bos = fact(metadata, "tokenizer.ggml.add_bos_token", bool, False)
+        if self._spells:  # Without it such a model's text is worthless, whatever the keys say.
+            named = self._marked(vocabulary, *gemma4_vocabulary.BOS)
+            self.bos_id, self.add_bos = named if named is not None else self.bos_id, True
+        self.add_bos = self.add_bos and self.bos_id is not None
         self.eos_ids = self._ends(metadata, vocabulary)
 
     def _token_id(self, metadata: Mapping[str, Any], name: str) -> int | None:
@@ -83,10 +97,21 @@ class Tokenizer:
             raise FileError(f"key {key}: {token} is not one of {self.n_vocab} tokens")
         return token
 
+    def _marked(self, vocabulary: Mapping[str, int], spelled: str, usual: int) -> int | None:
+        """Returns the id of one of Gemma 4's marks: the token that is spelled so, else a control token at its usual
+        id."""
+        token = vocabulary.get(spelled)
+        if token is not None:
+            return token if self._types[token] in _ADDED else None
+        return usual if usual < self.n_vocab and self._types[usual] == _CONTROL else None
+
     def _ends(self, metadata: Mapping[str, Any], vocabulary: Mapping[str, int]) -> frozenset[int]:
         keyed = (self._token_id(metadata, name) for name in ("eos", "eot", "eom"))
-        named = (vocabulary[token] for token in _ENDS if token in vocabulary)
         ends = {token for token in keyed if token is not None}
+        if self._spells:
+            marked = (self._marked(vocabulary, *mark) for mark in gemma4_vocabulary.ENDS.items())
+            return frozenset(ends | {token for token in marked if token is not None})
+        named = (vocabulary[token] for token in _ENDS if token in vocabulary)
         return frozenset(ends | {token for token in named if self._types[token] == _CONTROL})
 
     def text_of(self, token: int) -> str:
@@ -101,15 +126,15 @@ class Tokenizer:
     def encode(
         self, text: str, *, special: bool = True, add_bos: bool = False, most: int | None = None
     ) -> list[int]:
-        """Returns the ids of NFC(text). Control tokens that are spelled out in it are taken as such if
-        `special`. `add_bos` begins with bos_id where the file asks for it. Of a text of many more tokens
-        than `most`, only the first are returned, which are more than `most`. Raises ArgumentError where the
-        text is not valid Unicode."""
+        """Returns the ids of text, of NFC(text) where the tokenizer is byte-level. Control tokens that are spelled out
+        in it are taken as such if `special`. `add_bos` begins with bos_id where the file asks for it, and the text
+        does not begin so itself. Of a text of many more tokens than `most`, only the first are returned, which are
+        more than `most`. Raises ArgumentError where the text is not valid Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ArgumentError("the text is not valid UTF-8") from error
-        ids = [self.bos_id] if add_bos and self.add_bos and self.bos_id is not None else []
+        ids = list[int]()
         parts = self._spelled.split(text) if special else [text]
         for piece in chain.from_iterable(map(self._pieces, parts)):
             if special and piece in self.control:
@@ -119,6 +144,8 @@ class Tokenizer:
                 ids += self._bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids
             if most is not None and len(ids) > most:
                 break  # The next piece is not even looked for.
+        if add_bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:
@@ -140,6 +167,9 @@ class Tokenizer:
         if (known := self._bytes.get(token)) is not None:
             return known
         spelled, kind = self._tokens[self._checked(token)], self._types[token]
+        if self._spells and kind in (_NORMAL, _USER_DEFINED, _BYTE):
+            self._bytes[token] = found = gemma4_vocabulary.bytes_of(spelled)
+            return found
         if kind == _NORMAL:
             try:
                 found = bytes(_BYTES[char] for char in spelled)
