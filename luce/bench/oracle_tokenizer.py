@@ -69,12 +69,12 @@ def gemma4_vocabulary(n_vocab: int) -> tuple[list[str], list[int]]:
     n_fill = n_vocab - len(GEMMA4_MARKS) - len(rest)
     if n_fill < 0:
         raise ValueError(f"vocabulary of {n_vocab} cannot hold {n_vocab - n_fill} tokens")
-    rest += [(f"[PAD{i}]", gguf.TokenType.UNUSED) for i in range(n_fill)]
     others = iter(rest)
     tokens, types = [], []
     for i in range(n_vocab):
         shown = gguf.TokenType.USER_DEFINED if i in GEMMA4_SHOWN else gguf.TokenType.CONTROL
-        token, kind = (GEMMA4_MARKS[i], shown) if i in GEMMA4_MARKS else next(others)
+        filler = f"[PAD{i}]", gguf.TokenType.UNUSED
+        token, kind = (GEMMA4_MARKS[i], shown) if i in GEMMA4_MARKS else next(others, filler)
         tokens.append(token)
         types.append(kind)
     return tokens, types

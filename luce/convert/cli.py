@@ -11,10 +11,11 @@ from luce.cli import stdout
 from luce.cli.command import FilePath
 from luce.cli.options import QUIET, options
 from luce.cli.terminal import printable
-from luce.convert import dflash
-from luce.convert import qwen35 as model
+from luce.convert import dflash, gemma4, qwen35
 from luce.convert.gguf_output import Written
 from luce.convert.hf_config import Section, read_config
+from luce.convert.hf_gemma4 import is_gemma4
+from luce.convert.model_file import Say
 from luce.convert.requantize import requantize
 from luce.convert.weight_types import DEFAULT, MIXES
 from luce.errors import Error, FileError
@@ -56,10 +57,10 @@ DRAFTERS = ("DFlash", "DSpark", "Domino")  # Names of architectures of block dra
 def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> None:
     """Convert CHECKPOINT to OUT.gguf, a new file.
 
-    CHECKPOINT is the folder of a Qwen3.5/3.6 model or of a drafter (DFlash, DFlash2 or DSpark, as their authors
-    or speculators publish them): config.json, *.safetensors and, but for a drafter, the tokenizer; sampling is
-    kept as generation_config.json has it. Or it is the GGUF of one, whose matrices get another type. The file is
-    written whole, read back and compared, or not at all.
+    CHECKPOINT is the folder of a Qwen3.5/3.6 or Gemma 4 model, of a Gemma 4 assistant or of a drafter (DFlash,
+    DFlash2 or DSpark, as their authors or speculators publish them): config.json, *.safetensors and, but for a
+    drafter, the tokenizer; sampling is kept as generation_config.json has it. Or it is the GGUF of one, whose
+    matrices get another type. The file is written whole, read back and compared, or not at all.
 
     \b
     Examples:
@@ -67,6 +68,8 @@ def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> No
       luce convert Qwen3.5-9B head.gguf --type Q8_0 --mtp-only
       luce convert Qwen3.6-27B-DFlash drafter.gguf --target qwen3.6-27b.gguf
       luce convert Qwen3.8-27B-DFlash2 drafter.gguf --target Qwen3.8-27B --type Q4_K_M
+      luce convert gemma-4-31B-it gemma-4-31b-it-q4_k_m.gguf --type Q4_K_M
+      luce convert gemma-4-31B-it-assistant assistant.gguf
       luce convert model-bf16.gguf model-q4_k_m.gguf --type Q4_K_M
     """
     flags["threads"] = flags["threads"] or cpus.usable()
@@ -82,7 +85,7 @@ def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> No
     stdout.put(f"wrote {written}\n")
 
 
-def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: model.Say) -> Written:
+def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: Say) -> Written:
     if flags["no_mtp"] and flags["mtp_only"]:
         raise click.UsageError("--no-mtp and --mtp-only: give one of them")
     if not source.exists():
@@ -95,9 +98,12 @@ def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: mod
         given = flags["target"], flags["name"], flags["threads"]
         return dflash.convert(source, out, kind, *given, say, flags["force"])
     _refuse(flags, "this is no drafter", "target")
-    part = "trunk" if flags["no_mtp"] else "mtp" if flags["mtp_only"] else "all"
     given = flags["tokenizer"], flags["name"], flags["threads"]
-    return model.convert(source, out, kind, part, *given, say, flags["force"])
+    if is_gemma4(read_config(source)):
+        _refuse(flags, "a Gemma 4 model has no NextN head: its assistant is a checkpoint", "no_mtp", "mtp_only")
+        return gemma4.convert(source, out, kind, *given, say, flags["force"])
+    part = "trunk" if flags["no_mtp"] else "mtp" if flags["mtp_only"] else "all"
+    return qwen35.convert(source, out, kind, part, *given, say, flags["force"])
 
 
 def _refuse(flags: dict[str, Any], why: str, *names: str) -> None:

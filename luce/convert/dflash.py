@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
 
 from luce import native as _native
-from luce.convert import hf_dflash
+from luce.convert import gemma4_layout, hf_dflash
 from luce.convert.gguf_output import Written, require_free, write
 from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_keys
 from luce.convert.hf_config import read_config, rope_parameters, text_config
+from luce.convert.hf_gemma4 import is_gemma4
 from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT, MIXES, choose
 from luce.errors import FileError, UnsupportedError, about
@@ -28,6 +30,8 @@ class Target:
     n_layer: int
     n_vocab: int
     m_rope: bool
+    gemma4: bool  # It scales its embeddings by the root of their width, and so does a drafter that uses them.
+    softcap: float | None  # It caps its logits, and so does a drafter that uses its output matrix.
     add_tokenizer: Callable[[gguf.GGUFWriter], None]
     check: Callable[[_native.File], None]
 
@@ -39,27 +43,31 @@ def gguf_target(path: Path) -> Target:
         n_nextn = fact(file.kv, f"{arch}.nextn_predict_layers", int, 0)
         found = (fact(file.kv, f"{arch}.embedding_length", int), fact(file.kv, f"{arch}.block_count", int))
         m_rope = f"{arch}.rope.dimension_sections" in file.kv
+        softcap = fact(file.kv, f"{arch}.final_logit_softcapping", float, None)
         n_vocab = len(fact(file.kv, "tokenizer.ggml.tokens", list))
 
     def add(w: gguf.GGUFWriter) -> None:
         with _native.File(path) as file:
             copy_keys(w, file, lambda key: key.startswith("tokenizer."))
 
-    return Target(path, found[0], found[1] - n_nextn, n_vocab, m_rope, add, lambda file: None)
+    scaled = arch == gemma4_layout.ARCH
+    return Target(path, found[0], found[1] - n_nextn, n_vocab, m_rope, scaled, softcap, add, lambda file: None)
 
 
 def folder_target(path: Path, say: Callable[[str], None]) -> Target:
     """Returns a target, or the drafter itself, from a Hugging Face folder."""
     if not (path / "tokenizer.json").exists():
         raise FileError(f"{path} has no tokenizer.json: copy it beside config.json")
-    text = text_config(read_config(path))
+    config = read_config(path)
+    text, scaled = text_config(config), is_gemma4(config)
     sizes = (text.size("hidden_size"), text.size("num_hidden_layers"), text.size("vocab_size"))
 
     def add(w: gguf.GGUFWriter) -> None:
         add_hf_tokenizer(w, path, sizes[2], say)
 
-    m_rope = "mrope_section" in rope_parameters(text)
-    return Target(path, *sizes, m_rope, add, lambda file: check_tokenizer(file, path))
+    m_rope = not scaled and "mrope_section" in rope_parameters(text)
+    softcap = text.get("final_logit_softcapping", float, None) if scaled else None
+    return Target(path, *sizes, m_rope, scaled, softcap, add, lambda file: check_tokenizer(file, path))
 
 
 def find_target(drafter: Path, given: Path | None, say: Callable[[str], None]) -> tuple[Target, bool]:
@@ -94,6 +102,7 @@ def convert(
     source, is_own = find_target(drafter, target, say)
     if not is_own:
         _check_target(c, source)
+    c = _of_gemma4(c, source) if source.gemma4 else c
     mix = MIXES[kind]
     types, fallbacks = choose(mix, ((t.name, t.shape) for t in plan), tied=False)
     for fallback in fallbacks:
@@ -115,6 +124,13 @@ def _refuse_mask_embedding(drafter: Path, c: hf_dflash.DFlash) -> None:
             f"embed_tokens.weight, with that embedding as its row {c.mask_token_id}, and its lm_head.weight in "
             "the checkpoint, and move this file away"
         )
+
+
+def _of_gemma4(c: hf_dflash.DFlash, target: Target) -> hf_dflash.DFlash:
+    """Returns the hyperparameters with what a Gemma 4 target does to embeddings and logits, where the drafter's config
+    does not say it: z-lab's do not."""
+    scale = math.sqrt(c.n_embd) if c.embedding_scale is None else c.embedding_scale
+    return replace(c, embedding_scale=scale, softcap=target.softcap if c.softcap is None else c.softcap)
 
 
 def _check_target(c: hf_dflash.DFlash, target: Target) -> None:

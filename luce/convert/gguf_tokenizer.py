@@ -16,6 +16,7 @@ import tokenizers
 
 from luce.convert.hf_config import Section, read_json, text_config
 from luce.errors import FileError, UnsupportedError
+from luce.files import gemma4_vocabulary
 from luce.files.bpe import SPLITS
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
@@ -39,16 +40,31 @@ def add_hf_tokenizer(w: gguf.GGUFWriter, folder: Path, n_vocab: int, note: Note)
     top = Section(read_json(path), str(path))
     model = top.section("model")
     if model.get("type", str, "BPE") != "BPE":
-        raise UnsupportedError(f"{model.where}: type is {model.values['type']!r}: luce has byte-level BPE")
-    for key, value in (("byte_fallback", False), ("ignore_merges", False), ("fuse_unk", False)):
-        model.only(key, value)
+        raise UnsupportedError(f"{model.where}: type is {model.values['type']!r}: luce has BPE")
+    model.only("ignore_merges", False)
     tokens, types = _tokens(top, model, n_vocab)
-    w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre(_pre_tokenizer(top))
-    w.add_token_list(tokens)
-    w.add_token_types(types)
-    w.add_token_merges(_merges(model))
-    _add_special_ids(w, folder, {token: i for i, token in enumerate(tokens)}, note)
+    ids = {token: i for i, token in enumerate(tokens)}
+    if model.get("byte_fallback", bool, False):
+        _require_gemma4(top, model)
+        w.add_tokenizer_model("gemma4")
+        w.add_token_list(tokens)
+        w.add_token_types(_gemma4_types(tokens, types))
+        w.add_token_merges(_merges(model, spaces=True))
+        _add_special_ids(w, folder, ids, lambda said: None)  # Its reader knows all of its ends.
+        if (unknown := model.get("unk_token", str, None)) in ids:
+            w.add_unk_token_id(ids[str(unknown)])
+        w.add_add_bos_token(True)
+        w.add_add_space_prefix(False)
+    else:
+        model.only("fuse_unk", False)
+        w.add_tokenizer_model("gpt2")
+        w.add_tokenizer_pre(_pre_tokenizer(top))
+        w.add_token_list(tokens)
+        w.add_token_types(types)
+        w.add_token_merges(_merges(model))
+        _add_special_ids(w, folder, ids, note)
+        settings = _optional(folder, "tokenizer_config.json")
+        w.add_add_bos_token(settings.get("add_bos_token", bool, False))
     template = _chat_template(folder)
     if template is None:
         note("no chat template: this file is not for chats")
@@ -79,15 +95,54 @@ def _tokens(top: Section, model: Section, n_vocab: int) -> tuple[list[str], list
     return named, types
 
 
-def _merges(model: Section) -> list[str]:
-    """Returns merges as "a b"; files hold them so, or as pairs."""
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", list)]
-    for merge in merges:
-        if merge.count(" ") != 1:
+def _merges(model: Section, spaces: bool = False) -> list[str]:
+    """Returns merges as "a b"; files hold them so, or as pairs. A token may begin with a space where `spaces` says so:
+    merges are split at their first space behind the first character."""
+    merges = []
+    for given in model.get("merges", list):
+        merge = given if isinstance(given, str) else " ".join(given)
+        left, right = gemma4_vocabulary.pairs([merge])[0]
+        same = isinstance(given, str) or list(given) == [left, right]
+        if not (same and right and (spaces or merge.count(" ") == 1)):
             raise FileError(f"{model.where}: merge {merge!r} is not two tokens")
+        merges.append(merge)
     if not merges:
         raise FileError(f"{model.where}: key merges is empty")
     return merges
+
+
+# These marks are shown: what a model calls and thinks stands between them.
+_SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+
+
+def _gemma4_types(tokens: list[str], types: list[int]) -> list[int]:
+    """Returns the types of a vocabulary of characters: some marks are shown, and <0x0A> is a byte."""
+    found = list(types)
+    for i, token in enumerate(tokens):
+        if token in _SHOWN and types[i] == gguf.TokenType.CONTROL:
+            found[i] = int(gguf.TokenType.USER_DEFINED)
+        elif gemma4_vocabulary.is_byte(token) and types[i] == gguf.TokenType.NORMAL:
+            found[i] = int(gguf.TokenType.BYTE)
+    return found
+
+
+def _require_gemma4(top: Section, model: Section) -> None:
+    """Raises UnsupportedError where a tokenizer with byte fallback does anything to a text but Gemma 4's: ▁ for a
+    space, and no words (a split at spaces finds none)."""
+    normalizer, split = top.section("normalizer").values, top.section("pre_tokenizer").values
+    steps = normalizer.get("normalizers", [normalizer])
+    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": gemma4_vocabulary.BLANK}
+    found = {
+        "fuse_unk": (model.get("fuse_unk", bool, False), True),
+        "normalizer": (steps, [blanks]),
+        "pre_tokenizer": ([split.get("type"), split.get("pattern")] if split else None, ["Split", {"String": " "}]),
+    }
+    for key, (value, wanted) in found.items():
+        if value != wanted and not (key == "pre_tokenizer" and value is None):
+            raise UnsupportedError(
+                f"{top.where}: key byte_fallback is true and {key} is {value}: with byte fallback luce implements "
+                f"{wanted}, as in Gemma 4"
+            )
 
 
 def _pre_tokenizer(top: Section) -> str:
@@ -146,7 +201,6 @@ def _add_special_ids(w: gguf.GGUFWriter, folder: Path, ids: dict[str, int], note
         w.add_eot_token_id(ends[1])
     if len(ends) > 2:
         note(f"GGUF has room for two tokens that end a text: {ends[2:]} are left out")
-    w.add_add_bos_token(settings.get("add_bos_token", bool, False))
 
 
 def _chat_template(folder: Path) -> str | list[dict[str, str]] | None:

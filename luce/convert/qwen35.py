@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 
-from luce import native as _native
 from luce.convert import hf_qwen35
-from luce.convert.gguf_output import Planned, Written, require_free, write
-from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer
+from luce.convert.gguf_output import Written, require_free
 from luce.convert.hf_config import read_config
-from luce.convert.hf_sampling import add_sampling
-from luce.convert.qwen35_layout import Config, add_keys
+from luce.convert.model_file import Model, Say, write_model
+from luce.convert.qwen35_layout import add_keys
 from luce.convert.safetensors_reader import Checkpoint
-from luce.convert.weight_types import DEFAULT, MIXES, choose
-from luce.errors import FileError, UnsupportedError
-
-Say = Callable[[str], None]  # It tells the user.
+from luce.convert.weight_types import DEFAULT
+from luce.errors import FileError
 
 
 def convert(
@@ -46,32 +41,12 @@ def convert(
     if c.tied and "lm_head.weight" in names:
         say(f"{names['lm_head.weight']} is left out: config.json ties it to the embedding")
     plan = hf_qwen35.plan(c, part, checkpoint, names)
-    mix = MIXES[kind]
-    types, fallbacks = choose(mix, ((t.name, t.shape) for t in plan), c.tied)
-    for fallback in fallbacks:
-        say(str(fallback))
-    writer = gguf.GGUFWriter(None, c.arch)
-    add_keys(writer, c, name or folder.resolve().name, mix.file_type)
-    writer.add_type("model")
-    own = folder.parent if folder.is_file() else folder
-    add_sampling(writer, own)
-    source = tokenizer or own
-    add_hf_tokenizer(writer, source, c.n_vocab, say)
 
-    def check(file: _native.File) -> None:
-        check_tokenizer(file, source)
-        say(_can_run(file, c, plan))
+    def keys(w: gguf.GGUFWriter, called: str, file_type: int) -> None:
+        add_keys(w, c, called, file_type)
 
-    return write(out, writer, plan, types, _native.default(), check, threads, replace)
-
-
-def _can_run(file: _native.File, c: Config, plan: list[Planned]) -> str:
-    """Returns a line about what luce does with the file. Raises FileError where the core finds fault with it.
-    """
-    if not any(t.name.startswith("blk.0.") for t in plan):
-        return "a NextN head alone: it drafts for the trunk that it was made with"
-    try:
-        file.plan_memory("cpu")
-    except UnsupportedError as error:
-        return "luce does not run this file yet: " + str(error).removeprefix(f"{file.path}: ")
-    return f"luce runs this file: {c.n_layer} blocks" + (", NextN head" if c.n_nextn else "")
+    alone = any(t.name.startswith("blk.0.") for t in plan)
+    parts = f"{c.n_layer} blocks" + (", NextN head" if c.n_nextn else "")
+    beside = None if alone else "a NextN head alone: it drafts for the trunk that it was made with"
+    model = Model(c.arch, plan, keys, c.tied, c.n_vocab, parts, beside)
+    return write_model(model, folder, out, kind, tokenizer, name, threads, say, replace)

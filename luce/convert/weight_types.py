@@ -2,10 +2,10 @@
 
 Q4_K_M and Q5_K_M (llama-quant.cpp) take Q4_K or Q5_K. They take Q6_K for the output matrix (and the embedding
 where it serves as one), and, in the first and last eighth of the blocks and every third between, for attn_v,
-attn_qkv and ffn_down. The exceptions: ssm_alpha and ssm_beta stay at Q8_0, since they decide what the state
-forgets and are a thousandth of the weights; and a row that does not fit into blocks of 256 falls back to
-Q8_0, not to a legacy 4 or 5 bit type. Whatever the type, everything with one dimension, norms, conv1d, the
-experts' router and a drafter's confidence head are F32.
+attn_qkv and ffn_down. The exceptions: ssm_alpha and ssm_beta, which decide what the state forgets and are a
+thousandth of the weights, and per_layer_model_proj, which llama.cpp leaves as it is, stay at Q8_0; and a row that does
+not fit into blocks of 256 falls back to Q8_0, not to a legacy 4 or 5 bit type. Whatever the type, everything with one
+dimension, norms, conv1d, the experts' router and a drafter's confidence head are F32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIXES = {
 DEFAULT = "Q8_0"
 
 _MORE_BITS = re.compile(r"blk\.(\d+)\.(?:attn_v|attn_qkv|ffn_down|ffn_down_exps|ffn_down_shexp)\.weight")
-_DECAY = re.compile(r"blk\.\d+\.ssm_(?:alpha|beta)\.weight")
+_EXACT = re.compile(r"blk\.\d+\.ssm_(?:alpha|beta)\.weight|per_layer_model_proj\.weight")
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -97,7 +97,7 @@ def choose(
 def _mixed(mix: Mix, better: str, name: str, rank: dict[int, int], tied: bool) -> str:
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         return better
-    if _DECAY.fullmatch(name):
+    if _EXACT.fullmatch(name):
         return "Q8_0"
     match = _MORE_BITS.fullmatch(name)
     if match is None:

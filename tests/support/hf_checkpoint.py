@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import tiny
+import tiny_gemma4
 from click.testing import CliRunner
 from compare_weights import Weights
 
-from luce.bench.oracle_tokenizer import CONTROL, MERGES
+from luce.bench.oracle_tokenizer import CONTROL, GEMMA4_MARKS, GEMMA4_MERGES, MERGES, gemma4_vocabulary
 from luce.cli.commands import cli
+from luce.convert.gemma4_layout import Config as Gemma4
 from luce.convert.qwen35_layout import Config
 from luce.files.bpe import BYTE_SYMBOLS, SPLITS
 from luce.native import File
@@ -209,3 +212,60 @@ def moe(c, experts):
             weights[f"{mlp}.experts.gate_up_proj{end}"] = np.concatenate([gate, up], 1)
             weights[f"{mlp}.experts.down_proj{end}"] = down
     return config, weights
+
+
+def save_gemma4_tokenizer(folder: Path, n_vocab: int, ends: object = (1, 106, 50)) -> None:
+    """Writes the small tokenizer of Gemma 4's kind as Hugging Face's files."""
+    tokens, types = gemma4_vocabulary(n_vocab)
+    unused = {i for i, kind in enumerate(types) if kind == gguf.TokenType.UNUSED}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": text, "special": True, "normalized": False, "single_word": False,
+             "lstrip": False, "rstrip": False}
+            for i, text in GEMMA4_MARKS.items()
+        ],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
+                          "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+            "vocab": {token: i for i, token in enumerate(tokens) if i not in unused},
+            "merges": [list(pair) for pair in GEMMA4_MERGES],
+        },
+    }  # fmt: skip
+    settings = {
+        "bos_token": "<bos>", "eos_token": "<turn|>", "pad_token": "<pad>", "unk_token": "<unk>",
+        "mask_token": "<mask>", "tokenizer_class": "PreTrainedTokenizerFast",
+        "additional_special_tokens": list(GEMMA4_MARKS.values()),
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(tiny_gemma4.CHAT_TEMPLATE)
+    sampling = {"temperature": 1.0, "top_k": 64, "top_p": 0.95, "do_sample": True, "eos_token_id": ends}
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
+
+
+def save_gemma4(folder: Path, c: Gemma4, seed: int = 1, published: bool = False, **options: Any) -> Path:
+    """Writes tiny_gemma4.weights(c, seed) and its config: of a text model, or as it is `published`, in which the
+    language model is a part beside towers; an assistant's is in a part in any case."""
+    weights, text = tiny_gemma4.weights(c, seed), tiny_gemma4.hf_config(c) | {"model_type": "gemma4_text"}
+    config: dict[str, Any] = text | {"architectures": ["Gemma4ForCausalLM"]}
+    if published:
+        weights = {name.replace("model.", "model.language_model.", 1): x for name, x in weights.items()}
+        towers = ("vision_tower.encoder.layers.0.self_attn.q_proj.linear", "embed_vision.embedding_projection",
+                  "audio_tower.layers.0.feed_forward1.linear", "embed_audio.embedding_projection")  # fmt: skip
+        weights |= {f"model.{tower}.weight": np.ones((4, 4), np.float32) for tower in towers}
+        config = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text,
+                  "vision_config": {"hidden_size": 8}, "tie_word_embeddings": c.tied}  # fmt: skip
+    if c.n_embd_out:
+        config = {"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"],
+                  "backbone_hidden_size": c.n_embd_out, "text_config": text}  # fmt: skip
+    save(folder, config, weights, tokenizer=False, **options)
+    save_gemma4_tokenizer(folder, c.n_vocab)
+    return folder

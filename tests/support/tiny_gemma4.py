@@ -62,6 +62,9 @@ LONG_CASES: dict[str, tuple[Config, int]] = {
         Config(sliding=_kinds("ssgsgsg"), window=256, n_head_kv_swa=1, n_shared_kv=4, n_embd_per_layer=32), 1),
 }  # fmt: skip
 
+# An assistant of CASES["dense"], whose K and V it reads.
+ASSISTANT = Config(sliding=_kinds("sssg"), n_embd=32, n_ff=64, v_is_k=True, softcap=None, n_shared_kv=4, n_embd_out=64)
+
 # ---- weights in transformers' layout
 
 
@@ -142,7 +145,7 @@ def hf_config(c: Config) -> dict[str, object]:
         "max_position_embeddings": c.n_ctx, "rms_norm_eps": c.eps, "tie_word_embeddings": c.tied,
         "sliding_window": c.window, "final_logit_softcapping": c.softcap, "num_kv_shared_layers": c.n_shared_kv,
         "use_double_wide_mlp": c.n_ff_shared_kv > 0, "hidden_size_per_layer_input": c.n_embd_per_layer,
-        "vocab_size_per_layer_input": c.n_vocab, "enable_moe_block": c.n_expert > 0,
+        "vocab_size_per_layer_input": 0 if c.n_embd_out else c.n_vocab, "enable_moe_block": c.n_expert > 0,
         "layer_types": ["sliding_attention" if sliding else "full_attention" for sliding in c.sliding],
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": c.rope_base_swa},
