@@ -28,6 +28,8 @@ _FILE_TYPES = {
 }
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.|attn_norm\.weight$)?")
 _MARKOV = ("markov_w1.weight", "dflash.dspark.markov.w1", "dflash.dspark.markov.w1.weight")  # Older files' are last.
+_ASSISTANTS = ("gemma4-assistant", "gemma4_assistant")
+_KV = re.compile(r"blk\.\d{1,9}\.attn_(?:k|v|k_norm)\.weight")
 _BESIDE = ("clip", "eagle", "eagle3")  # Projectors and heads of other kinds go with a model.
 _BY_ROW = ("IQ1_", "IQ2_", "IQ3_", "NVFP4")  # On a GPU luce has no matmul of its own for these.
 # In place of these a GPU has a type that holds the same values, in so many bits a weight.
@@ -121,13 +123,58 @@ class DFlash:
 
 
 @dataclass(frozen=True)
+class Gemma4:
+    """Settings of a Gemma 4 model, or of an assistant, as its file gives them; None where it does not. Layers are
+    sliding ones, whose rows see a window of positions, or global ones; `_swa` marks sizes of the sliding ones.
+
+    `values_are_keys` says that global layers have no V. The last `shared_kv_layers` read K and V of a layer before
+    them. `kv_bytes_per_position` and `kv_bytes_per_position_swa` are the F16 K and V of all layers of a kind that have
+    them. An assistant drafts for models of width `target_embedding`.
+    """
+
+    global_layers: int | None
+    sliding_layers: int | None
+    sliding_window: int | None
+    key_length: int | None
+    key_length_swa: int | None
+    head_count_kv: int | None
+    head_count_kv_swa: int | None
+    values_are_keys: bool
+    shared_kv_layers: int
+    per_layer_embedding: int
+    final_logit_softcapping: float | None
+    kv_bytes_per_position: int | None
+    kv_bytes_per_position_swa: int | None
+    target_embedding: int | None
+
+    @property
+    def what(self) -> str:
+        """What its layers are, in a line."""
+        if self.global_layers is None:
+            return "unknown: the file does not say which of them slide"
+        parts = [
+            f"{self.global_layers} global of {self.head_count_kv} KV heads of {self.key_length}",
+            f"{self.sliding_layers} sliding of {self.head_count_kv_swa} of {self.key_length_swa}"
+            f" with a window of {self.sliding_window}",
+        ]
+        if self.values_are_keys:
+            parts.append("V is K in the global ones")
+        if self.shared_kv_layers:
+            parts.append(f"the last {self.shared_kv_layers} read others' K and V")
+        if self.per_layer_embedding:
+            parts.append(f"each with an embedding of {self.per_layer_embedding}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
 class Facts:
     """This is what one GGUF holds. Sizes and memory are in bytes; a value is None where the file does not
     give it.
 
-    `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter" or "other". `supported`
-    says that luce can generate with it as a model; else `reasons` says why not. `notes` say what else
-    there is to know of running it, and `warnings` are those of them that whoever runs it should be told.
+    `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter", "assistant" (Gemma 4's, which
+    drafts with its target's K and V) or "other". `supported` says that luce can generate with it as a model; else
+    `reasons` says why not. `notes` say what else there is to know of running it, and `warnings` are those of them that
+    whoever runs it should be told.
 
     `block_count` and `nextn_predict_layers` are those of the tensors, where the keys do not fit them.
 
@@ -160,6 +207,7 @@ class Facts:
     context: int | None
     memory: Memory | None
     dflash: DFlash | None
+    gemma4: Gemma4 | None
     warnings: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -213,7 +261,7 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
     if ctx is not None and context_length is not None and ctx > context_length:
         raise ArgumentError(f"a context of {ctx} was asked, the model was trained for {context_length}")
     context = ctx or (None if context_length is None else min(context_length, 4096))
-    memory, reasons = None, _reasons_of_kind(kind, architecture)
+    memory, reasons = None, _reasons_of_kind(kind, kv, architecture)
     active, read = _of_a_token(kv, architecture, tensors, blocks) if kind == "model" else (None, None)
     warnings = blocks.lacking if kind == "model" else []
     if kind == "model":
@@ -246,6 +294,7 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
         context=context,
         memory=memory,
         dflash=_dflash(kv, architecture, tensors) if kind == "drafter" else None,
+        gemma4=_gemma4(kv, architecture, tensors) if architecture in ("gemma4", *_ASSISTANTS) else None,
         warnings=warnings,
     )
 
@@ -260,6 +309,7 @@ def what_it_holds(file: File) -> str | None:
         "model": None,
         "head": "a NextN head",
         "drafter": "a DFlash drafter",
+        "assistant": "a Gemma 4 assistant",
         "other": f"data of type {held if held != 'model' else architecture}",
     }[kind]
 
@@ -324,6 +374,8 @@ def _blocks(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
 def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor], blocks: _Blocks) -> str:
     if is_drafter(architecture):
         return "drafter"
+    if architecture in _ASSISTANTS:
+        return "assistant"
     if not tensors or architecture in _BESIDE or fact(kv, "general.type", str, "model") != "model":
         return "other"
     trunk = any(tensor.name.startswith("blk.0.") for tensor in tensors)
@@ -331,8 +383,11 @@ def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor], block
     return "head" if heads and not trunk else "model"
 
 
-def _reasons_of_kind(kind: str, architecture: str) -> list[str]:
+def _reasons_of_kind(kind: str, kv: Mapping[str, Any], architecture: str) -> list[str]:
+    width = _number(kv, f"{architecture}.embedding_length_out")
+    fitting = "a Gemma 4 model" if width is None else f"a Gemma 4 model of width {width}"
     return {
+        "assistant": [f"an assistant: it drafts for {fitting}, it does not generate alone"],
         "head": ["head only: NextN blocks without their trunk; it drafts beside a model that is one"],
         "drafter": [f"a {architecture} drafter: it drafts for a target model, it does not generate alone"],
         "other": ["the file holds no model"],
@@ -398,6 +453,8 @@ def _of_a_token(
     used = _number(kv, f"{architecture}.expert_used_count") or experts
     trunk = (blocks.count or 0) - blocks.nextn
     has_output = any(tensor.name == "output.weight" for tensor in tensors)
+    looked_up = ("per_layer_token_embd.weight", *(("token_embd.weight",) if has_output else ()))
+    shared = _number(kv, f"{architecture}.attention.shared_kv_layers") or 0
     elements = size = 0
     for tensor in tensors:
         block = _BLOCK.match(tensor.name)
@@ -406,8 +463,10 @@ def _of_a_token(
         part, whole = 1, 1
         if "_exps." in tensor.name:
             part, whole = used, experts
-        elif tensor.name == "token_embd.weight" and has_output and len(tensor.shape) > 1:
+        elif tensor.name in looked_up and len(tensor.shape) > 1:
             whole = tensor.shape[1]
+        elif block and int(block[1]) >= trunk - shared and _KV.fullmatch(tensor.name):
+            continue  # It is there, and no layer reads it.
         elements += _elements(tensor) * part // whole
         size += tensor.size_bytes * part // whole
     return elements, size
@@ -489,3 +548,48 @@ def _dflash(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
         target_blocks=max(taps) if taps else None,
         kv_bytes_per_position=None if None in sizes else 2 * 2 * math.prod(size or 0 for size in sizes),
     )
+
+
+def _gemma4(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> Gemma4:
+    """Returns the settings of a Gemma 4 model or assistant. What differs between layers is an array of its key."""
+
+    def number(name: str) -> int | None:
+        return _number(kv, f"{architecture}.{name}")
+
+    sliding = whole_numbers(kv, f"{architecture}.attention.sliding_window_pattern", None)
+    kinds = None if sliding is None else [bool(layer) for layer in sliding]
+    heads = _of_layers(kv, f"{architecture}.attention.head_count_kv", kinds)
+    sizes = {True: number("attention.key_length_swa"), False: number("attention.key_length")}
+    shared, names = number("attention.shared_kv_layers") or 0, {tensor.name for tensor in tensors}
+    own = [] if kinds is None else kinds[: max(len(kinds) - shared, 0)]
+    of_kind = {kind: None if kinds is None else own.count(kind) for kind in (True, False)}
+    each = {kind: (of_kind[kind], heads[kind], sizes[kind]) for kind in (True, False)}
+    stored = {kind: None if None in parts else 2 * 2 * math.prod(p or 0 for p in parts) for kind, parts in each.items()}
+    return Gemma4(
+        global_layers=None if kinds is None else kinds.count(False),
+        sliding_layers=None if kinds is None else kinds.count(True),
+        sliding_window=number("attention.sliding_window"),
+        key_length=sizes[False],
+        key_length_swa=sizes[True],
+        head_count_kv=heads[False],
+        head_count_kv_swa=heads[True],
+        values_are_keys=any(
+            not kind and f"blk.{i}.attn_k.weight" in names and f"blk.{i}.attn_v.weight" not in names
+            for i, kind in enumerate(own)
+        ),
+        shared_kv_layers=shared,
+        per_layer_embedding=number("embedding_length_per_layer_input") or 0,
+        final_logit_softcapping=fact(kv, f"{architecture}.final_logit_softcapping", float, None),
+        kv_bytes_per_position=stored[False],
+        kv_bytes_per_position_swa=stored[True],
+        target_embedding=number("embedding_length_out"),
+    )
+
+
+def _of_layers(kv: Mapping[str, Any], key: str, sliding: list[bool] | None) -> dict[bool, int | None]:
+    """Returns a number of sliding layers (True) and of global ones: of a key that has one for all, or one for each."""
+    if not isinstance(kv.get(key), memoryview):
+        return dict.fromkeys((True, False), _number(kv, key))
+    values: list[int] = whole_numbers(kv, key)
+    kinds = sliding or []
+    return {kind: next((n for n, k in zip(values, kinds, strict=False) if k == kind), None) for kind in (True, False)}

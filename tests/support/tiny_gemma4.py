@@ -8,6 +8,7 @@ a wrong window, scale or angle.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -60,6 +61,21 @@ LONG_CASES: dict[str, tuple[Config, int]] = {
     "long": (Config(sliding=_kinds("ssgsg"), window=100, v_is_k=True), 5),
     "long-per-layer": (
         Config(sliding=_kinds("ssgsgsg"), window=256, n_head_kv_swa=1, n_shared_kv=4, n_embd_per_layer=32), 1),
+}  # fmt: skip
+
+# What published models are, by their names.
+_EVERY_6TH, _EVERY_5TH = (True,) * 5 + (False,), (True,) * 4 + (False,)
+_LARGE = Config(head_dim=512, head_dim_swa=256, v_is_k=True, window=1024, n_vocab=262144, n_ctx=262144)
+_SMALL = replace(_LARGE, v_is_k=False, window=512, n_ctx=131072, n_head=8, n_embd_per_layer=256)
+PUBLISHED = {
+    "31B": replace(_LARGE, sliding=_EVERY_6TH * 10, n_embd=5376, n_ff=21504, n_head=32, n_head_kv=4, n_head_kv_swa=16),
+    "26B-A4B": replace(_LARGE, sliding=_EVERY_6TH * 5, n_embd=2816, n_ff=2112, n_head=16, n_head_kv=2, n_head_kv_swa=8,
+                       n_expert=128, n_expert_used=8, n_ff_expert=704),
+    "E4B": replace(_SMALL, sliding=_EVERY_6TH * 7, n_embd=2560, n_ff=10240, n_head_kv=2, n_shared_kv=18),
+    "E2B": replace(_SMALL, sliding=_EVERY_5TH * 7, n_embd=1536, n_ff=6144, n_head_kv_swa=1, n_shared_kv=20,
+                   n_ff_shared_kv=12288),
+    "31B-assistant": replace(_LARGE, sliding=(True, True, True, False), n_embd=1024, n_ff=8192, n_head=32, n_head_kv=4,
+                             n_head_kv_swa=16, softcap=None, n_shared_kv=4, n_embd_out=5376),
 }  # fmt: skip
 
 # An assistant of CASES["dense"], whose K and V it reads.

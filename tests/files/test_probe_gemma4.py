@@ -1,0 +1,157 @@
+"""Checks what probe says of Gemma 4 models and assistants: published ones whose weights are a hole in the file."""
+
+import json
+from dataclasses import replace
+
+import gguf
+import pytest
+import tiny_gemma4
+from hollow import write_without_weights
+from tiny_gemma4 import CASES, PUBLISHED
+
+from luce.bench.oracle_tokenizer import add_gemma4_tokenizer
+from luce.cli.terminal import facts_text
+from luce.convert.gemma4_layout import add_keys, tensor_shapes
+from luce.errors import FileError
+from luce.files.probe import probe, what_it_holds
+from luce.native import File
+
+KIB = 1024
+
+
+def hollow(path, c, more=(), arch=None):
+    w = gguf.GGUFWriter(path, arch or c.arch)
+    add_keys(w, c, "hollow", file_type=0)
+    add_gemma4_tokenizer(w, 384)
+    write_without_weights(w, tensor_shapes(c) | dict(more), lambda name: "F16" if name.endswith("weight") else "F32")
+    return path
+
+
+@pytest.fixture
+def facts_of(native, tmp_path):
+    """Gives facts_of(config, ...), which writes a file and probes it."""
+
+    def facts_of(c, **options):
+        with File(hollow(tmp_path / "hollow.gguf", c, **options), native) as file:
+            return probe(file)
+
+    return facts_of
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("31B", 833), ("26B-A4B", 658), ("E2B", 601 - 60)])
+def test_the_layout_has_as_many_tensors_as_published_files(name, tensors):
+    """Those of E2B have K, V and a norm of the 20 layers that share others', too."""
+    assert len(tensor_shapes(PUBLISHED[name])) == tensors
+
+
+@pytest.mark.parametrize(("name", "of_global", "of_sliding"), [
+    ("31B", 80 * KIB, 800 * KIB), ("26B-A4B", 20 * KIB, 200 * KIB),
+    ("E4B", 4 * 2 * 512 * 4, 20 * 2 * 256 * 4), ("E2B", 3 * 1 * 512 * 4, 12 * 1 * 256 * 4),
+])  # fmt: skip
+def test_keys_and_values_of_a_position_are_those_of_layers_that_have_them(facts_of, name, of_global, of_sliding):
+    found = facts_of(PUBLISHED[name]).gemma4
+    assert (found.kv_bytes_per_position, found.kv_bytes_per_position_swa) == (of_global, of_sliding)
+
+
+def test_what_the_31b_is(facts_of):
+    facts = facts_of(PUBLISHED["31B"])
+    found = facts.gemma4
+    assert (found.global_layers, found.sliding_layers, found.sliding_window) == (10, 50, 1024)
+    assert (found.key_length, found.key_length_swa, found.head_count_kv, found.head_count_kv_swa) == (512, 256, 4, 16)
+    assert (found.values_are_keys, found.shared_kv_layers, found.per_layer_embedding) == (True, 0, 0)
+    assert found.final_logit_softcapping == 30 and found.target_embedding is None
+    text = facts_text(facts)
+    layers = "10 global of 4 KV heads of 512, 50 sliding of 16 of 256 with a window of 1024, V is K in the global ones"
+    assert f"layers          {layers}\n" in text
+    assert "F16 K and V     80.0 KiB a position in global layers, 800.0 KiB in sliding\n" in text
+    assert "tokenizer       gemma4\n" in text and (facts.kind, facts.architecture) == ("model", "gemma4")
+
+
+def test_a_token_of_a_mixture_reads_its_experts_and_the_dense_ffn(facts_of):
+    c = PUBLISHED["26B-A4B"]
+    facts = facts_of(c)
+    experts = c.n_layer * 3 * c.n_ff_expert * c.n_embd
+    assert (facts.experts, facts.experts_used) == (128, 8)
+    assert facts.parameters - facts.active_parameters == experts * (128 - 8) + c.n_layer * 120
+    assert 3.7e9 < facts.active_parameters < 4.1e9  # The name says A4B.
+
+
+def test_a_token_of_a_small_model_reads_a_row_of_its_per_layer_embeddings(facts_of):
+    c = PUBLISHED["E2B"]
+    facts, table = facts_of(c), c.n_layer * c.n_embd_per_layer
+    assert facts.parameters - facts.active_parameters == table * (c.n_vocab - 1)
+    assert facts.gemma4.shared_kv_layers == 20 and not facts.gemma4.values_are_keys
+    assert "the last 20 read others' K and V, each with an embedding of 256\n" in facts_text(facts)
+
+
+def test_unused_keys_and_values_are_read_by_no_token(facts_of):
+    c = PUBLISHED["E2B"]
+    parts = {"attn_k.weight": (256, 1536), "attn_v.weight": (256, 1536), "attn_k_norm.weight": (256,)}
+    more = {f"blk.{i}.{part}": shape for i in range(15, 35) for part, shape in parts.items()}
+    assert facts_of(c, more=more).active_parameters == facts_of(c).active_parameters
+
+
+@pytest.mark.parametrize("arch", ["gemma4-assistant", "gemma4_assistant"])
+def test_an_assistant_says_what_it_fits(facts_of, native, tmp_path, arch):
+    c = PUBLISHED["31B-assistant"]
+    facts = facts_of(c, arch=arch)
+    assert (facts.kind, facts.supported, facts.memory) == ("assistant", False, None)
+    (reason,) = facts.reasons
+    assert reason == "an assistant: it drafts for a Gemma 4 model of width 5376, it does not generate alone"
+    text = facts_text(facts)
+    assert "drafts for      models with embedding 5,376\n" in text
+    assert "1 global of 4 KV heads of 512, 3 sliding of 16 of 256 with a window of 1024, the last 4 read" in text
+    with File(tmp_path / "hollow.gguf", native) as file:
+        assert what_it_holds(file) == "a Gemma 4 assistant"
+
+
+def test_json_has_all_of_it(facts_of):
+    found = json.loads(json.dumps(facts_of(PUBLISHED["31B"]).as_json()))["gemma4"]
+    assert found["sliding_window"] == 1024 and found["kv_bytes_per_position"] == 80 * KIB
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiny_models_are_told_apart(native, tmp_path, name):
+    c, _ = CASES[name]
+    with File(hollow(tmp_path / "x.gguf", c), native) as file:
+        found = probe(file).gemma4
+    kinds = found.global_layers, found.sliding_layers
+    assert kinds == (c.sliding.count(False), c.sliding.count(True))
+    assert (found.head_count_kv, found.head_count_kv_swa) == (c.n_head_kv, c.n_head_kv_swa)
+    assert (found.values_are_keys, found.final_logit_softcapping) == (c.v_is_k, c.softcap)
+
+
+def without_pattern(path, c, **keys):
+    """Writes a model without a pattern of windows, and with other keys."""
+    w = gguf.GGUFWriter(path, c.arch)
+    add_keys(w, c, "hollow", file_type=0)
+    w.kv_data[0].pop("gemma4.attention.sliding_window_pattern")
+    for key, value in keys.items():
+        w.kv_data[0][f"gemma4.{key.replace('__', '.')}"] = value
+    write_without_weights(w, tensor_shapes(c), lambda name: "F32")
+    return path
+
+
+def test_a_file_that_does_not_say_which_layers_slide(native, tmp_path):
+    with File(without_pattern(tmp_path / "x.gguf", CASES["dense"][0]), native) as file:
+        facts = probe(file)
+    assert facts.gemma4.global_layers is None and facts.gemma4.kv_bytes_per_position is None
+    assert "layers          unknown: the file does not say which of them slide\n" in facts_text(facts)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("attention__shared_kv_layers", gguf.GGUFValue("x", gguf.GGUFValueType.STRING)),
+    ("attention__sliding_window", gguf.GGUFValue(-1, gguf.GGUFValueType.INT32)),
+    ("attention__sliding_window_pattern", gguf.GGUFValue([1.5], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.FLOAT32)),
+])  # fmt: skip
+def test_a_malformed_key_is_named(native, tmp_path, key, value):
+    path = without_pattern(tmp_path / "x.gguf", CASES["dense"][0], **{key: value})
+    with File(path, native) as file, pytest.raises(FileError, match=key.replace("__", ".")):
+        probe(file)
+
+
+def test_a_window_of_equal_heads_has_one_number_of_them(native, tmp_path):
+    c = replace(CASES["dense"][0], n_head_kv=2)
+    path = tiny_gemma4.write(tmp_path / "x.gguf", c, tiny_gemma4.layout(c, 1))
+    with File(path, native) as file:
+        assert (probe(file).gemma4.head_count_kv, probe(file).gemma4.head_count_kv_swa) == (2, 2)
