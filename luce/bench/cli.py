@@ -11,7 +11,7 @@ from typing import Any
 import click
 import numpy as np
 
-from luce.bench import batch, output, problems, sandbox, sweep
+from luce.bench import batch, oracle_gemma4, output, problems, sandbox, sweep
 from luce.bench.acceptance import Acceptance, acceptance, parse
 from luce.bench.compare import Stopped, compare, files_of, loading, no_more, settings_of
 from luce.bench.flags import (
@@ -30,7 +30,7 @@ from luce.bench.flags import (
 from luce.bench.oracle_drafter import ACCEPT, make_drafter, sharpness
 from luce.bench.oracle_model import SHAPES, TYPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
-from luce.bench.run import Case, Record
+from luce.bench.run import Case, Mode, Record, parse_modes
 from luce.bench.serve_cli import serve_bench
 from luce.bench.summary import summarise
 from luce.cli.command import MAX_U32, CtrlC, FilePath, Finite, Listed
@@ -167,10 +167,23 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
         raise Error(f"the oracle model cannot be made: {said}; --cache names another folder") from error
 
 
+def _without_drafters(shape: str, modes: list[Mode]) -> list[Mode]:
+    """Returns the modes of a model in which nothing drafts. Raises a usage error for options of drafts."""
+    for name in ("accept", "draft_accept", "coverage", "draft_head"):
+        if given(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} is of drafts, and {shape} has no drafter")
+    if not given("modes"):
+        return parse_modes("plain")
+    for mode in modes:
+        if mode.spec in ("mtp", "dflash"):
+            raise click.UsageError(f"the mode {mode.name} drafts, and {shape} has no drafter")
+    return modes
+
+
 @bench.command()
 @click.option(
     "--shape",
-    type=click.Choice(list(SHAPES)),
+    type=click.Choice([*SHAPES, *oracle_gemma4.SHAPES]),
     default="27b",
     show_default=True,
     help="Make a model of this shape.",
@@ -253,7 +266,8 @@ def oracle(
     A draft is right with the chance of its depth where all before it were. A class has the chances that are
     reported of texts of its kind, for each kind of drafter; with one of dflash2 the drafter is a DFlash2.
 
-    The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder.
+    The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder. Nothing drafts in
+    one of Gemma 4, which is run plain where no modes are given.
     Its likeliest token leads by so much that sampling chooses it too: with --temp, the cost of sampling is
     measured, and the tokens are still known.
 
@@ -268,7 +282,11 @@ def oracle(
       luce bench oracle --shape 27b --draft-accept .74/.4/.1,.7/.4 --modes plain,dflash,dflash:22
       luce bench oracle --shape 27b --coverage 0.975 --modes plain,mtp:3,mtp-part:3:64k
       luce bench oracle --shape 9b --type Q8_0 --modes plain
+      luce bench oracle --shape gemma4-26b-a4b --prompt-tokens 2048
     """
+    of_gemma4 = shape in oracle_gemma4.SHAPES
+    if of_gemma4:
+        flags["modes"] = _without_drafters(shape, flags["modes"])
     drafts_blocks = any(mode.spec == "dflash" for mode in flags["modes"])
     if given("draft_accept") and not drafts_blocks:
         raise click.UsageError("--draft-accept is of a DFlash drafter, and no mode is dflash")
@@ -277,8 +295,10 @@ def oracle(
     typed = shape if kind == "mixed" else f"{shape}-{kind.lower()}"
     of_part = f"-covered-{coverage:g}" if coverage else ""
     of_head = f"-head-{draft_head.lower()}" if draft_head else ""
-    path = folder / f"oracle-{typed}-{accept.slug}{of_part}{of_head}.gguf"
-    rule = Rule(SHAPES[shape].n_vocab, 0, accept, coverage or 0.0)
+    drafted = "" if of_gemma4 else f"-{accept.slug}{of_part}{of_head}"
+    path = folder / f"oracle-{typed}{drafted}.gguf"
+    config = oracle_gemma4.SHAPES[shape] if of_gemma4 else SHAPES[shape]
+    rule = Rule(config.n_vocab, 0, accept, coverage or 0.0)
     if draft_accept is None:
         draft_accept = parse(accept.name, "dflash", MAX_BUDGET) if accept.name else acceptance(ACCEPT)
     sampled = max(flags["temps"]) if draft_accept.ranks else 0.0  # Lists are as sharp as sampling needs.
@@ -286,7 +306,10 @@ def oracle(
         mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
             f"making {path.name}, MiB", done >> 20, total >> 20
         )
-        make_once(path, lambda: make_oracle(path, shape, 0, accept, mib, kind, rule.coverage, draft_head))
+        if of_gemma4:
+            make_once(path, lambda: oracle_gemma4.make_oracle(path, shape, 0, mib, kind))
+        else:
+            make_once(path, lambda: make_oracle(path, shape, 0, accept, mib, kind, rule.coverage, draft_head))
         if drafts_blocks:
             sharp = "" if sharpness(sampled) == 1 else f"-t{sampled:g}"
             drafter = folder / f"oracle-{shape}-drafter-{draft_accept.slug}{sharp}{of_part}.gguf"
@@ -294,7 +317,7 @@ def oracle(
             make = partial(make_drafter, drafter, SHAPES[shape], rule, draft_accept, temperature=sampled)
             make_once(drafter, make)
             flags["drafters"] = (drafter,)
-    most = SHAPES[shape].n_ctx - prompt_tokens + 1  # The last token needs no position.
+    most = config.n_ctx - prompt_tokens + 1  # The last token needs no position.
     ids = np.random.default_rng(1).integers(0, rule.n_begin, (n_prompts, prompt_tokens))
 
     def cases(files: Files) -> list[Case]:
@@ -305,7 +328,8 @@ def oracle(
         return wrong_tokens(record.tokens, expected)
 
     flags |= {"bench": "oracle"}
-    extra = {"shape": shape, "type": kind, "accept": accept.as_json(), "prompt_tokens": prompt_tokens}
+    extra: dict[str, Any] = {"shape": shape, "type": kind, "prompt_tokens": prompt_tokens}
+    extra |= {} if of_gemma4 else {"accept": accept.as_json()}
     if flags["cpu_experts"] is not None:
         extra["cpu_experts"] = flags["cpu_experts"]
     extra |= {"coverage": coverage} if coverage else {}

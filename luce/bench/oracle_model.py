@@ -189,6 +189,7 @@ class Tensor:
 
     @property
     def n_blocks(self) -> int:
+        """Counts the blocks of its type, which may be single numbers."""
         return int(np.prod(self.shape)) // gguf.GGML_QUANT_SIZES[self.kind][0]
 
     @property
@@ -254,6 +255,16 @@ class Oracle:
     draft_head: str | None = None  # The NextN head's own output has this type, or None the target's.
     fd: int = -1
     tensors: list[Tensor] = field(default_factory=list)
+
+    def layout(self) -> list[Tensor]:
+        """Returns the file's tensors, of which the first is the embedding."""
+        return tensors_of(self.config, self.kind, self.draft_head)
+
+    def begin(self, path: Path, name: str) -> gguf.GGUFWriter:
+        """Returns a writer that has the keys of the architecture."""
+        w = gguf.GGUFWriter(path, self.config.arch)
+        add_keys(w, self.config, f"luce oracle {name}", TYPES[self.kind])
+        return w
 
     def f32(self, t: Tensor) -> np.ndarray:
         """Returns a small tensor: norms are 1, and conv taps, decays and biases lie in the range of trained
@@ -342,14 +353,12 @@ class Oracle:
             yield t, first, min(step, t.n_blocks - first)
 
     def write_header(self, path: Path, name: str) -> None:
-        c = self.config
-        w = gguf.GGUFWriter(path, c.arch)
-        add_keys(w, c, f"luce oracle {name}", TYPES[self.kind])
+        w = self.begin(path, name)
         w.add_uint64("oracle.seed", self.rule.seed)
         add_acceptance(w, acceptance(self.rule.accept))
         if self.rule.coverage:
             w.add_float64("oracle.coverage", self.rule.coverage)
-        add_tokenizer(w, c.n_vocab, filler="Ġw")
+        add_tokenizer(w, self.rule.n_vocab, filler="Ġw")
         for t in self.tensors:
             w.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.kind)
         w.write_header_to_file()
@@ -366,7 +375,7 @@ class Oracle:
         """Writes everything random first, then what copies the embedding, and then renames the file into
         place. `progress` gets the bytes that are written."""
         done = 0
-        self.tensors = tensors_of(self.config, self.kind, self.draft_head)
+        self.tensors = self.layout()
         partial = path.with_name(path.name + ".partial")
         try:
             self.write_header(partial, name)
@@ -377,7 +386,7 @@ class Oracle:
                 for n in pool.map(lambda job: self._store(job, self.make), work):
                     done += n
                     progress(done)
-                for control in range(self.rule.n_cycle, self.config.n_vocab):
+                for control in range(self.rule.n_cycle, self.rule.n_vocab):
                     row = self.embedding_rows(np.array([0]))
                     os.pwrite(self.fd, row.tobytes(), embedding.offset + control * row.size)
                 work = [job for t in self.tensors if self.copies(t) for job in self.chunks(t)]
@@ -413,7 +422,12 @@ def make_oracle(
     """Writes the file and returns its rule. progress: bytes that are written, of how many. kind: of TYPES."""
     config = SHAPES[shape]
     oracle = Oracle(config, Rule(config.n_vocab, seed, accept, coverage), kind, draft_head)
-    total = sum(t.n_bytes for t in tensors_of(config, kind, draft_head))
+    return write_oracle(oracle, path, shape, progress)
+
+
+def write_oracle(oracle: Oracle, path: Path, shape: str, progress: Callable[[int, int], None]) -> Rule:
+    """Writes the file and returns its rule. Raises OSError where the disk lacks room."""
+    total = sum(t.n_bytes for t in oracle.layout())
     free = shutil.disk_usage(path.parent).free
     if total > free:
         raise OSError(f"{path}: needs {total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")

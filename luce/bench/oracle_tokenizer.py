@@ -69,8 +69,7 @@ def gemma4_vocabulary(n_vocab: int) -> tuple[list[str], list[int]]:
     n_fill = n_vocab - len(GEMMA4_MARKS) - len(rest)
     if n_fill < 0:
         raise ValueError(f"vocabulary of {n_vocab} cannot hold {n_vocab - n_fill} tokens")
-    others = iter(rest)
-    tokens, types = [], []
+    others, tokens, types = iter(rest), list[str](), list[int]()
     for i in range(n_vocab):
         shown = gguf.TokenType.USER_DEFINED if i in GEMMA4_SHOWN else gguf.TokenType.CONTROL
         filler = f"[PAD{i}]", gguf.TokenType.UNUSED

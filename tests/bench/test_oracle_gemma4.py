@@ -1,0 +1,88 @@
+"""An oracle of Gemma 4's shape says what its rule says."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import gguf
+import hf_checkpoint as hf
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from depth import deeper
+from gemma4_reference import Reference
+from tiny_gemma4 import PUBLISHED
+
+from luce.bench import oracle_gemma4
+from luce.bench.oracle_gemma4 import SHAPES
+from luce.bench.oracle_model import Rule
+from luce.cli.commands import cli
+
+TOKENS = np.array([5, 1999, 300, 301, 5, 7, 2044, 0] * 10)  # More than the windows of 64.
+
+
+@pytest.fixture(scope="module", params=["gemma4-mini mixed", "gemma4-mini-moe mixed", *deeper("gemma4-mini Q8_0")])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Rule]:
+    """Gives the shape, the file and its rule."""
+    shape, kind = str(request.param).split()
+    path = tmp_path_factory.mktemp("oracle") / f"{shape}.gguf"
+    return shape, path, oracle_gemma4.make_oracle(path, shape, seed=3, kind=kind)
+
+
+def test_the_model_says_what_the_rule_says(made: tuple[str, Path, Rule]) -> None:
+    shape, path, rule = made
+    logits = Reference(SHAPES[shape], hf.tensors_of(path)).logits(TOKENS)
+    assert logits.argmax(-1).tolist() == rule.successor(TOKENS).tolist()
+    best, second = np.sort(logits, -1)[:, -1], np.sort(logits, -1)[:, -2]
+    assert (best < 30).all() and (best - second > 10).all(), "the cap bends logits, and sampling chooses the same"
+
+
+def test_the_mixture_chooses_all_of_its_experts(made: tuple[str, Path, Rule]) -> None:
+    shape, path, _ = made
+    c = SHAPES[shape]
+    if not c.n_expert:
+        return
+    reference = Reference(c, hf.tensors_of(path))
+    used = reference.routed(0, reference.embedded(np.arange(512))) > 0
+    assert (used.sum(-1) == c.n_expert_used).all()
+    assert used.mean(0).min() > 0.5 * c.n_expert_used / c.n_expert
+
+
+def test_same_seed_same_bytes(made: tuple[str, Path, Rule], tmp_path: Path) -> None:
+    shape, path, _ = made
+    digests = []
+    for seed in (3, 4):
+        oracle_gemma4.make_oracle(tmp_path / "again.gguf", shape, seed=seed)
+        digests.append(hashlib.sha256((tmp_path / "again.gguf").read_bytes()).hexdigest())
+    same = hf.keys_of(path)["general.file_type"] == 15
+    assert (digests[0] == hashlib.sha256(path.read_bytes()).hexdigest()) is same and digests[0] != digests[1]
+
+
+def test_types_are_those_that_fit_the_rows(made: tuple[str, Path, Rule]) -> None:
+    shape, path, _ = made
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+    if shape == "gemma4-mini-moe":
+        assert {types[f"blk.{i}.ffn_down.weight"] for i in range(6)} == {"Q8_0"}
+        assert {types[f"blk.{i}.ffn_down_exps.weight"] for i in range(6)} == {"Q8_0"}
+        assert types["blk.0.ffn_gate_up_exps.weight"] == types["blk.0.attn_q.weight"] == "Q4_K"
+        assert types["output.weight"] == "Q6_K"
+
+
+@pytest.mark.parametrize(("shape", "published"), [("gemma4-31b", "31B"), ("gemma4-26b-a4b", "26B-A4B")])
+def test_shapes_are_the_published_ones(shape: str, published: str) -> None:
+    """But for the output matrix, which is a tensor of its own."""
+    own, other = vars(SHAPES[shape]), vars(PUBLISHED[published])
+    assert {key for key in own if own[key] != other[key]} == {"tied"}
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--accept", "0.7"], "--accept is of drafts, and gemma4-mini has no drafter"),
+    (["--draft-head", "Q4_K"], "--draft-head is of drafts"),
+    (["--coverage", "0.9"], "--coverage is of drafts"),
+    (["--modes", "plain,mtp:2"], "the mode mtp:2 drafts, and gemma4-mini has no drafter"),
+    (["--modes", "dflash"], "the mode dflash drafts"),
+])  # fmt: skip
+def test_options_of_drafts_are_refused(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["bench", "oracle", "--shape", "gemma4-mini", *options])
+    assert result.exit_code == 2 and message in result.stderr
