@@ -6,6 +6,10 @@ LONG_CASES: python tools/make_gemma4_goldens.py
 Each file: prompt (40 tokens, or 600 of LONG_CASES), logits (rows, vocab) of its positions `at`, greedy (48 tokens that
 follow the prompt) and gap, the distance between the two largest logits where each of them was chosen. The prompt goes
 in as one piece and then token by token through transformers' cache; both have to agree.
+
+gemma4-assistant.npz is of an assistant (MTP) of the model `dense`: prompt, lengths `at` of its beginnings, and behind
+each the greedy drafts (lengths, 4) and their logits (lengths, 4, vocab) by Gemma4AssistantForCausalLM. A draft sees the
+keys that a sliding layer of the target would see from its position: transformers alone would let it see two more.
 """
 
 from __future__ import annotations
@@ -75,11 +79,53 @@ def golden(c: Config, seed: int, n_prompt: int, at: tuple[int, ...]) -> dict[str
     return made | choices(np.stack(rows[n_prompt - 1 :]))
 
 
+N_DRAFTS = 4
+ASSISTED_AT = (2, 12, 13, 25, 40)  # Windows are of 12.
+
+
+def assistant_golden() -> dict[str, np.ndarray]:
+    """Returns prompt, at, drafts and logits. A draft that is close is an error."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    (config, seed), c = CASES["dense"], tiny_gemma4.ASSISTANT
+    target, prompt = build(config, seed), random_prompt(config, seed, max(ASSISTED_AT))
+    text = transformers.Gemma4TextConfig(**tiny_gemma4.hf_config(c), attn_implementation="eager")
+    whole = transformers.Gemma4AssistantConfig(text_config=text, backbone_hidden_size=c.n_embd_out)
+    whole._attn_implementation = "eager"
+    assistant = transformers.Gemma4AssistantForCausalLM(whole).eval().float()
+    made = tiny_gemma4.weights(c, tiny_gemma4.ASSISTANT_SEED)
+    state = {name: torch.from_numpy(x) for name, x in made.items()}
+    assistant.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, strict=True)
+    logits = []
+    with torch.no_grad():
+        for n in ASSISTED_AT:
+            ids = torch.from_numpy(prompt[:n]).long()[None]
+            out = target.model(ids[:, :-1], use_cache=False, return_shared_kv_states=True)
+            kv = dict(out.shared_kv_states)
+            kv["sliding_attention"] = tuple(x[:, :, 1 - c.window :] for x in kv["sliding_attention"])
+            token, hidden = ids[:, -1:], out.last_hidden_state[:, -1:]
+            for _ in range(N_DRAFTS):
+                both = torch.cat([target.model.embed_tokens(token), hidden], -1)
+                step = assistant(inputs_embeds=both, position_ids=torch.tensor([[n - 1]]), shared_kv_states=kv)
+                token, hidden = step.logits.argmax(-1), step.last_hidden_state
+                logits.append(step.logits[0, 0].numpy())
+    rows = np.stack(logits)
+    drafts = choices(rows)["greedy"].reshape(len(ASSISTED_AT), N_DRAFTS)
+    at = np.array(ASSISTED_AT)
+    return {"prompt": prompt, "at": at, "drafts": drafts, "logits": rows.reshape(*drafts.shape, -1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens")
     parser.add_argument("names", nargs="*", help="of the cases to write; all where none are given")
     args = parser.parse_args()
+    if not args.names or "assistant" in args.names:
+        made = assistant_golden()
+        np.savez_compressed(args.out / "gemma4-assistant.npz", **made)
+        print(f"assistant: {len(set(made['drafts'].ravel().tolist()))} different drafts")
     for name, (config, seed) in (CASES | LONG_CASES).items():
         if args.names and name not in args.names:
             continue

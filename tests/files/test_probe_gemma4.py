@@ -12,6 +12,7 @@ from tiny_gemma4 import CASES, PUBLISHED
 from luce.bench.oracle_tokenizer import add_gemma4_tokenizer
 from luce.cli.terminal import facts_text
 from luce.convert.gemma4_layout import add_keys, tensor_shapes
+from luce.convert.weight_types import is_matrix
 from luce.errors import FileError
 from luce.files.probe import probe, what_it_holds
 from luce.native import File
@@ -23,7 +24,8 @@ def hollow(path, c, more=(), arch=None):
     w = gguf.GGUFWriter(path, arch or c.arch)
     add_keys(w, c, "hollow", file_type=0)
     add_gemma4_tokenizer(w, 384)
-    write_without_weights(w, tensor_shapes(c) | dict(more), lambda name: "F16" if name.endswith("weight") else "F32")
+    shapes = tensor_shapes(c) | dict(more)
+    write_without_weights(w, shapes, lambda name: "F16" if is_matrix(name, shapes[name]) else "F32")
     return path
 
 

@@ -30,17 +30,21 @@ class Reference:
     act = staticmethod(gelu)
 
     def __init__(self, c: Config, weights: Weights):
-        self.c = c
+        self.c, self.first = c, 0
         self.w = {name: x.astype(np.float64) for name, x in weights.items()}
 
     def logits(self, tokens: Array) -> Array:
         """Returns the logits (T, V) of each position."""
+        return self.capped(self.states(tokens)[0] @ self.head().T)
+
+    def states(self, tokens: Array) -> tuple[Array, dict[int, tuple[Array, Array]]]:
+        """Returns the normed states (T, E) of each position, and keys and values of the layers that have them."""
         x = self.embedded(tokens)
         per_layer = self.per_layer(tokens, x)
         kv: dict[int, tuple[Array, Array]] = {}
         for i in range(self.c.n_layer):
             x = self.block(i, x, None if per_layer is None else per_layer[:, i], kv)
-        return self.capped(self.norm(x, "output_norm.weight") @ self.head().T)
+        return self.norm(x, "output_norm.weight"), kv
 
     def embedded(self, tokens: Array) -> Array:
         return self.w["token_embd.weight"][tokens] * self.c.n_embd**0.5  # (T, E)
@@ -95,9 +99,9 @@ class Reference:
         return i if i < self.c.n_layer_kv else own[-1]
 
     def rotated(self, i: int, x: Array) -> Array:
-        """Turns x (heads, T, D), whose rows are at the positions from 0 on, in pairs (j, j + D / 2)."""
+        """Turns x (heads, T, D), whose rows are at the positions from `first` on, in pairs (j, j + D / 2)."""
         half = self.c.head(i) // 2
-        angle = np.arange(x.shape[1])[:, None] * self.rates(i)  # (T, D / 2)
+        angle = (self.first + np.arange(x.shape[1]))[:, None] * self.rates(i)  # (T, D / 2)
         cos, sin, a, b = np.cos(angle), np.sin(angle), x[..., :half], x[..., half:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -160,3 +164,48 @@ class Reference:
         projected = (x @ self.w["per_layer_model_proj.weight"].T / c.n_embd**0.5).reshape(shape)
         own = self.w["per_layer_token_embd.weight"][tokens].reshape(shape) * c.n_embd_per_layer**0.5
         return (self.norm(projected, "per_layer_proj_norm.weight") + own) / 2**0.5
+
+
+class AssistantReference(Reference):
+    """Drafts of an assistant (MTP) behind a text, from what its target made of the text but its last token. B is the
+    target's width."""
+
+    def __init__(self, c: Config, weights: Weights, target: Reference):
+        super().__init__(c, weights)
+        self.target = target
+
+    def drafts(self, tokens: Array, n: int) -> tuple[list[int], Array]:
+        """Returns n greedy drafts that follow the text, and their logits (n, V). Every draft has the position of the
+        text's last token, and sees the target's keys before it; none has keys of its own."""
+        states, kv = self.target.states(tokens[:-1])
+        self.first, token, state = len(tokens) - 1, int(tokens[-1]), states[-1]
+        found, logits = [], []
+        for _ in range(n):
+            x = self.projected(token, state)[None]
+            for i in range(self.c.n_layer):
+                x = self.block(i, x, None, {i: self.seen(i, kv)})
+            normed = self.norm(x[0], "output_norm.weight")
+            logits.append(self.head() @ normed)
+            token, state = int(logits[-1].argmax()), self.passed_on(x[0], normed)
+            found.append(token)
+        return found, np.stack(logits)
+
+    def passed_on(self, x: Array, normed: Array) -> Array:
+        """Returns the state (B) for the next draft, from the last layer's output (E) and what the head reads of it."""
+        return self.w["nextn.post_projection.weight"] @ normed
+
+    def projected(self, token: int, state: Array) -> Array:
+        """Returns the input (E) of the first layer, from a token and a state (B): the target's embedding goes first."""
+        return self.w["nextn.pre_projection.weight"] @ np.concatenate([self.target.embedded(np.array(token)), state])
+
+    def seen(self, i: int, kv: dict[int, tuple[Array, Array]]) -> tuple[Array, Array]:
+        """Returns the keys and values that layer i sees: of the target's last layer of its kind that has some."""
+        k, v = kv[max(j for j in kv if self.target.c.sliding[j] == self.c.sliding[i])]
+        first = max(0, self.first - self.c.window + 1) if self.c.sliding[i] else 0
+        return k[:, first:], v[:, first:]
+
+    def kv_layer(self, i: int) -> int:
+        return i
+
+    def visible(self, i: int, n: int) -> Array:
+        return np.ones((n, 1), bool)

@@ -78,8 +78,9 @@ PUBLISHED = {
                              n_head_kv_swa=16, softcap=None, n_shared_kv=4, n_embd_out=5376),
 }  # fmt: skip
 
-# An assistant of CASES["dense"], whose K and V it reads.
+# An assistant of CASES["dense"], whose K and V it reads, and its seed.
 ASSISTANT = Config(sliding=_kinds("sssg"), n_embd=32, n_ff=64, v_is_k=True, softcap=None, n_shared_kv=4, n_embd_out=64)
+ASSISTANT_SEED = 31
 
 # ---- weights in transformers' layout
 

@@ -1,5 +1,5 @@
-"""Checks the goldens of Gemma 4 by a forward in numpy, and that each mistake that was made with such models moves them.
-"""
+"""Checks the goldens of Gemma 4, and of an assistant, by forwards in numpy, and that each mistake that was made with
+such models moves them."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tiny_gemma4
 from checkout import GOLDENS
-from gemma4_reference import Reference
-from tiny_gemma4 import CASES, LONG_CASES
+from gemma4_reference import AssistantReference, Reference
+from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES, LONG_CASES
 
 TOLERANCE = 2e-3  # Logits of the core have to be as close to transformers'.
 
@@ -149,3 +149,71 @@ def test_each_mistake_shows(mistake):
     name, kind = MISTAKES[mistake]
     found, expected = logits(name, kind)
     assert np.abs(found - expected).max() > 20 * TOLERANCE
+
+
+# ---- an assistant's drafts
+
+
+def drafted(kind: type[AssistantReference] = AssistantReference) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns, for each beginning of the golden's prompt, the logits of its drafts by a reference and the golden's."""
+    golden = dict(np.load(GOLDENS / "gemma4-assistant.npz"))
+    (config, seed), n = CASES["dense"], golden["drafts"].shape[1]
+    target = Reference(config, tiny_gemma4.layout(config, seed))
+    assistant = kind(ASSISTANT, tiny_gemma4.layout(ASSISTANT, ASSISTANT_SEED), target)
+    found = [assistant.drafts(golden["prompt"][:at], n)[1] for at in golden["at"]]
+    assert {len(each) for each in found} == {n} == {4}
+    return list(zip(found, golden["logits"], strict=True))
+
+
+def test_the_reference_drafts_what_transformers_does():
+    assert max(np.abs(found - expected).max() for found, expected in drafted()) < TOLERANCE / 4
+
+
+def drafting(**methods: Callable) -> type[AssistantReference]:
+    """Returns an AssistantReference with other methods."""
+    return type("Mistaken", (AssistantReference,), methods)
+
+
+def _unnormed(self, x, normed):
+    return AssistantReference.passed_on(self, normed, x)
+
+
+def _moved(self, x, normed):
+    self.first += 1
+    return AssistantReference.passed_on(self, x, normed)
+
+
+def _state_first(self, token, state):
+    return self.w["nextn.pre_projection.weight"] @ np.concatenate([state, self.target.embedded(np.array(token))])
+
+
+def _unscaled(self, token, state):
+    both = np.concatenate([self.target.w["token_embd.weight"][token], state])
+    return self.w["nextn.pre_projection.weight"] @ both
+
+
+def _of_first_layers(self, i, kv):
+    first = min(j for j in kv if self.target.c.sliding[j] == self.c.sliding[i])
+    return AssistantReference.seen(self, i, {first: kv[first]})
+
+
+def _window_longer(self, i, kv):
+    k, v = kv[max(j for j in kv if self.target.c.sliding[j] == self.c.sliding[i])]
+    first = max(0, self.first - self.c.window) if self.c.sliding[i] else 0
+    return k[:, first:], v[:, first:]
+
+
+ASSISTANTS_MISTAKES: dict[str, type[AssistantReference]] = {
+    "the state before the embedding": drafting(projected=_state_first),
+    "embeddings not scaled": drafting(projected=_unscaled),
+    "a position that moves": drafting(passed_on=_moved),
+    "a state from before the last norm": drafting(passed_on=_unnormed),
+    "the keys of the first layers of a kind": drafting(seen=_of_first_layers),
+    "a window that is longer by one": drafting(seen=_window_longer),
+}
+
+
+@pytest.mark.parametrize("mistake", ASSISTANTS_MISTAKES)
+def test_each_mistake_of_an_assistant_shows(mistake):
+    pairs = drafted(ASSISTANTS_MISTAKES[mistake])
+    assert max(np.abs(found - expected).max() for found, expected in pairs) > 20 * TOLERANCE
