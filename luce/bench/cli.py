@@ -11,7 +11,7 @@ from typing import Any
 import click
 import numpy as np
 
-from luce.bench import batch, oracle_gemma4, output, problems, sandbox, sweep
+from luce.bench import batch, output, problems, sandbox, sweep
 from luce.bench.acceptance import Acceptance, acceptance, parse
 from luce.bench.compare import Stopped, compare, files_of, loading, no_more, settings_of
 from luce.bench.flags import (
@@ -28,6 +28,8 @@ from luce.bench.flags import (
     rounds_option,
 )
 from luce.bench.oracle_drafter import ACCEPT, make_drafter, sharpness
+from luce.bench.oracle_gemma4 import SHAPES as UNDRAFTED
+from luce.bench.oracle_gemma4 import make_oracle as make_undrafted
 from luce.bench.oracle_model import SHAPES, TYPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
 from luce.bench.run import Case, Mode, Record, parse_modes
@@ -183,7 +185,7 @@ def _without_drafters(shape: str, modes: list[Mode]) -> list[Mode]:
 @bench.command()
 @click.option(
     "--shape",
-    type=click.Choice([*SHAPES, *oracle_gemma4.SHAPES]),
+    type=click.Choice([*SHAPES, *UNDRAFTED]),
     default="27b",
     show_default=True,
     help="Make a model of this shape.",
@@ -284,8 +286,8 @@ def oracle(
       luce bench oracle --shape 9b --type Q8_0 --modes plain
       luce bench oracle --shape gemma4-26b-a4b --prompt-tokens 2048
     """
-    of_gemma4 = shape in oracle_gemma4.SHAPES
-    if of_gemma4:
+    undrafted = shape in UNDRAFTED
+    if undrafted:
         flags["modes"] = _without_drafters(shape, flags["modes"])
     drafts_blocks = any(mode.spec == "dflash" for mode in flags["modes"])
     if given("draft_accept") and not drafts_blocks:
@@ -295,9 +297,9 @@ def oracle(
     typed = shape if kind == "mixed" else f"{shape}-{kind.lower()}"
     of_part = f"-covered-{coverage:g}" if coverage else ""
     of_head = f"-head-{draft_head.lower()}" if draft_head else ""
-    drafted = "" if of_gemma4 else f"-{accept.slug}{of_part}{of_head}"
+    drafted = "" if undrafted else f"-{accept.slug}{of_part}{of_head}"
     path = folder / f"oracle-{typed}{drafted}.gguf"
-    config = oracle_gemma4.SHAPES[shape] if of_gemma4 else SHAPES[shape]
+    config = UNDRAFTED[shape] if undrafted else SHAPES[shape]
     rule = Rule(config.n_vocab, 0, accept, coverage or 0.0)
     if draft_accept is None:
         draft_accept = parse(accept.name, "dflash", MAX_BUDGET) if accept.name else acceptance(ACCEPT)
@@ -306,8 +308,8 @@ def oracle(
         mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
             f"making {path.name}, MiB", done >> 20, total >> 20
         )
-        if of_gemma4:
-            make_once(path, lambda: oracle_gemma4.make_oracle(path, shape, 0, mib, kind))
+        if undrafted:
+            make_once(path, lambda: make_undrafted(path, shape, 0, mib, kind))
         else:
             make_once(path, lambda: make_oracle(path, shape, 0, accept, mib, kind, rule.coverage, draft_head))
         if drafts_blocks:
@@ -329,7 +331,7 @@ def oracle(
 
     flags |= {"bench": "oracle"}
     extra: dict[str, Any] = {"shape": shape, "type": kind, "prompt_tokens": prompt_tokens}
-    extra |= {} if of_gemma4 else {"accept": accept.as_json()}
+    extra |= {} if undrafted else {"accept": accept.as_json()}
     if flags["cpu_experts"] is not None:
         extra["cpu_experts"] = flags["cpu_experts"]
     extra |= {"coverage": coverage} if coverage else {}

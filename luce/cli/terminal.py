@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from luce.cli import stdout
 from luce.decode.events import Finished
-from luce.files.probe import Facts, Gemma4
+from luce.files.probe import Facts, Layers
 from luce.native.structs import Device, EngineInfo, Tensor
 from luce.planning.memory import Fit
 from luce.planning.plan import Plan
@@ -242,22 +242,22 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
         lines += [("drafter", facts.dflash.what), ("drafts for", facts.dflash.fits)]
         given = ((name, value) for name, value in vars(facts.dflash).items() if value is not None)
         lines += [(f"  {name}", str(value)) for name, value in given]
-    if facts.gemma4 is not None:
-        lines += _gemma4_lines(facts.gemma4)
+    if facts.layers is not None:
+        lines += _layer_lines(facts.layers)
     lines += [line for fit in fits for line in _fit_lines(fit)]
     lines.append(("supported", _supported(facts)))
     lines += [("note", note) for note in facts.notes]
     return "\n".join(f"{label:<15} {printable(value)}" for label, value in lines)
 
 
-def _gemma4_lines(gemma4: Gemma4) -> list[tuple[str, str]]:
+def _layer_lines(layers: Layers) -> list[tuple[str, str]]:
     """Returns lines on the kinds of layers, on their K and V, and on what an assistant drafts for."""
-    lines = [("layers", gemma4.what)]
-    of_global, of_sliding = gemma4.kv_bytes_per_position, gemma4.kv_bytes_per_position_swa
+    lines = [("layers", layers.what)]
+    of_global, of_sliding = layers.kv_bytes_per_position, layers.kv_bytes_per_position_swa
     if of_global and of_sliding is not None:
         lines.append(("F16 K and V", f"{size(of_global)} a position in global layers, {size(of_sliding)} in sliding"))
-    if gemma4.target_embedding is not None:
-        lines.append(("drafts for", f"models with embedding {gemma4.target_embedding:,}"))
+    if layers.target_embedding is not None:
+        lines.append(("drafts for", f"models with embedding {layers.target_embedding:,}"))
     return lines
 
 

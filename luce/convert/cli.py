@@ -11,10 +11,12 @@ from luce.cli import stdout
 from luce.cli.command import FilePath
 from luce.cli.options import QUIET, options
 from luce.cli.terminal import printable
-from luce.convert import dflash, gemma4, qwen35
+from luce.convert import dflash
+from luce.convert import gemma4 as gemma
+from luce.convert import qwen35 as model
 from luce.convert.gguf_output import Written
 from luce.convert.hf_config import Section, read_config
-from luce.convert.hf_gemma4 import is_gemma4
+from luce.convert.hf_gemma4 import is_gemma
 from luce.convert.model_file import Say
 from luce.convert.requantize import requantize
 from luce.convert.weight_types import DEFAULT, MIXES
@@ -99,11 +101,11 @@ def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: Say
         return dflash.convert(source, out, kind, *given, say, flags["force"])
     _refuse(flags, "this is no drafter", "target")
     given = flags["tokenizer"], flags["name"], flags["threads"]
-    if is_gemma4(read_config(source)):
+    if is_gemma(read_config(source)):
         _refuse(flags, "a Gemma 4 model has no NextN head: its assistant is a checkpoint", "no_mtp", "mtp_only")
-        return gemma4.convert(source, out, kind, *given, say, flags["force"])
+        return gemma.convert(source, out, kind, *given, say, flags["force"])
     part = "trunk" if flags["no_mtp"] else "mtp" if flags["mtp_only"] else "all"
-    return qwen35.convert(source, out, kind, part, *given, say, flags["force"])
+    return model.convert(source, out, kind, part, *given, say, flags["force"])
 
 
 def _refuse(flags: dict[str, Any], why: str, *names: str) -> None:

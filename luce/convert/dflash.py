@@ -14,7 +14,7 @@ from luce.convert import gemma4_layout, hf_dflash
 from luce.convert.gguf_output import Written, require_free, write
 from luce.convert.gguf_tokenizer import add_hf_tokenizer, check_tokenizer, copy_keys
 from luce.convert.hf_config import read_config, rope_parameters, text_config
-from luce.convert.hf_gemma4 import is_gemma4
+from luce.convert.hf_gemma4 import is_gemma
 from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT, MIXES, choose
 from luce.errors import FileError, UnsupportedError, about
@@ -59,7 +59,7 @@ def folder_target(path: Path, say: Callable[[str], None]) -> Target:
     if not (path / "tokenizer.json").exists():
         raise FileError(f"{path} has no tokenizer.json: copy it beside config.json")
     config = read_config(path)
-    text, scaled = text_config(config), is_gemma4(config)
+    text, scaled = text_config(config), is_gemma(config)
     sizes = (text.size("hidden_size"), text.size("num_hidden_layers"), text.size("vocab_size"))
 
     def add(w: gguf.GGUFWriter) -> None:

@@ -72,7 +72,7 @@ _GLOBAL_HEAD_DIM = 512
 # ---- names and hyperparameters
 
 
-def is_gemma4(config: Section) -> bool:
+def is_gemma(config: Section) -> bool:
     """Says whether config.json is that of a Gemma 4 model or assistant."""
     kinds = [config.get("model_type", str, ""), *config.get("architectures", list, [])]
     return any(str(kind).lower().replace("_", "").startswith("gemma4") for kind in kinds)

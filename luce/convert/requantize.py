@@ -1,4 +1,4 @@
-"""Writes a GGUF again with its matrices in another type: a model, a NextN head or a block drafter."""
+"""Writes a GGUF again with its matrices in another type: a model, a NextN head, an assistant or a block drafter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def requantize(
         with about(source):
             facts = probe(file)
             what, arch = facts.kind, facts.architecture
-            if not (facts.supported or what in ("head", "drafter")):
+            if not (facts.supported or what in ("head", "drafter", "assistant")):
                 raise UnsupportedError("; ".join(facts.reasons))
             plan = [_stored(file, index, what == "drafter") for index in range(len(file.tensors))]
         names = {t.name for t in plan}

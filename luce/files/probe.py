@@ -28,7 +28,7 @@ _FILE_TYPES = {
 }
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.|attn_norm\.weight$)?")
 _MARKOV = ("markov_w1.weight", "dflash.dspark.markov.w1", "dflash.dspark.markov.w1.weight")  # Older files' are last.
-_ASSISTANTS = ("gemma4-assistant", "gemma4_assistant")
+_ASSISTANTS = ("-assistant", "_assistant")  # So end the names of architectures of assistants.
 _KV = re.compile(r"blk\.\d{1,9}\.attn_(?:k|v|k_norm)\.weight")
 _BESIDE = ("clip", "eagle", "eagle3")  # Projectors and heads of other kinds go with a model.
 _BY_ROW = ("IQ1_", "IQ2_", "IQ3_", "NVFP4")  # On a GPU luce has no matmul of its own for these.
@@ -123,9 +123,9 @@ class DFlash:
 
 
 @dataclass(frozen=True)
-class Gemma4:
-    """Settings of a Gemma 4 model, or of an assistant, as its file gives them; None where it does not. Layers are
-    sliding ones, whose rows see a window of positions, or global ones; `_swa` marks sizes of the sliding ones.
+class Layers:
+    """The kinds of layers of a model in which some have a window, as its file gives them; None where it does not. They
+    are sliding ones, whose rows see a window of positions, or global ones; `_swa` marks sizes of the sliding ones.
 
     `values_are_keys` says that global layers have no V. The last `shared_kv_layers` read K and V of a layer before
     them. `kv_bytes_per_position` and `kv_bytes_per_position_swa` are the F16 K and V of all layers of a kind that have
@@ -171,8 +171,8 @@ class Facts:
     """This is what one GGUF holds. Sizes and memory are in bytes; a value is None where the file does not
     give it.
 
-    `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter", "assistant" (Gemma 4's, which
-    drafts with its target's K and V) or "other". `supported` says that luce can generate with it as a model; else
+    `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter", "assistant" (which drafts
+    with its target's K and V) or "other". `supported` says that luce can generate with it as a model; else
     `reasons` says why not. `notes` say what else there is to know of running it, and `warnings` are those of them that
     whoever runs it should be told.
 
@@ -207,7 +207,7 @@ class Facts:
     context: int | None
     memory: Memory | None
     dflash: DFlash | None
-    gemma4: Gemma4 | None
+    layers: Layers | None
     warnings: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
         context=context,
         memory=memory,
         dflash=_dflash(kv, architecture, tensors) if kind == "drafter" else None,
-        gemma4=_gemma4(kv, architecture, tensors) if architecture in ("gemma4", *_ASSISTANTS) else None,
+        layers=_layers(kv, architecture, tensors) if kind in ("model", "assistant") else None,
         warnings=warnings,
     )
 
@@ -374,7 +374,7 @@ def _blocks(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
 def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor], blocks: _Blocks) -> str:
     if is_drafter(architecture):
         return "drafter"
-    if architecture in _ASSISTANTS:
+    if architecture.endswith(_ASSISTANTS):
         return "assistant"
     if not tensors or architecture in _BESIDE or fact(kv, "general.type", str, "model") != "model":
         return "other"
@@ -550,14 +550,17 @@ def _dflash(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
     )
 
 
-def _gemma4(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> Gemma4:
-    """Returns the settings of a Gemma 4 model or assistant. What differs between layers is an array of its key."""
+def _layers(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> Layers | None:
+    """Returns the kinds of layers where some have a window. What differs between layers is an array of its key."""
+    if f"{architecture}.attention.sliding_window" not in kv:
+        return None
 
     def number(name: str) -> int | None:
         return _number(kv, f"{architecture}.{name}")
 
-    sliding = whole_numbers(kv, f"{architecture}.attention.sliding_window_pattern", None)
-    kinds = None if sliding is None else [bool(layer) for layer in sliding]
+    pattern = f"{architecture}.attention.sliding_window_pattern"  # Of other models it may be a number.
+    given = isinstance(kv.get(pattern), memoryview)
+    kinds = [bool(layer) for layer in whole_numbers(kv, pattern)] if given else None
     heads = _of_layers(kv, f"{architecture}.attention.head_count_kv", kinds)
     sizes = {True: number("attention.key_length_swa"), False: number("attention.key_length")}
     shared, names = number("attention.shared_kv_layers") or 0, {tensor.name for tensor in tensors}
@@ -565,7 +568,7 @@ def _gemma4(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
     of_kind = {kind: None if kinds is None else own.count(kind) for kind in (True, False)}
     each = {kind: (of_kind[kind], heads[kind], sizes[kind]) for kind in (True, False)}
     stored = {kind: None if None in parts else 2 * 2 * math.prod(p or 0 for p in parts) for kind, parts in each.items()}
-    return Gemma4(
+    return Layers(
         global_layers=None if kinds is None else kinds.count(False),
         sliding_layers=None if kinds is None else kinds.count(True),
         sliding_window=number("attention.sliding_window"),

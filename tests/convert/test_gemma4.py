@@ -317,3 +317,17 @@ def test_a_merge_that_could_be_split_elsewhere_is_named(tmp_path, capsys):
     tokenizer["model"]["merges"].append(["a b", "c"])
     path.write_text(json.dumps(tokenizer))
     assert "merge 'a b c' is not two tokens" in hf.failure([str(folder), str(tmp_path / "out.gguf")], capsys)
+
+
+# ---- a GGUF as the source
+
+
+def test_an_assistant_s_gguf_gets_another_type(tmp_path):
+    c = replace(ASSISTANT, n_embd=256, n_ff=512, n_embd_out=512)
+    plain = convert(save_gemma4(tmp_path / "hf", c), "--type", "F32")
+    assert hf.requantized(plain, tmp_path / "small.gguf") == 0
+    types, keys = hf.types_of(tmp_path / "small.gguf"), hf.keys_of(tmp_path / "small.gguf")
+    assert types["token_embd.weight"] == "Q6_K" and types["nextn.pre_projection.weight"] == "Q4_K"
+    assert types["rope_freqs.weight"] == types["blk.0.layer_output_scale.weight"] == "F32"
+    wanted = hf.keys_of(plain) | {"general.file_type": 15}
+    assert keys == wanted

@@ -51,13 +51,13 @@ def test_the_layout_has_as_many_tensors_as_published_files(name, tensors):
     ("E4B", 4 * 2 * 512 * 4, 20 * 2 * 256 * 4), ("E2B", 3 * 1 * 512 * 4, 12 * 1 * 256 * 4),
 ])  # fmt: skip
 def test_keys_and_values_of_a_position_are_those_of_layers_that_have_them(facts_of, name, of_global, of_sliding):
-    found = facts_of(PUBLISHED[name]).gemma4
+    found = facts_of(PUBLISHED[name]).layers
     assert (found.kv_bytes_per_position, found.kv_bytes_per_position_swa) == (of_global, of_sliding)
 
 
 def test_what_the_31b_is(facts_of):
     facts = facts_of(PUBLISHED["31B"])
-    found = facts.gemma4
+    found = facts.layers
     assert (found.global_layers, found.sliding_layers, found.sliding_window) == (10, 50, 1024)
     assert (found.key_length, found.key_length_swa, found.head_count_kv, found.head_count_kv_swa) == (512, 256, 4, 16)
     assert (found.values_are_keys, found.shared_kv_layers, found.per_layer_embedding) == (True, 0, 0)
@@ -82,7 +82,7 @@ def test_a_token_of_a_small_model_reads_a_row_of_its_per_layer_embeddings(facts_
     c = PUBLISHED["E2B"]
     facts, table = facts_of(c), c.n_layer * c.n_embd_per_layer
     assert facts.parameters - facts.active_parameters == table * (c.n_vocab - 1)
-    assert facts.gemma4.shared_kv_layers == 20 and not facts.gemma4.values_are_keys
+    assert facts.layers.shared_kv_layers == 20 and not facts.layers.values_are_keys
     assert "the last 20 read others' K and V, each with an embedding of 256\n" in facts_text(facts)
 
 
@@ -108,7 +108,7 @@ def test_an_assistant_says_what_it_fits(facts_of, native, tmp_path, arch):
 
 
 def test_json_has_all_of_it(facts_of):
-    found = json.loads(json.dumps(facts_of(PUBLISHED["31B"]).as_json()))["gemma4"]
+    found = json.loads(json.dumps(facts_of(PUBLISHED["31B"]).as_json()))["layers"]
     assert found["sliding_window"] == 1024 and found["kv_bytes_per_position"] == 80 * KIB
 
 
@@ -116,7 +116,7 @@ def test_json_has_all_of_it(facts_of):
 def test_tiny_models_are_told_apart(native, tmp_path, name):
     c, _ = CASES[name]
     with File(hollow(tmp_path / "x.gguf", c), native) as file:
-        found = probe(file).gemma4
+        found = probe(file).layers
     kinds = found.global_layers, found.sliding_layers
     assert kinds == (c.sliding.count(False), c.sliding.count(True))
     assert (found.head_count_kv, found.head_count_kv_swa) == (c.n_head_kv, c.n_head_kv_swa)
@@ -137,8 +137,15 @@ def without_pattern(path, c, **keys):
 def test_a_file_that_does_not_say_which_layers_slide(native, tmp_path):
     with File(without_pattern(tmp_path / "x.gguf", CASES["dense"][0]), native) as file:
         facts = probe(file)
-    assert facts.gemma4.global_layers is None and facts.gemma4.kv_bytes_per_position is None
+    assert facts.layers.global_layers is None and facts.layers.kv_bytes_per_position is None
     assert "layers          unknown: the file does not say which of them slide\n" in facts_text(facts)
+
+
+def test_a_pattern_of_another_model_is_no_error(native, tmp_path):
+    number = gguf.GGUFValue(6, gguf.GGUFValueType.UINT32)
+    path = without_pattern(tmp_path / "x.gguf", CASES["dense"][0], attention__sliding_window_pattern=number)
+    with File(path, native) as file:
+        assert probe(file).layers.global_layers is None
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -156,4 +163,4 @@ def test_a_window_of_equal_heads_has_one_number_of_them(native, tmp_path):
     c = replace(CASES["dense"][0], n_head_kv=2)
     path = tiny_gemma4.write(tmp_path / "x.gguf", c, tiny_gemma4.layout(c, 1))
     with File(path, native) as file:
-        assert (probe(file).gemma4.head_count_kv, probe(file).gemma4.head_count_kv_swa) == (2, 2)
+        assert (probe(file).layers.head_count_kv, probe(file).layers.head_count_kv_swa) == (2, 2)
