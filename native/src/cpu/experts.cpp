@@ -107,8 +107,10 @@ public:
         for (int32_t c = 0; c < args_.T; c++) {
             float *out = a.out + pairs[c] * N;
             const float *x = products_[0].data() + c * N, *y = products_[1].data() + c * N;
-            for (int64_t n = n0; n < n1; n++) {
-                out[n] = a.n_weights == 1 ? x[n] : silu(x[n]) * y[n];
+            if (a.n_weights == 1) {
+                std::copy(x + n0, x + n1, out + n0);
+            } else {
+                activate(a.activation, x + n0, y + n0, n1 - n0, out + n0);
             }
         }
     }

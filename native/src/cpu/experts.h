@@ -3,6 +3,7 @@
 // not depend on the other rows.
 #pragma once
 
+#include "common/activation.h"
 #include "cpu/matmul.h"
 
 namespace luce {
@@ -19,11 +20,12 @@ struct RouteArgs {
 };
 
 // experts computes each row's product with each of its experts, out [T][n_used][N]. Of one matrix it is w x,
-// and of two it is silu(w0 x) * (w1 x).
+// and of two it is f(w0 x) * (w1 x), where f is the activation.
 struct ExpertsArgs {
     const int32_t *route; // [T][2*n_used]
     int32_t n_expert, n_used, T;
     int32_t n_weights; // there are 1 or 2
+    Activation activation; // of two
     RowsWeight weights[2]; // they are those of expert 0; out is not used
     size_t expert_bytes[2]; // one expert's matrix is so far from the next
     int64_t K;

@@ -2,6 +2,8 @@
 // not depend on its place in such a loop.
 #pragma once
 
+#include "common/activation.h"
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -37,6 +39,25 @@ inline float sigmoid(float x) {
 
 inline float silu(float x) {
     return x / (1.0f + exponential(-x));
+}
+
+// Returns GELU by tanh, since (1 + tanh(u)) / 2 = sigmoid(2 u). It is exact but for rounding: ggml's looks up a table of F16.
+inline float gelu(float x) {
+    const float twice = 1.59576912f * std::fma(0.044715f * x * x, x, x); // 2 sqrt(2 / pi) (x + 0.044715 x^3)
+    return x / (1.0f + exponential(-twice));
+}
+
+// Computes out[i] = f(gate[i]) * up[i], where out may be gate.
+inline void activate(Activation f, const float *gate, const float *up, int64_t n, float *out) {
+    if (f == GELU) {
+        for (int64_t i = 0; i < n; i++) {
+            out[i] = gelu(gate[i]) * up[i];
+        }
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        out[i] = silu(gate[i]) * up[i];
+    }
 }
 
 } // namespace luce

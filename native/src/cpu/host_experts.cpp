@@ -138,9 +138,7 @@ void RamExperts::up(const RamExpertsArgs &a, int64_t begin, int64_t end) {
         fetch_first(a.up, size_t(chosen.expert) * a.up_bytes, n0, N);
         multiply(a.gate, chosen.expert, a.gate_bytes, n0, N, x, a.E, chosen.n, gate);
         multiply(a.up, chosen.expert, a.up_bytes, n0, N, x, a.E, chosen.n, up);
-        for (int64_t i = 0; i < chosen.n * N; i++) {
-            gate[i] = silu(gate[i]) * up[i];
-        }
+        activate(a.activation, gate, up, chosen.n * N, gate);
         if (packs(a.down.type)) { // FF is whole blocks, and so this is one
             auto *blocks = static_cast<PackedBlock *>(hidden(a, chosen)) + u % units * chosen.n;
             cpu_pack_rows({gate, N, chosen.n, blocks}, 0, 1);

@@ -2,7 +2,7 @@
 // model. The CPU's row-invariant kernels multiply them, so a row's result does not depend on the other rows,
 // or on threads.
 //
-// The threads meet twice: after gate, up and silu(gate) * up, and after down and the weighted sum. So what they
+// The threads meet twice: after gate, up and f(gate) * up, and after down and the weighted sum. So what they
 // share out is a few rows of the matrices: first those of each expert that was chosen, then those of down, each over
 // all experts.
 #pragma once
@@ -23,6 +23,7 @@ struct RamExpertsArgs {
     const float *x; // [T][E]
     const int32_t *route; // [T][2*n_used], as cpu_route leaves it
     int32_t T, n_expert, n_used;
+    Activation activation;
     int64_t E, FF;
     RowsWeight gate, up, down;
     size_t gate_bytes, up_bytes, down_bytes; // one expert's matrix is so far from the next

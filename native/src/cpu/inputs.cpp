@@ -53,10 +53,7 @@ void make(const RowsInputArgs &a, int64_t t, int64_t k0, int64_t k1) {
     const float *x = a.x + row + k0;
     float *__restrict out = a.values + row + k0;
     if (a.up != nullptr) {
-        const float *up = a.up + row + k0;
-        for (int64_t i = 0; i < n; i++) {
-            out[i] = silu(x[i]) * up[i];
-        }
+        activate(a.activation, x, a.up + row + k0, n, out);
         return;
     }
     if (a.residual != nullptr) {

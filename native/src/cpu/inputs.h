@@ -2,18 +2,20 @@
 // thread, is one op, which leaves both forms that a weight may take. A row's bits do not depend on the other rows.
 #pragma once
 
+#include "common/activation.h"
 #include "cpu/matmul.h"
 
 namespace luce {
 
 // An input of T rows of K values, from x [T][K]:
 //   with z      RMS(x) * w * silu(z), the mean over each head of S values
-//   with up     silu(x) * up
+//   with up     f(x) * up, where f is the activation
 //   with w      RMS(x + residual) * w, where the residual may be null
 struct RowsInputArgs {
     int32_t T;
     int64_t K, S; // of a norm S is that of w, else 0
     float eps;
+    Activation activation;
     const float *x, *w, *z, *up, *residual;
     float *sum; // [T][K] is x + residual; it is null where there is none
     float *values; // [T][K]

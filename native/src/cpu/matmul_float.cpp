@@ -40,9 +40,10 @@ LUCE_INLINE float total(Floats sum) {
     return part[0];
 }
 
-// Computes out[c * pitch + r] = w[r] . x[c]. What is left at the end of K is filled with zeros.
+// Computes out[c * pitch + r] = scale * w[r] . x[c]. What is left at the end of K is filled with zeros.
 template <class Type, int R, int C>
-void multiply(const uint8_t *w, size_t row_bytes, const float *x, int64_t K, float *out, int64_t pitch) {
+void multiply(const uint8_t *w, size_t row_bytes, const float *x, int64_t K, float scale, float *out,
+              int64_t pitch) {
     using Value = typename Type::Value;
     const auto row = [&](int r) { return reinterpret_cast<const Value *>(w + r * row_bytes); };
     Floats sums[R][C] = {};
@@ -67,7 +68,7 @@ void multiply(const uint8_t *w, size_t row_bytes, const float *x, int64_t K, flo
     }
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < C; c++) {
-            out[c * pitch + r] = total(sums[r][c]);
+            out[c * pitch + r] = scale * total(sums[r][c]);
         }
     }
 }
@@ -76,13 +77,14 @@ template <class Type, int R>
 void columns(const RowsMatmulArgs &a, const RowsWeight &w, int64_t n, int t0, int t1) {
     const uint8_t *rows = static_cast<const uint8_t *>(w.data) + size_t(n) * w.row_bytes;
     const float *x = static_cast<const float *>(a.x);
+    const float scale = w.scale == nullptr ? 1.0f : *w.scale;
     for (int t = t0; t < t1; t += COLS) {
         float *out = w.out + t * w.N + n;
         switch (std::min(COLS, t1 - t)) {
-            case 1: multiply<Type, R, 1>(rows, w.row_bytes, x + t * a.K, a.K, out, w.N); break;
-            case 2: multiply<Type, R, 2>(rows, w.row_bytes, x + t * a.K, a.K, out, w.N); break;
-            case 3: multiply<Type, R, 3>(rows, w.row_bytes, x + t * a.K, a.K, out, w.N); break;
-            default: multiply<Type, R, COLS>(rows, w.row_bytes, x + t * a.K, a.K, out, w.N);
+            case 1: multiply<Type, R, 1>(rows, w.row_bytes, x + t * a.K, a.K, scale, out, w.N); break;
+            case 2: multiply<Type, R, 2>(rows, w.row_bytes, x + t * a.K, a.K, scale, out, w.N); break;
+            case 3: multiply<Type, R, 3>(rows, w.row_bytes, x + t * a.K, a.K, scale, out, w.N); break;
+            default: multiply<Type, R, COLS>(rows, w.row_bytes, x + t * a.K, a.K, scale, out, w.N);
         }
     }
 }

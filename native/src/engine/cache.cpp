@@ -89,7 +89,7 @@ Cache::Cache(const Model &model, const CacheParams &params)
         for (uint32_t il = stage.first; il < stage.end; il++) {
             const Block &block = model.weights().blocks[il];
             const Attention *a = block.attention();
-            kv_.push_back(a != nullptr ? cells(stage, a->shape) : KvCells{});
+            kv_.push_back(a != nullptr && a->has_cells() ? cells(stage, a->shape) : KvCells{});
             DeltaState &d = delta_.emplace_back();
             if (a != nullptr) {
                 continue;

@@ -169,7 +169,8 @@ private:
     CacheParams params_;
     uint32_t max_pages_;
     std::deque<Stage> stages_;
-    std::vector<KvCells> kv_; // they are in the order of trunk blocks; entries are empty for DeltaNet
+    std::vector<KvCells>
+        kv_; // they are in the order of trunk blocks; entries of layers without cells are empty
     std::vector<DeltaState> delta_; // they are in the order of trunk blocks; entries are empty for attention
     std::vector<const Drafter *> drafters_;
     std::vector<std::vector<KvCells>> drafter_kv_; // by the model's drafters and their layers

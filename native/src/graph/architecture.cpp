@@ -1,11 +1,12 @@
 #include "graph/architecture.h"
 
+#include "graph/gemma4.h"
 #include "graph/qwen35.h"
 
 namespace luce {
 
 // This is the table. An architecture is a row here and has a file of its own.
-static const Architecture *const ARCHITECTURES[] = {&QWEN35, &QWEN35MOE};
+static const Architecture *const ARCHITECTURES[] = {&QWEN35, &QWEN35MOE, &GEMMA4};
 
 const Architecture &architecture_of(const GgufFile &file) {
     const std::string name = file.string("general.architecture");

@@ -47,23 +47,24 @@ Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, bool bloc
     return matmul(gated(o, gate), w.out); // {E, T}
 }
 
-Val ffn(Val x, const Ffn &w) {
+Val ffn(Val x, const Ffn &w, Activation activation) {
     const auto [gate, up] = matmul(x, {w.gate, w.up}); // {FF, T} each
-    return matmul(glu(gate, up), w.down); // {E, T}
+    return matmul(glu(gate, up, activation), w.down); // {E, T}
+}
+
+Val mixture(Val x, Val logits, const Moe &w) {
+    const Val chosen = route(logits, w);
+    const auto [gate, up] = experts_up(x, chosen, w);
+    return mix(experts_down(glu(gate, up, w.activation), chosen, w), chosen, w); // {E, T}
 }
 
 // Each row has the experts that the router chose for it, and the shared expert, scaled by a gate of its own.
 static Val moe(Val x, const Moe &w) {
-    const auto mixed = [&](Val logits) {
-        const Val chosen = route(logits, w);
-        const auto [gate, up] = experts_up(x, chosen, w);
-        return mix(experts_down(glu(gate, up), chosen, w), chosen, w); // {E, T}
-    };
     if (w.shared_gate == nullptr) {
-        return mixed(matmul(x, w.router));
+        return mixture(x, matmul(x, w.router), w);
     }
     const auto [logits, open] = matmul(x, {w.router, w.shared_gate}); // {n, T}, {1, T}
-    const Val y = mixed(logits);
+    const Val y = mixture(x, logits, w);
     return add(y, gated(ffn(x, w.shared), open));
 }
 
@@ -82,7 +83,8 @@ void end_step(Val x, const std::vector<Val> &outputs) {
         return;
     }
     const bool one = g.prefill() && g.T > 1;
-    g.logits = matmul(one ? norm(last(x), w.output_norm, eps) : h, w.output); // {V, T or 1}
+    const Val z = matmul(one ? norm(last(x), w.output_norm, eps) : h, w.output); // {V, T or 1}
+    g.logits = softcap(z, g.model.hparams().logit_softcap);
     if (g.kind == StepKind::verify) {
         g.hidden = compute(x);
     }

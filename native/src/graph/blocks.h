@@ -18,8 +18,10 @@ Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, bool bloc
 Val write_kv(Val x, const Attention &w, const KvLayer &kv, float eps);
 
 // SwiGLU of x {E, T}, or the mixture of experts that a block may have in its place -> {E, T}.
-Val ffn(Val x, const Ffn &w);
+Val ffn(Val x, const Ffn &w, Activation activation = SILU);
 Val feed_forward(Val x, const Block &block);
+// The weighted sum of what the experts that the router's logits {n, T} choose give rows x {E, T} -> {E, T}.
+Val mixture(Val x, Val logits, const Moe &w);
 
 // What follows the blocks of a trunk, whose last one put out x {E, T}: its logits and choices, and what drafters read. A
 // prefill has logits of its last row or none, and a verify of all rows.

@@ -168,7 +168,7 @@ AttentionShape read_attention(const Found &f) {
     a.rope_base = float(f.file.number(f.key("rope.freq_base")));
     a.yarn = read_yarn(f);
     a.value_dim = uint32_t(f.file.integer_or(f.key("attention.value_length"), a.head_dim, 1, 1024));
-    check_attention(f.file.path().c_str(), a);
+    check_attention(f.file.path().c_str(), a, false); // Model::describe asks for the device
     return a;
 }
 

@@ -54,13 +54,18 @@ StepOutputs Lowering::run() {
     return out;
 }
 
+// Such a value has no rows: what reads it finds the cells themselves.
+static bool stands_for_cells(Op op, int32_t out) {
+    return out == 0 && (op == Op::kv_write || op == Op::norm_rope || op == Op::heads);
+}
+
 // A stage ends with the rows that later ones read: here they will be sent to another device.
 void Lowering::next_stage() {
     for (size_t reader = 0; reader < plain.nodes.size(); reader++) {
         const Node &n = plain.nodes[reader];
         for (const Val v : n.in) {
             if (!n.dead && n.stage >= outputs_.first_nodes.size() &&
-                plain.at(v).stage < outputs_.first_nodes.size()) {
+                plain.at(v).stage < outputs_.first_nodes.size() && !stands_for_cells(plain.at(v).op, v.out)) {
                 expand(rows(v));
             }
         }
@@ -175,7 +180,7 @@ ggml_tensor *Lowering::embedding(ggml_tensor *table) {
     return ggml_get_rows(ctx, table, tokens); // {E, T}
 }
 
-static ggml_tensor *rotated(ggml_context *ctx, ggml_tensor *x, ggml_tensor *positions,
+static ggml_tensor *rotated(ggml_context *ctx, ggml_tensor *x, ggml_tensor *positions, ggml_tensor *factors,
                             const AttentionShape &s) {
     if (s.rope_dim == 0) {
         return x;
@@ -184,7 +189,7 @@ static ggml_tensor *rotated(ggml_context *ctx, ggml_tensor *x, ggml_tensor *posi
     const bool blends = y.factor > 1;
     const float factor = blends ? y.attention / (1.0f + 0.1f * std::log(y.factor)) : 1.0f;
     // It is plain NEOX, since for text the axes of M-RoPE are all equal.
-    return ggml_rope_ext(ctx, x, positions, nullptr, int(s.rope_dim), GGML_ROPE_TYPE_NEOX,
+    return ggml_rope_ext(ctx, x, positions, factors, int(s.rope_dim), GGML_ROPE_TYPE_NEOX,
                          int(y.n_ctx_trained), s.rope_base, 1.0f / y.factor, blends ? 1.0f : 0.0f, factor,
                          blends ? y.beta_fast : 0.0f, blends ? y.beta_slow : 0.0f);
 }
@@ -304,6 +309,7 @@ ggml_tensor *Lowering::host_experts(ggml_tensor *routed, ggml_tensor *x, const M
     RamExpertsArgs a{};
     a.T = int32_t(T);
     a.n_used = int32_t(w.shape.n_used);
+    a.activation = w.activation;
     return ops::ram_experts(ctx, {routed, x, w.down, w.gate_up != nullptr ? w.gate_up : w.gate, w.up}, a);
 }
 
@@ -387,10 +393,14 @@ void Lowering::emit(int32_t node) {
         case Op::head_norm:
             set(norm_rows(by_heads(n.in[0], n.w[0]->ne[0]), n.w[0], real())); // {D, heads, T}
             break;
+        case Op::unit_norm: {
+            const UnitNorm &norm = std::get<UnitNorm>(n.params);
+            set(ggml_rms_norm(ctx, by_heads(n.in[0], norm.D), norm.eps)); // {D, heads, T}
+            break;
+        }
         case Op::add: set(ggml_add(ctx, flat(n.in[1]), flat(n.in[0]))); break;
         case Op::mul: set(ggml_mul(ctx, flat(n.in[0]), flat(n.in[1]))); break;
         case Op::silu: set(ggml_silu(ctx, flat(n.in[0]))); break;
-        case Op::glu: set(ggml_swiglu_split(ctx, flat(n.in[0]), flat(n.in[1]))); break;
         case Op::gated: {
             ggml_tensor *gate = rows(n.in[1]);
             if (gate->ne[0] != n.n[0] && gate->ne[0] != 1) {
@@ -412,7 +422,8 @@ void Lowering::emit(int32_t node) {
         }
         case Op::rope: {
             const AttentionShape &s = *std::get<const AttentionShape *>(n.params);
-            set(rotated(ctx, by_heads(n.in[0], s.head_dim), in->positions, s)); // {D, heads, T}
+            ggml_tensor *factors = n.w.empty() ? nullptr : n.w[0];
+            set(rotated(ctx, by_heads(n.in[0], s.head_dim), in->positions, factors, s)); // {D, heads, T}
             break;
         }
         case Op::kv_write: store(flat(n.in[0]), flat(n.in[1]), std::get<KvLayer>(n.params)); break;
@@ -446,6 +457,12 @@ void Lowering::emit(int32_t node) {
         case Op::first: {
             ggml_tensor *x = flat(n.in[0]);
             set(ggml_cont(ctx, ggml_view_2d(ctx, x, n.n[0], n.T, x->nb[1], 0))); // {n, T}
+            break;
+        }
+        case Op::slice: {
+            ggml_tensor *x = flat(n.in[0]);
+            const size_t at = size_t(std::get<int64_t>(n.params)) * x->nb[0];
+            set(ggml_cont(ctx, ggml_view_2d(ctx, x, n.n[0], n.T, x->nb[1], at))); // {n, T}
             break;
         }
         case Op::last: {

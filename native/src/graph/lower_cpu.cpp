@@ -18,8 +18,10 @@ bool has_own_op(const Moe &w) {
 void check_no_scales(const Moe &w) {
     for (const ggml_tensor *weight : {w.gate, w.up, w.gate_up, w.down}) {
         if (weight != nullptr && scales_of(weight) != nullptr) {
-            fail(LUCE_E_UNSUPPORTED, "experts of %s have scales, and matrices beside them are of other types",
-                 weight->name);
+            fail(LUCE_E_UNSUPPORTED,
+                 "tensor %s, of type %s, has scales beside it: luce multiplies such experts where its own op "
+                 "has the types of gate, up and down",
+                 weight->name, type_name(weight->type));
         }
     }
 }
@@ -30,9 +32,11 @@ public:
 
 protected:
     // Makes values {K, T} and, where K has whole blocks, their packed form; with a residual the sum first.
-    void rows_input(float eps, const std::vector<ggml_tensor *> &args, Val y, const Val *sum) {
+    void rows_input(float eps, const std::vector<ggml_tensor *> &args, Val y, const Val *sum,
+                    Activation activation = SILU) {
         RowsInputArgs a{};
         a.eps = eps;
+        a.activation = activation;
         const OpNode t = ops::rows_input(ctx, args, a);
         made(y, Form::rows) = t[1];
         if (t.results[2].bytes > 0) {
@@ -56,7 +60,8 @@ protected:
                            nullptr);
             } else if (n.op == Op::glu) {
                 ggml_tensor *gate = dense(n.in[0]), *up = dense(n.in[1]);
-                rows_input(0, {gate, nullptr, nullptr, up, nullptr}, v, nullptr);
+                rows_input(0, {gate, nullptr, nullptr, up, nullptr}, v, nullptr,
+                           std::get<Activation>(n.params));
             } else if (n.op == Op::gated_norm) {
                 ggml_tensor *o = dense(n.in[0]), *z = dense(n.in[1]);
                 rows_input(std::get<float>(n.params), {o, n.w[0], z, nullptr, nullptr}, v, nullptr);
@@ -128,6 +133,7 @@ protected:
                 ExpertsArgs a{};
                 a.own_input = down;
                 a.n_weights = n_weights; // two are apart, or fused
+                a.activation = w.activation;
                 ggml_tensor *input = luce::rows_input(first->type) == RowsInput::packed ? packed(n.in[0]) : x;
                 return ops::experts_matmul(ctx, {routed, input, first, second}, a);
             };
@@ -153,13 +159,24 @@ protected:
             return;
         }
         x = ggml_reshape_3d(ctx, x, x->ne[0], 1, T);
-        ggml_tensor *gate = product(n.w[0], x), *up = fused ? nullptr : product(n.w[1], x);
         const auto pairs_of = [&](ggml_tensor *t) { return ggml_reshape_2d(ctx, t, t->ne[0], pairs); };
-        if (with_glu) { // {FF, n_used, T}
-            set(0, pairs_of(fused ? ggml_swiglu(ctx, gate) : ggml_swiglu_split(ctx, gate, up)));
+        ggml_tensor *gate = pairs_of(product(n.w[0], x)),
+                    *up = nullptr; // {FF or, where they are fused, 2*FF, pairs}
+        if (fused) {
+            const auto half = [&](int64_t first) {
+                const size_t at = size_t(first) * gate->nb[0];
+                return ggml_cont(ctx, ggml_view_2d(ctx, gate, gate->ne[0] / 2, pairs, gate->nb[1], at));
+            };
+            up = half(gate->ne[0] / 2);
+            gate = half(0);
         } else {
-            set(0, pairs_of(gate));
-            set(1, pairs_of(up));
+            up = pairs_of(product(n.w[1], x));
+        }
+        if (with_glu) {
+            rows_input(0, {gate, nullptr, nullptr, up, nullptr}, y, nullptr, w.activation);
+        } else {
+            set(0, gate);
+            set(1, up);
         }
     }
 
@@ -169,6 +186,7 @@ protected:
             case Op::matmul:
             case Op::matmul_first: matmul(n, y); break;
             case Op::add_norm: add_norm(n, y); break;
+            case Op::glu: values(y); break;
             case Op::route: { // ids, then weights
                 RouteArgs a{};
                 a.n_used = int32_t(std::get<const Moe *>(n.params)->shape.n_used);

@@ -61,6 +61,10 @@ bool all_packed(const std::vector<ggml_tensor *> &weights) {
     return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
+bool is_swiglu(const Node &n) {
+    return n.op == Op::glu && std::get<Activation>(n.params) == SILU;
+}
+
 class GpuLowering : public Lowering {
 public:
     using Lowering::Lowering;
@@ -103,9 +107,9 @@ protected:
             t = t == nullptr ? pack(ops::rowmm_pack_rms, {x, norm.w}, norm.eps) : t;
         } else if (t != nullptr) {
             return t;
-        } else if (n.op == Op::glu && reads_partials(n)) {
+        } else if (is_swiglu(n) && reads_partials(n)) {
             t = ops::rowmm_parts_swiglu(ctx, {partials(n.in[0])});
-        } else if (n.op == Op::glu) {
+        } else if (is_swiglu(n)) {
             ggml_tensor *gate = flat(n.in[0]), *up = flat(n.in[1]);
             t = pack(ops::rowmm_pack_swiglu, {gate, up});
         } else if (n.op == Op::gated_norm) {
@@ -198,7 +202,7 @@ protected:
             if (ggml_tensor *x = flat(norm.x); ggml_is_contiguous(x)) {
                 return t = pack(ops::gemm_pack_norm, {x, norm.w}, norm.eps);
             }
-        } else if (n.op == Op::glu) {
+        } else if (is_swiglu(n)) {
             ggml_tensor *gate = flat(n.in[0]), *up = flat(n.in[1]);
             if (ggml_is_contiguous(gate) && ggml_is_contiguous(up)) {
                 return t = pack(ops::gemm_pack_swiglu, {gate, up});
@@ -458,6 +462,12 @@ protected:
             case Op::matmul_add:
             case Op::matmul_first: matmul(n, y); break;
             case Op::add_norm: add_norm(n, y); break;
+            case Op::glu: {
+                ggml_tensor *gate = flat(n.in[0]), *up = flat(n.in[1]);
+                made(y, Form::rows) =
+                    is_swiglu(n) ? ggml_swiglu_split(ctx, gate, up) : ggml_geglu_split(ctx, gate, up);
+                break;
+            }
             case Op::heads: heads(n, y); break;
             case Op::delta_layer: delta_layer(n, y); break;
             case Op::mixture: mixture(n, y); break;

@@ -111,6 +111,9 @@ Val norm(Val x, ggml_tensor *w, float eps) {
 Val head_norm(Val x, ggml_tensor *w, float eps) {
     return like(Op::head_norm, x, {x}, {w}, eps);
 }
+Val unit_norm(Val x, int64_t D, float eps) {
+    return like(Op::unit_norm, x, {x}, {}, UnitNorm{D, eps});
+}
 std::vector<Val> matmuls(Val x, const std::vector<ggml_tensor *> &w) {
     Node node = {Op::matmul, {x}, w, {}, x.graph->at(x).T};
     for (const ggml_tensor *weight : w) {
@@ -135,8 +138,8 @@ Val mul(Val x, Val y) {
 Val silu(Val x) {
     return like(Op::silu, x, {x});
 }
-Val glu(Val gate, Val up) {
-    return like(Op::glu, gate, {gate, up});
+Val glu(Val gate, Val up, Activation activation) {
+    return like(Op::glu, gate, {gate, up}, {}, activation);
 }
 Val gated(Val x, Val gate) {
     return like(Op::gated, x, {x, gate});
@@ -154,6 +157,9 @@ Val softcap(Val x, float cap) {
 Val first(Val x, int64_t n) {
     return n == x.graph->width(x) ? x : x.graph->add({Op::first, {x}, {}, {n}, x.graph->at(x).T});
 }
+Val slice(Val x, int64_t at, int64_t n) {
+    return x.graph->add({Op::slice, {x}, {}, {n}, x.graph->at(x).T, at});
+}
 Val last(Val x) {
     return x.graph->at(x).T == 1 ? x : x.graph->add({Op::last, {x}, {}, {x.graph->width(x)}, 1});
 }
@@ -169,15 +175,17 @@ std::array<Val, 2> split_heads(Val x, const AttentionShape &s) {
     const Val q = x.graph->add({Op::split_heads, {x}, {}, {n, n}, x.graph->at(x).T, &s});
     return {q, Val{q.graph, q.node, 1}};
 }
-Val rope(Val x, const AttentionShape &s) {
-    return like(Op::rope, x, {x}, {}, &s);
+Val rope(Val x, const AttentionShape &s, ggml_tensor *factors) {
+    return like(Op::rope, x, {x}, factors == nullptr ? std::vector<ggml_tensor *>{} : std::vector{factors},
+                &s);
 }
 Val kv_write(const KvLayer &kv, Val k, Val v) {
     return like(Op::kv_write, k, {k, v}, {}, kv);
 }
 Val attend(Val q, Val kv, const AttentionShape &s, bool block) {
     const KvLayer &layer = std::get<KvLayer>(kv.graph->at(kv).params);
-    return like(Op::attend, q, {q, kv}, {}, Attends{&s, layer, 1.0f / std::sqrt(float(s.head_dim)), block});
+    const float scale = s.scale > 0 ? s.scale : 1.0f / std::sqrt(float(s.head_dim));
+    return like(Op::attend, q, {q, kv}, {}, Attends{&s, layer, scale, block});
 }
 
 Val conv(Val qkv, const DeltaNet &w, const DeltaState &state) {

@@ -41,15 +41,17 @@ enum class Op : uint8_t {
     previous, // {E, T}: of a prompt's hidden rows, for each row that of the position before; the first one's was kept
     norm, // RMS(x) * w over a row
     head_norm, // RMS(x) * w over each head of a row
+    unit_norm, // the same without w
     matmul, // up to 4 products of one x, an output each
     add, // x + y
     mul, // x * y
     silu, // x * sigmoid(x)
-    glu, // silu(x) * y
+    glu, // f(x) * y, where f is SiLU or GELU
     gated, // x * sigmoid(y), where y has a row's width or is one number a row
     concat, // [x ; y] in each row
     split_heads, // of heads [q ; gate] an output each
-    rope, // of each head the first rope_dim values are rotated to the row's position, i with i + rope_dim / 2 (NEOX)
+    rope, // of each head the first rope_dim values are rotated to the row's position, i with i + rope_dim / 2 (NEOX);
+    // with a weight frequency i is divided by its value i
     kv_write, // k and v go into their cells. Its value stands for the cells, so that attention comes after it
     attend, // softmax(q K) V over what a row sees
     conv, // DeltaNet's short convolution with SiLU, and its l2 norms
@@ -60,6 +62,7 @@ enum class Op : uint8_t {
     scale, // x times a number
     softcap, // c * tanh(x / c)
     first, // the first n values of a row
+    slice, // n values of a row from some place on
     last, // the last row alone
     own_rows, // x written out once for many readers: no rule fuses what made it with a product
     spread, // a drafter's logits at the target's tokens; those that it lacks get one that is never chosen
@@ -116,6 +119,10 @@ struct Attends {
     float scale; // of scores
     bool block; // the rows of a sequence all see each other
 };
+struct UnitNorm {
+    int64_t D; // of a head
+    float eps;
+};
 struct Recurs {
     const DeltaNet *w;
     DeltaState state;
@@ -133,8 +140,8 @@ struct Links {
 };
 
 // What a node has besides its inputs and weights: an epsilon or a factor, a count, a shape, a state.
-using Params = std::variant<std::monostate, float, int64_t, const AttentionShape *, KvLayer, Attends, Recurs,
-                            const Moe *, Chooses, Links>;
+using Params = std::variant<std::monostate, float, int64_t, Activation, UnitNorm, const AttentionShape *,
+                            KvLayer, Attends, Recurs, const Moe *, Chooses, Links>;
 
 struct Node {
     Op op = Op::any;
@@ -210,6 +217,7 @@ Val previous(Val h);
 
 Val norm(Val x, ggml_tensor *w, float eps);
 Val head_norm(Val x, ggml_tensor *w, float eps); // w {D} or {S}
+Val unit_norm(Val x, int64_t D, float eps);
 Val matmul(Val x, ggml_tensor *w); // w {K, N}: {K, T} -> {N, T}
 std::vector<Val> matmuls(Val x, const std::vector<ggml_tensor *> &w);
 template <size_t N> std::array<Val, N> matmul(Val x, ggml_tensor *const (&w)[N]) {
@@ -221,18 +229,19 @@ template <size_t N> std::array<Val, N> matmul(Val x, ggml_tensor *const (&w)[N])
 Val add(Val x, Val y);
 Val mul(Val x, Val y);
 Val silu(Val x);
-Val glu(Val gate, Val up);
+Val glu(Val gate, Val up, Activation activation = SILU);
 Val gated(Val x, Val gate);
 Val concat(Val x, Val y);
 Val scale(Val x, float factor);
 Val softcap(Val x, float cap);
 Val first(Val x, int64_t n);
+Val slice(Val x, int64_t at, int64_t n); // {n, T}
 Val last(Val x);
 Val own_rows(Val x);
 Val spread(Val x, ggml_tensor *ids, int64_t n);
 
 std::array<Val, 2> split_heads(Val x, const AttentionShape &s); // {2*D*H, T} -> {D*H, T} twice
-Val rope(Val x, const AttentionShape &s);
+Val rope(Val x, const AttentionShape &s, ggml_tensor *factors = nullptr);
 Val kv_write(const KvLayer &kv, Val k, Val v);
 Val attend(Val q, Val kv, const AttentionShape &s, bool block = false); // {D*H, T} -> {D*H, T}
 

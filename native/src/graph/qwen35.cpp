@@ -3,6 +3,7 @@
 #include "graph/qwen35.h"
 
 #include "graph/blocks.h"
+#include "graph/keys.h"
 #include "graph/nextn.h"
 #include "ops/shapes.h"
 
@@ -12,32 +13,6 @@
 
 namespace luce {
 namespace {
-
-// Returns what stands before the names of an architecture's own keys.
-std::string prefix_of(const GgufFile &file) {
-    return file.string("general.architecture") + ".";
-}
-
-// Returns a number for each of n blocks, of which a key has one for all, or an array.
-std::vector<uint32_t> per_block(const GgufFile &file, const std::string &key, uint32_t n, int64_t lo,
-                                int64_t hi) {
-    const GgufKv *kv = file.find(key);
-    if (kv == nullptr || kv->type != GGUF_ARR) {
-        return std::vector<uint32_t>(n, uint32_t(file.integer(key, lo, hi)));
-    }
-    const std::vector<int64_t> values = file.integers(key);
-    if (values.size() != n) {
-        fail(LUCE_E_FILE, "%s: key %s has %zu entries, expected %u (one for each block)", file.path().c_str(),
-             key.c_str(), values.size(), n);
-    }
-    for (const int64_t value : values) {
-        if (value < lo || value > hi) {
-            fail(LUCE_E_FILE, "%s: key %s has %lld, expected %lld to %lld", file.path().c_str(), key.c_str(),
-                 (long long) value, (long long) lo, (long long) hi);
-        }
-    }
-    return std::vector<uint32_t>(values.begin(), values.end());
-}
 
 std::vector<bool> recurrent_layers(const GgufFile &file, uint32_t n_layer, uint32_t n_all) {
     std::vector<bool> recurrent(n_layer);
@@ -58,14 +33,6 @@ std::vector<bool> recurrent_layers(const GgufFile &file, uint32_t n_layer, uint3
         recurrent[i] = (i + 1) % interval != 0;
     }
     return recurrent;
-}
-
-void check_rope_scaling(const GgufFile &file) {
-    const std::string key = prefix_of(file) + "rope.scaling.type";
-    if (file.find(key) != nullptr && file.string(key) != "none") {
-        fail(LUCE_E_UNSUPPORTED, "%s: key %s is '%s': luce has no RoPE scaling", file.path().c_str(),
-             key.c_str(), file.string(key).c_str());
-    }
 }
 
 MoeShape read_experts(const GgufFile &file) {
@@ -292,14 +259,14 @@ Weights read_trunk(WeightReader &reader, const HParams &hp) {
 
 // Reads a head's hyperparameters, from a file that may hold nothing else. The error has both values where the
 // head does not fit the trunk.
-HParams read_head_shape(const GgufFile &file, const char *expected, const HParams &trunk) {
+HParams read_head_shape(const GgufFile &file, const char *expected, const HParams &trunk, bool gpu) {
     const char *path = file.path().c_str();
     const std::string arch = file.string("general.architecture");
     if (arch != expected) {
         fail(LUCE_E_FILE, "%s: the head's architecture is %s, the model's %s", path, arch.c_str(), expected);
     }
     HParams hp = read(file);
-    check_shapes(path, hp);
+    check_shapes(path, hp, gpu);
     if (hp.n_nextn == 0) {
         fail(LUCE_E_FILE, "%s holds no NextN head: %s.nextn_predict_layers is %lld, and no block has nextn.*",
              path, expected, (long long) file.integer_or(arch + ".nextn_predict_layers", 0, 0, 1024));
@@ -323,7 +290,7 @@ HParams read_head_shape(const GgufFile &file, const char *expected, const HParam
 
 std::shared_ptr<NextN> read_head(Model &model, const GgufFile &file, const HParams &trunk,
                                  const Weights &weights) {
-    const HParams hp = read_head_shape(file, model.architecture().name, trunk);
+    const HParams hp = read_head_shape(file, model.architecture().name, trunk, model.gpu());
     if (&file != &model.file()) { // the model's own file is checked with its trunk
         WeightReader checking(model, file, /*loading=*/false);
         if (holds_trunk(file)) {
@@ -369,7 +336,7 @@ static void build(Plain &g) {
     end_step(x, outputs);
 }
 
-const Architecture QWEN35 = {"qwen35", hparams, read_trunk, read_head, build};
-const Architecture QWEN35MOE = {"qwen35moe", hparams, read_trunk, read_head, build};
+const Architecture QWEN35 = {"qwen35", /*on_gpu=*/true, hparams, read_trunk, read_head, build};
+const Architecture QWEN35MOE = {"qwen35moe", /*on_gpu=*/true, hparams, read_trunk, read_head, build};
 
 } // namespace luce

@@ -68,7 +68,7 @@ bool in_step(const Target &t, const Match &) {
     return t.step();
 }
 bool experts_on_gpu(const Target &t, const Match &m) {
-    return t.gpu && !moe_of(t, m).in_ram;
+    return t.gpu && !moe_of(t, m).in_ram && moe_of(t, m).activation == SILU;
 }
 bool experts_beside_gpu(const Target &t, const Match &m) {
     return t.gpu && moe_of(t, m).in_ram;
@@ -76,19 +76,21 @@ bool experts_beside_gpu(const Target &t, const Match &m) {
 bool experts_in_ram(const Target &t, const Match &m) {
     return !t.gpu && moe_of(t, m).in_ram;
 }
-bool no_yarn(const Target &t, const Match &m) {
-    return !(std::get<const AttentionShape *>(node(t, m, "Q").params)->yarn.factor > 1);
+// RoPE's frequencies are powers of the base.
+bool plain_rope(const Target &t, const Match &m) {
+    const Node &rope = node(t, m, "Q");
+    return rope.w.empty() && !(std::get<const AttentionShape *>(rope.params)->yarn.factor > 1);
 }
 // The ops of both queries and keys have one epsilon.
 bool both_normed(const Target &t, const Match &m) {
-    return no_yarn(t, m) &&
+    return plain_rope(t, m) &&
            std::get<float>(node(t, m, "q_norm").params) == std::get<float>(node(t, m, "k_norm").params);
 }
 // The product of so many weights, and of no others, is added up where keys are normed and rotated.
 bool of_partials(const Target &t, const Match &m, size_t n_weights) {
     const Node &product = node(t, m, "M");
     const int64_t D = node(t, m, "k_norm").w[0]->ne[0];
-    return SummedHeadSizes::has(D) && no_yarn(t, m) && product.w.size() == n_weights &&
+    return SummedHeadSizes::has(D) && plain_rope(t, m) && product.w.size() == n_weights &&
            t.leaves_partials(product.w);
 }
 bool heads_of_partials(const Target &t, const Match &m) {
@@ -193,7 +195,7 @@ std::vector<Rule> table() {
             {Op::attend, "", {rotated("Q", "q_norm", {Op::split_heads, "S", {any("q_gate")}, 0}),
                               {Op::kv_write, "W", {rotated("", "k_norm", any("k")), any("v")}}}},
             Op::norm_rope, "W", {{"k"}, {"v"}, {"q_gate"}}, {{"W"}, {"Q"}}},
-        {"norm_rope_kv", no_yarn, Bits::device,
+        {"norm_rope_kv", plain_rope, Bits::device,
             "the same, without queries", "",
             {Op::kv_write, "W", {rotated("Q", "k_norm", any("k")), any("v")}},
             Op::norm_rope, "W", {{"k"}, {"v"}}, {{"W"}}},

@@ -3,6 +3,7 @@
 // they are named.
 #pragma once
 
+#include "common/activation.h"
 #include "model/device.h"
 #include "model/gguf_file.h"
 
@@ -38,6 +39,7 @@ struct AttentionShape {
     uint32_t rope_dim = 0; // the first dims of a head rotate
     float rope_base = 0;
     uint32_t window = 0; // a row sees so many keys, itself included; 0 means all
+    float scale = 0; // of scores; 0 means 1 / sqrt(head_dim)
     float softcap = 0; // it bounds scores; 0 means that nothing does
     Yarn yarn;
 };
@@ -55,11 +57,14 @@ struct Attention {
     AttentionShape shape;
     bool gated; // sigmoid(gate) multiplies what a head gives
     ggml_tensor *q; // {E, D*H}, or with a gate {E, 2*D*H}: per head q(D) then gate(D)
-    ggml_tensor *k; // {E, D*Hkv}
+    ggml_tensor *k; // {E, D*Hkv}; null where the layer reads the cells of one ahead of it
     ggml_tensor *v; // {E, D*Hkv}
     ggml_tensor *out; // {D*H, E}
     ggml_tensor *q_norm; // {D}
     ggml_tensor *k_norm; // {D}
+    ggml_tensor *rope_factors = nullptr; // {rope_dim / 2}, by which RoPE's frequencies are divided, or null
+
+    bool has_cells() const { return k != nullptr; }
 };
 
 struct DeltaNet {
@@ -75,7 +80,7 @@ struct DeltaNet {
     ggml_tensor *out; // {Hv*S, E}
 };
 
-struct Ffn { // This is a SwiGLU layer.
+struct Ffn { // This is a gated layer, such as SwiGLU.
     ggml_tensor *gate; // {E, FF}
     ggml_tensor *up; // {E, FF}
     ggml_tensor *down; // {FF, E}
@@ -99,6 +104,7 @@ struct Moe {
     ggml_tensor *down; // {FF, E, n}
     ggml_tensor *shared_gate; // {E}; null means that there is no shared expert
     Ffn shared;
+    Activation activation = SILU;
     bool in_ram = false; // gate, up and down stay in host memory, and are multiplied there
 };
 
@@ -123,11 +129,17 @@ struct HParams {
     float rms_eps = 0;
     // What luce has to have kernels for: of each block, the trunk's and then the heads', its mixer.
     std::vector<std::variant<AttentionShape, DeltaNetShape>> mixers;
-    uint32_t n_ff = 0; // the FF of a dense block
+    uint32_t n_ff = 0; // the FF of a dense block, where all have the same
+    float logit_softcap = 0; // logits z become softcap * tanh(z / softcap); 0 means that they do not
     MoeShape moe; // with n_expert 0 the model is dense
 };
 
 struct Drafter; // drafter.h defines it
+
+// What an architecture alone has of tensors; its file derives a struct of its own.
+struct OwnWeights {
+    virtual ~OwnWeights() = default;
+};
 
 struct Weights {
     ggml_tensor *token_embd; // {E, V}
@@ -135,6 +147,7 @@ struct Weights {
     ggml_tensor *output; // {E, V}; it is token_embd where the file ties them
     std::vector<Block> blocks;
     std::vector<std::shared_ptr<const Drafter>> drafters; // as they were asked for
+    std::shared_ptr<const OwnWeights> own; // null where the architecture has none
 };
 
 struct ContextFree {
@@ -228,7 +241,7 @@ private:
     Weights weights_;
     std::vector<Context> contexts_; // one a placement
     std::vector<std::pair<ggml_tensor *, const GgufTensor *>> tensors_;
-    std::deque<std::vector<float>> scales_; // what scales_of() gives
+    std::deque<std::vector<float>> scales_; // what scales_of() gives, and what scalar() has read
     std::vector<Buffer> buffers_;
     uint64_t weight_bytes_ = 0;
     uint64_t n_params_ = 0;

@@ -174,6 +174,34 @@ ggml_tensor *WeightReader::ids(const std::string &name, int64_t n, int64_t end) 
     return tensor;
 }
 
+ggml_tensor *WeightReader::scaled_experts(const std::string &name, int64_t a, int64_t b, int64_t n,
+                                          bool in_ram) {
+    ggml_tensor *tensor = experts(name, a, b, n, in_ram);
+    if (const std::string scale = name.substr(0, name.rfind(".weight")) + ".scale"; !has(scale)) {
+        fail(LUCE_E_FILE, "%s: tensor %s is missing, expected {%lld}", file_.path().c_str(), scale.c_str(),
+             (long long) n);
+    }
+    const float *scales = take_scales(name, n);
+    if (tensor != nullptr) {
+        tensor->extra = const_cast<float *>(scales);
+    }
+    return tensor;
+}
+
+float WeightReader::scalar(const std::string &name) {
+    const GgufTensor *t = file_.tensor(name);
+    if (t == nullptr || t->type != GGML_TYPE_F32 || t->ne[0] * t->ne[1] * t->ne[2] * t->ne[3] != 1) {
+        fail(LUCE_E_FILE, "%s: tensor %s: expected F32 {1}, found %s", file_.path().c_str(), name.c_str(),
+             t == nullptr
+                 ? "none"
+                 : format("%s %s", type_name(t->type), shape_text(t->ne, t->n_dims).c_str()).c_str());
+    }
+    left_.erase(name);
+    std::vector<float> &value = m_.scales_.emplace_back(1);
+    memcpy(value.data(), t->data, sizeof(float));
+    return value[0];
+}
+
 ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
                                 int32_t parts) {
     const char *path = file_.path().c_str();
@@ -231,7 +259,7 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     return tensor;
 }
 
-// Takes the factors of n matrices of NVFP4: "ffn_up.scale", or "ffn_up.weight.scale", beside "ffn_up.weight". They are
+// Takes the factors of n matrices: "ffn_up.scale", or "ffn_up.weight.scale", beside "ffn_up.weight". Those of NVFP4 are
 // what the matrix was divided by so that its blocks' scales fit. What activations would be divided by, to have 4 bits
 // too, is not needed.
 const float *WeightReader::take_scales(const std::string &weight, int64_t n) {
@@ -273,8 +301,12 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     model->file_ = std::move(file);
     const GgufFile &trunk = *model->file_;
     HParams &hp = model->hp_;
+    if (device.gpu && !model->architecture_->on_gpu) {
+        fail(LUCE_E_UNSUPPORTED, "%s: luce does not run %s on a GPU yet: device \"cpu\" runs it",
+             trunk.path().c_str(), model->architecture_->name);
+    }
     hp = model->architecture_->read_hparams(trunk);
-    check_shapes(trunk.path().c_str(), hp);
+    check_shapes(trunk.path().c_str(), hp, device.gpu);
     if (n_cpu_experts > hp.n_layer) {
         fail(LUCE_E_ARG, "n_cpu_experts is %u, %s has %u layers", n_cpu_experts, trunk.path().c_str(),
              hp.n_layer);
@@ -315,7 +347,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         const DrafterKind &kind = drafter_kind(from.kind, *from.file);
         const std::shared_ptr<Drafter> drafter = kind.read(*model, *from.file, hp, model->weights_);
         for (const AttentionShape &shape : drafter->kv) {
-            check_attention(from.file->path().c_str(), shape);
+            check_attention(from.file->path().c_str(), shape, device.gpu);
         }
         drafter->kind = &kind;
         drafter->index = uint32_t(model->weights_.drafters.size());

@@ -23,6 +23,8 @@ public:
                          int32_t parts = 1) {
         return take(name, {a, b, n}, in_ram ? Kind::ram_experts : Kind::experts, true, parts);
     }
+    // Takes the same with "NAME.scale" {n}: a factor of each expert's products (scales_of).
+    ggml_tensor *scaled_experts(const std::string &name, int64_t a, int64_t b, int64_t n, bool in_ram);
     // Says whether the experts of a layer of the trunk are to stay there.
     bool in_ram(uint32_t layer) const;
     // Takes a matrix {a, b} that a GPU multiplies in F32.
@@ -42,6 +44,9 @@ public:
     ggml_tensor *f32(const std::string &name, std::vector<int64_t> shape, bool required = true) {
         return take(name, std::move(shape), Kind::f32, required);
     }
+
+    // Takes a tensor of one value, F32, and returns that.
+    float scalar(const std::string &name);
 
     bool has(const std::string &name) const { return file_.tensor(name) != nullptr; }
     const GgufFile &file() const { return file_; }

@@ -69,7 +69,9 @@ template <class Row, class A> void attends(Row &op, A &a) {
     op.dims(a.T, T, a.H, H);
     // max_pages is 0 on a CPU, which needs no room for partial results
     op.params(FIELD(first), FIELD(window), FIELD(max_pages), FIELD(scale), FIELD(softcap));
-    op.lacks([](const auto &args) { return attention_lacks(args.pool.D, args.H, args.pool.Hkv); });
+    op.lacks([](const auto &args) {
+        return attention_lacks(args.pool.D, args.H, args.pool.Hkv, args.max_pages > 0);
+    });
 }
 #ifdef LUCE_USE_CUDA
 inline int64_t partial_bytes(const AttentionArgs &args) {
@@ -131,7 +133,7 @@ inline const auto &prefill_attention = row<PrefillAttentionArgs>("prefill_attent
     op.dims(a.T, T, a.n_kv, cells);
     op.params(FIELD(H), FIELD(Hkv), FIELD(D), FIELD(first), FIELD(window), FIELD(scale), FIELD(softcap),
               FIELD(apart));
-    op.lacks([](const auto &args) { return attention_lacks(args.D, args.H, args.Hkv); });
+    op.lacks([](const auto &args) { return attention_lacks(args.D, args.H, args.Hkv, true); });
     op.out(FIELD(out), {E, T});
     op.room(FIELD(ranges),
             [](const auto &args) { return args.apart == 0 ? 0 : 4 * prefill_range_values(args); });

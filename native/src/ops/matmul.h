@@ -59,7 +59,7 @@ inline const auto &rows_input = row<RowsInputArgs>("rows_input", [](auto &op, au
     op.in(FIELD(up), {K, T}).maybe();
     op.in(FIELD(residual), {K, T}).maybe();
     op.dims(a.T, T, a.K, K, a.S, S);
-    op.params(FIELD(eps));
+    op.params(FIELD(eps), FIELD(activation));
     op.known(sums, [](const auto &args) { return args.residual == nullptr ? 0 : args.T; });
     op.known(width, [](const auto &args) { return args.K % 32 == 0 ? 2 * args.K : 0; });
     op.out(FIELD(sum), {K, sums});

@@ -64,7 +64,7 @@ inline const auto &route = row<RouteArgs>("route", [](auto &op, auto &a) {
     op.runs(cpu_route, nullptr);
 });
 
-// Each row's product with its experts; with two weights silu of the first times the second. They may be one tensor, an
+// Each row's product with its experts; with two weights the activation of the first, times the second. They may be one tensor, an
 // expert's first matrix and then its second.
 inline const auto &experts_matmul = row<ExpertsArgs>("experts", [](auto &op, auto &a) {
     op.in(FIELD(route), {2 * used, T});
@@ -72,7 +72,7 @@ inline const auto &experts_matmul = row<ExpertsArgs>("experts", [](auto &op, aut
     op.in(FIELD(weights[0]), {K, ANY, experts}).plane(a.expert_bytes[0]);
     op.in(FIELD(weights[1]), {K, ANY, experts}).plane(a.expert_bytes[1]).maybe();
     op.dims(a.T, T, a.K, K, a.n_used, used, a.n_expert, experts);
-    op.params(FIELD(own_input), FIELD(n_weights));
+    op.params(FIELD(own_input), FIELD(n_weights), FIELD(activation));
     op.derive([](auto &args) {
         if (args.n_weights == 2 && args.weights[1].data == nullptr) {
             split_rows(args.weights[0], args.weights[1]);
@@ -116,7 +116,7 @@ inline const auto &ram_experts = row<RamExpertsArgs>("ram_experts", [](auto &op,
     op.in(FIELD(gate), {E, ANY, experts}).plane(a.gate_bytes);
     op.in(FIELD(up), {E, FF, experts}).plane(a.up_bytes).maybe();
     op.dims(a.E, E, a.FF, FF, a.n_expert, experts);
-    op.params(FIELD(T), FIELD(n_used));
+    op.params(FIELD(T), FIELD(n_used), FIELD(activation));
     op.derive([](auto &args) {
         if (args.up.data == nullptr) { // gate and up are fused
             split_rows(args.gate, args.up);

@@ -7,7 +7,7 @@
 namespace luce {
 
 // E_UNSUPPORTED names the key, as it follows the architecture's name in the file at `path`, its value, and what luce runs.
-void check_attention(const char *path, const AttentionShape &shape);
-void check_shapes(const char *path, const HParams &hp);
+void check_attention(const char *path, const AttentionShape &shape, bool gpu);
+void check_shapes(const char *path, const HParams &hp, bool gpu);
 
 } // namespace luce

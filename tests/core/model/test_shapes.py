@@ -23,11 +23,11 @@ from luce.native import File, Library
 DENSE = Config(n_layer=2, interval=2)
 MODELS = {"dense": DENSE, "mixture": tiny.with_experts(DENSE)}
 
-HEADS = "luce runs 64, 128 and 256"
+HEADS = "luce runs 64, 128, 256 and 512"  # On a GPU it is without the last.
 # What is said of files that hold these sizes in keys and tensors alike.
 SIZES: dict[str, tuple[dict[str, int], str]] = {
     **{f"heads of {d}": ({"head_dim": d, "rope_dim": 8}, rf"attention\.key_length is {d}: {HEADS}")
-       for d in (8, 16, 33, 96, 192, 512)},
+       for d in (8, 16, 33, 96, 192, 1024)},
     "groups": ({"n_head": 5, "n_head_kv": 2},
                r"attention\.head_count is 5, no multiple of attention\.head_count_kv, which is 2"),
     "more KV heads": ({"n_head": 2, "n_head_kv": 4}, r"head_count is 2, no multiple of .*, which is 4"),
@@ -175,7 +175,7 @@ def test_attention_alone_is_refused(heads: int, kv: int, dim: int, said: str, na
     pool = np.zeros((1, kv, PAGE, dim), np.float32)
     args = [q, None, pool, pool.copy(), step_ctl(Seq(parents=(-1,))), np.zeros(1, np.int32)]
     with pytest.raises(UnsupportedError, match=said):
-        op_run(native, "cpu", "attention", args, (0, 0, 1, 0, 0), shape=q.shape)
+        op_run(native, "cpu", "attention", args, (0, 0, 0, 0, 0), shape=q.shape)
 
 
 @pytest.mark.parametrize("size, hk, hv, said", [(24, 2, 2, r"ssm\.state_size is 24: luce runs 16, 32, 64 and 128"),

@@ -161,7 +161,7 @@ def test_all_rows_choose_one_expert_and_nobody_another(native: Library) -> None:
     ids, _ = routed(native, logits, 2)
     route = np.zeros((5, 4), np.int32)
     route[:, :2] = ids
-    out = op_run(native, "cpu", "experts", [route, x, w, up], [0, 2], shape=(10, 24))
+    out = op_run(native, "cpu", "experts", [route, x, w, up], [0, 2, 0], shape=(10, 24))
     for pair, expert in enumerate(ids.ravel()):
         expected = ref.silu(w[expert] @ x[pair // 2]) * (up[expert] @ x[pair // 2])
         assert np.abs(out[pair] - expected).max() < 1e-4

@@ -1,0 +1,290 @@
+// gemma4 (Gemma 4, the text part of all sizes), whole: hyperparameters and checked tensors from a file's names, which follow
+// llama.cpp's GGUF conventions, and the graph of a step at the end.
+//
+// Layers look back over a window (sliding) or over all (global), with heads of their own size. Each part of a block is normed
+// ahead and behind, and a number of its own scales the stream behind a block. In the small models the last layers have no
+// keys and values, but read those of the last layer of their kind that has; and each layer adds what it makes of an embedding
+// of its own of each token (per-layer embeddings).
+#include "graph/gemma4.h"
+
+#include "graph/blocks.h"
+#include "graph/keys.h"
+
+#include <cmath>
+
+namespace luce {
+namespace {
+
+// The tensors of a block that Block has no place for.
+struct Gemma4Block {
+    ggml_tensor *attn_post_norm; // {E} behind attention
+    ggml_tensor *ffn_post_norm; // {E} behind the feed-forward part
+    float scale; // of the stream behind the block
+
+    // Where there is a mixture, which stands beside a dense layer.
+    Ffn dense;
+    ggml_tensor *router_norm; // {E} ahead of the router
+    ggml_tensor *experts_norm; // {E} ahead of the experts
+    ggml_tensor *dense_post_norm; // {E} behind the dense layer
+    ggml_tensor *experts_post_norm; // {E} behind the experts
+
+    // Where there are per-layer embeddings.
+    ggml_tensor *ple_gate; // {E, P}
+    ggml_tensor *ple_out; // {P, E}
+    ggml_tensor *ple_post_norm; // {E}
+};
+
+struct Gemma4 : OwnWeights {
+    std::vector<Gemma4Block> blocks;
+    int64_t P = 0; // values of a token's embedding for one layer; 0: there are none
+    ggml_tensor *ple_embd = nullptr; // {P*L, V} of all layers
+    ggml_tensor *ple_proj = nullptr; // {E, P*L}
+    ggml_tensor *ple_norm = nullptr; // {P}
+};
+
+// ---- hyperparameters ----
+
+HParams hparams(const GgufFile &file) {
+    const std::string p = prefix_of(file);
+    const auto u = [&](const char *key, int64_t lo, int64_t hi) {
+        return uint32_t(file.integer(p + key, lo, hi));
+    };
+    check_rope_scaling(file);
+    HParams hp;
+    hp.n_layer = u("block_count", 1, 1024);
+    hp.n_ctx_train = u("context_length", 1, int64_t(1) << 30);
+    hp.n_embd = u("embedding_length", 1, 1 << 20);
+    hp.rms_eps = float(file.number(p + "attention.layer_norm_rms_epsilon"));
+    const std::string cap = p + "final_logit_softcapping";
+    hp.logit_softcap = file.find(cap) != nullptr ? float(file.number(cap)) : 0;
+    if (!(hp.logit_softcap >= 0)) {
+        fail(LUCE_E_FILE, "%s: key %s is %g, expected no negative number", file.path().c_str(), cap.c_str(),
+             double(hp.logit_softcap));
+    }
+    if (file.integer_or(p + "expert_count", 0, 0, 1 << 16) > 0) {
+        hp.moe.n_expert = u("expert_count", 1, 1 << 16);
+        hp.moe.n_used = u("expert_used_count", 1, hp.moe.n_expert);
+        hp.moe.n_ff = u("expert_feed_forward_length", 1, 1 << 20);
+    }
+    const std::vector<uint32_t> n_head = per_block(file, p + "attention.head_count", hp.n_layer, 1, 4096);
+    const std::vector<uint32_t> n_head_kv =
+        per_block(file, p + "attention.head_count_kv", hp.n_layer, 1, 4096);
+    const std::vector<uint32_t> sliding =
+        per_block(file, p + "attention.sliding_window_pattern", hp.n_layer, 0, 1);
+    for (uint32_t il = 0; il < hp.n_layer; il++) {
+        const std::string swa = sliding[il] != 0 ? "_swa" : "";
+        AttentionShape a;
+        a.n_head = n_head[il];
+        a.n_head_kv = n_head_kv[il];
+        a.head_dim = u(("attention.key_length" + swa).c_str(), 1, 1024);
+        a.value_dim = u(("attention.value_length" + swa).c_str(), 1, 1024);
+        a.rope_dim = u(("rope.dimension_count" + swa).c_str(), 0, a.head_dim);
+        a.rope_base = float(file.number(p + "rope.freq_base" + swa));
+        a.window = sliding[il] != 0 ? u("attention.sliding_window", 1, int64_t(1) << 30) : 0;
+        a.scale = 1;
+        hp.mixers.emplace_back(a);
+    }
+    return hp;
+}
+
+// ---- tensors ----
+
+Attention read_attention(WeightReader &r, const std::string &p, const AttentionShape &shape, int64_t E,
+                         bool has_cells, ggml_tensor *rope_factors) {
+    const int64_t D = shape.head_dim, H = shape.n_head, Hkv = shape.n_head_kv;
+    Attention a{};
+    a.shape = shape;
+    a.q = r.matrix(p + "attn_q.weight", E, D * H);
+    a.q_norm = r.f32(p + "attn_q_norm.weight", {D});
+    a.out = r.matrix(p + "attn_output.weight", D * H, E);
+    a.rope_factors = shape.window == 0 ? rope_factors : nullptr;
+    if (has_cells) {
+        a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
+        a.v = r.matrix(p + "attn_v.weight", E, D * Hkv, /*required=*/false);
+        a.k_norm = r.f32(p + "attn_k_norm.weight", {D});
+    } else { // published files may hold them
+        for (const char *unused : {"attn_k.weight", "attn_v.weight", "attn_k_norm.weight"}) {
+            r.forget(p + unused);
+        }
+    }
+    return a;
+}
+
+Moe read_moe(WeightReader &r, const std::string &p, const MoeShape &shape, int64_t E, bool in_ram) {
+    const int64_t FF = shape.n_ff, n = shape.n_expert;
+    Moe m{};
+    m.shape = shape;
+    m.activation = GELU;
+    m.in_ram = in_ram;
+    m.router = r.router(p + "ffn_gate_inp.weight", E, n);
+    if (r.has(p + "ffn_gate_up_exps.weight")) {
+        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, in_ram, 2);
+    } else {
+        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n, in_ram);
+        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n, in_ram);
+    }
+    // The expert's scale, by which the file has its share multiplied, is one of its products.
+    m.down = r.scaled_experts(p + "ffn_down_exps.weight", FF, E, n, in_ram);
+    return m;
+}
+
+// E_FILE: no layer ahead of the first n_own has keys and values for layer il, which has none.
+void check_has_source(const GgufFile &file, const HParams &hp, uint32_t n_own, uint32_t il) {
+    const auto window = [&](uint32_t layer) { return std::get<AttentionShape>(hp.mixers[layer]).window; };
+    for (uint32_t source = 0; source < n_own; source++) {
+        if (window(source) == window(il)) {
+            return;
+        }
+    }
+    fail(LUCE_E_FILE,
+         "%s: keys shared_kv_layers and sliding_window_pattern: layer %u, a %s one, has no layer to read",
+         file.path().c_str(), il, window(il) > 0 ? "sliding" : "global");
+}
+
+Weights read_trunk(WeightReader &r, const HParams &hp) {
+    const GgufFile &file = r.file();
+    const std::string keys = prefix_of(file);
+    const int64_t E = hp.n_embd, L = hp.n_layer;
+    const auto own = std::make_shared<Gemma4>();
+    own->P = file.integer_or(keys + "embedding_length_per_layer_input", 0, 0, 1 << 20);
+    const std::vector<uint32_t> n_ff = per_block(file, keys + "feed_forward_length", hp.n_layer, 1, 1 << 20);
+    // The last layers read the cells of the last one of their kind ahead of them.
+    const uint32_t n_own =
+        hp.n_layer - uint32_t(file.integer_or(keys + "attention.shared_kv_layers", 0, 0, L - 1));
+    const auto shape = [&](uint32_t il) { return std::get<AttentionShape>(hp.mixers[il]); };
+
+    Weights w{};
+    w.token_embd = r.table("token_embd.weight", E, hp.n_vocab);
+    w.output_norm = r.f32("output_norm.weight", {E});
+    w.output = r.matrix("output.weight", E, hp.n_vocab, false);
+    if (w.output == nullptr) {
+        w.output = r.tied("token_embd.weight", w.token_embd);
+    }
+    ggml_tensor *rope_factors = nullptr;
+    for (uint32_t il = 0; il < hp.n_layer && rope_factors == nullptr; il++) {
+        if (shape(il).window == 0) {
+            rope_factors = r.f32("rope_freqs.weight", {shape(il).rope_dim / 2});
+        }
+    }
+    r.forget("rope_freqs.weight");
+    if (own->P > 0) {
+        own->ple_embd = r.table("per_layer_token_embd.weight", own->P * L, hp.n_vocab);
+        own->ple_proj = r.matrix("per_layer_model_proj.weight", E, own->P * L);
+        own->ple_norm = r.f32("per_layer_proj_norm.weight", {own->P});
+    }
+    for (uint32_t il = 0; il < hp.n_layer; il++) {
+        const std::string p = "blk." + std::to_string(il) + ".";
+        const auto norm = [&](const char *name) { return r.f32(p + name + ".weight", {E}); };
+        if (il >= n_own) {
+            check_has_source(file, hp, n_own, il);
+        }
+        Block b{};
+        Gemma4Block g{};
+        b.attn_norm = norm("attn_norm");
+        b.mixer = read_attention(r, p, shape(il), E, il < n_own, rope_factors);
+        g.attn_post_norm = norm("post_attention_norm");
+        b.post_norm = norm("ffn_norm");
+        if (hp.moe.n_expert > 0) {
+            b.ffn = read_moe(r, p, hp.moe, E, r.in_ram(il));
+            g.dense = read_ffn(r, p, E, n_ff[il]);
+            g.router_norm = r.f32(p + "ffn_gate_inp.scale", {E});
+            g.experts_norm = norm("pre_ffw_norm_2");
+            g.dense_post_norm = norm("post_ffw_norm_1");
+            g.experts_post_norm = norm("post_ffw_norm_2");
+        } else {
+            b.ffn = read_ffn(r, p, E, n_ff[il]);
+        }
+        g.ffn_post_norm = norm("post_ffw_norm");
+        if (own->P > 0) {
+            g.ple_gate = r.matrix(p + "inp_gate.weight", E, own->P);
+            g.ple_out = r.matrix(p + "proj.weight", own->P, E);
+            g.ple_post_norm = norm("post_norm");
+        }
+        g.scale = r.scalar(p + "layer_output_scale.weight");
+        w.blocks.push_back(b);
+        own->blocks.push_back(g);
+    }
+    w.own = own;
+    return w;
+}
+
+// ---- the graph: T rows x of E values pass through blocks of attention and a gated feed-forward layer, or a mixture beside one ----
+
+// Attention of rows x {E, T}, which are normed -> {E, T}. `cells` are those that layers of this kind read: a layer with K of its
+// own writes its own ahead.
+Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, Val &cells) {
+    const int64_t D = w.shape.head_dim;
+    const auto rotated = [&](Val heads, ggml_tensor *norm) {
+        return rope(head_norm(heads, norm, eps), w.shape, w.rope_factors);
+    };
+    Val q;
+    if (!w.has_cells()) {
+        q = matmul(x, w.q); // {D*H, T}
+    } else {
+        std::vector<ggml_tensor *> weights = {w.q, w.k};
+        if (w.v != nullptr) {
+            weights.push_back(w.v);
+        }
+        const std::vector<Val> qkv = matmuls(x, weights); // {D*H, T}, {D*Hkv, T}, and the same or none
+        q = qkv[0];
+        cells = kv_write(kv, rotated(qkv[1], w.k_norm), unit_norm(qkv.back(), D, eps));
+    }
+    return matmul(attend(rotated(q, w.q_norm), cells, w.shape), w.out);
+}
+
+// The feed-forward part of a stream x {E, T} -> {E, T}, without the norm behind it.
+Val feed_forward(Val x, const Block &block, const Gemma4Block &own, float eps) {
+    const Val normed = norm(x, block.post_norm, eps);
+    if (block.moe() == nullptr) {
+        return ffn(normed, *block.dense(), GELU);
+    }
+    const Moe &moe = *block.moe();
+    const float by = 1.0f / std::sqrt(float(x.graph->width(x)));
+    const Val logits = matmul(scale(norm(x, own.router_norm, eps), by), moe.router); // {n, T}
+    const Val experts = mixture(norm(x, own.experts_norm, eps), logits, moe);
+    return add(norm(ffn(normed, own.dense, GELU), own.dense_post_norm, eps),
+               norm(experts, own.experts_post_norm, eps));
+}
+
+// Each layer's own embeddings of a step's tokens {P*L, T}: those of the table, and what the model's make of theirs, x {E, T}.
+Val layer_embeddings(Val x, const Gemma4 &w, float eps) {
+    const float E = float(x.graph->width(x)), P = float(w.P);
+    const Val made = head_norm(scale(matmul(x, w.ple_proj), 1 / std::sqrt(E)), w.ple_norm, eps);
+    return scale(add(made, scale(embed(*x.graph, w.ple_embd), std::sqrt(P))), 1 / std::sqrt(2.0f));
+}
+
+void build(Plain &g) {
+    const Weights &w = g.model.weights();
+    const Gemma4 &own = static_cast<const Gemma4 &>(*w.own);
+    const float eps = g.model.hparams().rms_eps;
+    Val x = scale(embed(g, w.token_embd), std::sqrt(float(g.model.hparams().n_embd))); // {E, T}
+    const Val embeddings = own.P > 0 ? layer_embeddings(x, own, eps) : Val{};
+    std::map<bool, Val> cells; // those that sliding layers, and global ones, read last
+    std::vector<Val> outputs; // of the blocks
+    for (uint32_t il = 0; il < g.model.hparams().n_layer; il++) {
+        if (g.enter(il)) {
+            const Block &block = w.blocks[il];
+            const Gemma4Block &more = own.blocks[il];
+            const Attention &mixer = *block.attention();
+            const Val mixed = attention(norm(x, block.attn_norm, eps), mixer, {g.cache.kv(il)}, eps,
+                                        cells[mixer.shape.window > 0]);
+            x = add(x, norm(mixed, more.attn_post_norm, eps));
+            x = add(x, norm(feed_forward(x, block, more, eps), more.ffn_post_norm, eps));
+            if (own.P > 0) {
+                const Val of_layer = slice(embeddings, il * own.P, own.P); // {P, T}
+                const Val y = matmul(glu(matmul(x, more.ple_gate), of_layer, GELU), more.ple_out);
+                x = add(x, norm(y, more.ple_post_norm, eps));
+            }
+            x = scale(x, more.scale);
+            named(x, "l_out-" + std::to_string(il));
+        }
+        outputs.push_back(x);
+    }
+    end_step(x, outputs);
+}
+
+} // namespace
+
+const Architecture GEMMA4 = {"gemma4", /*on_gpu=*/false, hparams, read_trunk, /*read_head=*/nullptr, build};
+
+} // namespace luce
