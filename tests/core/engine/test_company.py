@@ -19,12 +19,14 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash
+import tiny_gemma4
 from depth import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from op_run import poison
 from tiny import Config
 
+from luce.convert.gemma4_layout import Config as Gemma4
 from luce.errors import Cancelled, NumericError, OutOfMemory, StateError
 from luce.native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
@@ -36,6 +38,9 @@ CONFIGS = {
                    state_size=64, n_nextn=1),
 }  # fmt: skip
 CONFIGS |= {f"{kind} experts": tiny.with_experts(c) for kind, c in CONFIGS.items()}
+# It has no recurrent state and no drafters, windows over a page and within one, and layers that read others' cells.
+GEMMA4 = Gemma4(sliding=(True, False, True, False), window=270, n_head_kv_swa=1, n_shared_kv=2, n_embd_per_layer=32,
+                n_expert=4, n_expert_used=2, n_ff_expert=64, tied=False)  # fmt: skip
 SEED = 71
 BAD = 7  # This token's row is NaN.
 N_VOCAB = 384
@@ -44,6 +49,7 @@ N_SEQUENCES, N_PAGES, N_CHECKPOINTS, MAX_ROWS = 16, 20, 3, 64
 N_ROWS = 16  # A sequence has so many rows in a step. A text of nearly N_TOKENS gets as many at once.
 BLOCK = 5  # A DFlash drafter's block has so many rows.
 MODES: tuple[str | int, ...] = ("plain", 1, 2, 3, 5, 8, "tree", "wide tree", "block")
+UNDRAFTED = ("plain", "tree", "wide tree")  # Nothing is drafted on the device.
 SAMPLINGS = (
     Sampling(),
     Sampling(temperature=0.8, top_k=20, seed=5),
@@ -77,6 +83,7 @@ class Bench:
     poisons: bool  # Then BAD is a row of NaN, which no quantised type can hold.
     engine: Engine
     lone: Timeline
+    modes: tuple[str | int, ...] = MODES
     texts: dict[tuple[int, int], Text] = field(default_factory=dict)
 
     def text(self, prompt: int, sampling: int) -> Text:
@@ -96,7 +103,19 @@ def bench_of(
 
     @cache
     def make(kind: str, kv_type: str) -> Bench:
-        c, type_name = CONFIGS[kind], kind.split()[0]
+        type_name = kind.split()[0]
+        sizes = {"n_ctx": 640, "n_chunk": 256, "kv_type": kv_type}
+        many = {"n_sequences": N_SEQUENCES, "n_pages": N_PAGES, "n_checkpoints": N_CHECKPOINTS}
+        if kind.endswith("gemma4"):
+            weights = tiny_gemma4.layout(GEMMA4, SEED)
+            weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
+            weights["output.weight"][BAD] = 0
+            path = tiny_gemma4.write(folder / f"{kind}.gguf", GEMMA4, weights, type_name, quantize=native.quantize)
+            model = drive.open_model(native, path)  # No GPU runs it.
+            engine = drive.open_engine(model, n_rows=N_ROWS, **many, **sizes)
+            lone = drive.open_sequence(model, n_rows=1, **sizes)
+            return Bench(model, type_name == "F32", engine, lone, UNDRAFTED)
+        c = CONFIGS[kind]
         weights = tiny.layout(c, SEED)
         weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
         weights["output.weight"][BAD] = 0  # It is never among the largest, so nothing chooses or drafts it.
@@ -106,8 +125,6 @@ def bench_of(
         drafter = tiny_dflash.write(folder / f"{kind}-dflash.gguf", case, tiny_dflash.weights(case))
         model = drive.open_model(native, path, device, head=True, drafter=drafter)
         plain = drive.open_model(native, path, device)
-        sizes = {"n_ctx": 640, "n_chunk": 256, "kv_type": kv_type}
-        many = {"n_sequences": N_SEQUENCES, "n_pages": N_PAGES, "n_checkpoints": N_CHECKPOINTS}
         engine = drive.open_engine(model, n_rows=N_ROWS, n_draft=8, blocks=1, **many, **sizes)
         lone = drive.open_sequence(plain, n_rows=1, **sizes)
         return Bench(model, type_name == "F32", engine, lone)
@@ -236,7 +253,8 @@ class Company:
         self.add(prompt if rng.random() < 0.5 else prompt % 6, rng)
 
     def add(self, prompt: int, rng: np.random.Generator) -> Runner:
-        sampling, mode = int(rng.integers(len(SAMPLINGS))), MODES[int(rng.integers(len(MODES)))]
+        modes = self.bench.modes
+        sampling, mode = int(rng.integers(len(SAMPLINGS))), modes[int(rng.integers(len(modes)))]
         runner = Runner(self.bench, self.engine.sequence(), prompt, sampling, mode)
         self.runners.append(runner)
         return runner
@@ -419,7 +437,8 @@ OPERATIONS += ["stop", "restart", "cancel", "nan"]
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "kv_type"),
-    [("F32", "f32"), ("Q4_K", "q8_0"), ("Q4_K", "f16"), ("F32 experts", "f32"), ("Q4_K experts", "f16")],
+    [("F32", "f32"), ("Q4_K", "q8_0"), ("Q4_K", "f16"), ("F32 experts", "f32"), ("Q4_K experts", "f16"),
+     ("F32 gemma4", "f32"), ("Q8_0 gemma4", "f16")],
 )
 @examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(

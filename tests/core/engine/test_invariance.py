@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import drive
@@ -13,9 +14,13 @@ import numpy as np
 import pytest
 import ref
 import tiny
+import tiny_gemma4
 from depth import deeper, deeper_but
+from gemma4_reference import Reference
 from tiny import Config
 
+from luce.convert.gemma4_layout import Config as Gemma4
+from luce.convert.gemma4_layout import tensor_shapes
 from luce.errors import UnsupportedError
 from luce.native import Library, Model
 
@@ -25,6 +30,14 @@ CONFIG = Config(n_layer=2, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv
 EXPERTS = tiny.with_experts(CONFIG)
 # A GPU's steps fuse most where heads have 128 values (native/src/graph/lower_gpu.cpp).
 FUSED = replace(CONFIG, head_dim=128, state_size=128)
+# Some rows are no multiple of 256, and windows end within a step's rows.
+GEMMA4 = {
+    "gemma4": Gemma4(sliding=(True, True, False), window=20, n_embd=256, n_ff=160, v_is_k=True, n_expert=4,
+                     n_expert_used=2, n_ff_expert=96),
+    "gemma4-per-layer": Gemma4(sliding=(True, True, False, True, False), window=9, n_embd=256, n_head_kv_swa=1,
+                               n_shared_kv=2, n_embd_per_layer=64),
+}  # fmt: skip
+UNEVEN = ("Q8_0", "Q5_0", "Q5_1", "IQ4_NL")  # In turn, where rows do not fit a K-quant.
 SEED = 21
 WIDTHS = (2, 5, 8, 16, 33, 64)
 FEW = (5, 33)
@@ -38,6 +51,15 @@ def check_same(found: np.ndarray, expected: np.ndarray) -> None:
     assert found.tobytes() == expected.tobytes(), f"differs by up to {worst:.1e}"
 
 
+def gemma4_types(c: Gemma4, kind: str) -> dict[str, str]:
+    """Returns each tensor's type: `kind`, but where its rows are too short for it, as published files have it."""
+    types, other = {}, cycle(UNEVEN)
+    for name, shape in tensor_shapes(c).items():
+        fits = shape[-1] % 256 == 0 or not kind.endswith("_K")
+        types[name] = (kind if fits else next(other)) if tiny_gemma4.quantizable(name) else "F32"
+    return types
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("invariance")
@@ -45,14 +67,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
-    """Makes a model of each weight type, once; "Q4_K experts" is a mixture, "Q4_K fused" has larger heads."""
+    """Makes a model of each weight type, once; "Q4_K experts" is a mixture, "Q4_K fused" has larger heads, "Q4_K gemma4"
+    is another architecture."""
 
     def make(kind: str) -> Path:
         path = folder / f"{kind}.gguf"
         if not path.exists():
-            c = {"experts": EXPERTS, "fused": FUSED}.get(kind.split()[-1], CONFIG)
-            type_of = drive.type_of(kind.split()[0])
-            tiny.write(path, c, tiny.layout(c, SEED), type_of, quantize=partial(drive.quantize, native))
+            of, made = kind.split()[-1], partial(drive.quantize, native)
+            if gemma4 := GEMMA4.get(of):
+                types = gemma4_types(gemma4, kind.split()[0])
+                tiny_gemma4.write(path, gemma4, tiny_gemma4.layout(gemma4, SEED), types.__getitem__, quantize=made)
+                return path
+            c = {"experts": EXPERTS, "fused": FUSED}.get(of, CONFIG)
+            tiny.write(path, c, tiny.layout(c, SEED), drive.type_of(kind.split()[0]), quantize=made)
         return path
 
     return make
@@ -60,7 +87,7 @@ def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def model_of(native: Library, path_of: Callable[[str], Path], device: str) -> Callable[[str], Model]:
-    return lambda kind: drive.open_model(native, path_of(kind), device)
+    return lambda kind: drive.open_model(native, path_of(kind), "cpu" if "gemma4" in kind else device)  # No GPU runs it.
 
 
 def tokens_of(seed: int, n: int) -> list[int]:
@@ -107,7 +134,7 @@ def test_weight_type_computes_what_its_weights_say(
 
 
 @pytest.mark.parametrize("widths", deeper_but([FEW, WIDTHS], FEW), ids=["few", "all"])
-@pytest.mark.parametrize("kind", [*drive.WEIGHT_TYPES, "MXFP4 experts", "NVFP4 experts"])
+@pytest.mark.parametrize("kind", [*drive.WEIGHT_TYPES, "MXFP4 experts", "NVFP4 experts", "Q4_K gemma4", "F32 gemma4-per-layer"])
 def test_width_changes_no_bit(
     kind: str, widths: Sequence[int], model_of: Callable[[str], Model], device: str
 ) -> None:
@@ -118,8 +145,19 @@ def test_width_changes_no_bit(
     check_widths(model_of(kind), tokens_of(1, 9), widths)
 
 
+@pytest.mark.parametrize("kind", ["Q4_K gemma4", "Q5_K gemma4-per-layer", "Q8_0 gemma4"])
+def test_gemma4_computes_what_its_weights_say(kind: str, native: Library, path_of: Callable[[str], Path]) -> None:
+    """No comparison is exact: activations are rounded to 8 bits beside quantised weights."""
+    path, tokens = path_of(kind), tokens_of(1, 60)
+    config = GEMMA4[kind.split()[-1]]
+    expected = Reference(config, ref.read_gguf(str(path))).logits(np.array(tokens))
+    sequence = drive.open_sequence(drive.open_model(native, path), n_ctx=64)
+    found = drive.chain_logits(sequence, tokens, 20)
+    assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["Q4_K fused", "Q8_0 fused", "Q6_K experts"])
+@pytest.mark.parametrize("kind", ["Q4_K fused", "Q8_0 fused", "Q6_K experts", "Q4_K gemma4", "Q4_K gemma4-per-layer"])
 def test_no_width_at_all_changes_a_bit(kind: str, model_of: Callable[[str], Model]) -> None:
     check_widths(model_of(kind), tokens_of(1, 9), range(1, 65))
 
@@ -127,6 +165,13 @@ def test_no_width_at_all_changes_a_bit(kind: str, model_of: Callable[[str], Mode
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0", "q4_0"])
 def test_width_changes_no_bit_with_kv(kv_type: str, model_of: Callable[[str], Model]) -> None:
     check_widths(model_of("Q4_K"), tokens_of(1, 9), kv_type=kv_type)
+
+
+@pytest.mark.parametrize("kv_type", deeper_but(["f32", "f16", "q8_0", "q4_0"], "f16", "q8_0"))
+def test_width_changes_no_bit_behind_windows_that_cross_pages(
+    kv_type: str, model_of: Callable[[str], Model]
+) -> None:
+    check_widths(model_of("Q8_0 gemma4-per-layer"), tokens_of(1, 240), (5, 33), kv_type=kv_type)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
@@ -138,7 +183,8 @@ def test_width_changes_no_bit_far_into_the_context(
     check_widths(model_of("Q8_0"), tokens_of(1, n_prompt), kv_type=kv_type)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q4_K", *deeper("Q6_K", "F32 experts"), "Q4_K experts"])
+@pytest.mark.parametrize(
+    "kind", ["F32", "Q4_K", *deeper("Q6_K", "F32 experts"), "Q4_K experts", "Q4_K gemma4", "F32 gemma4-per-layer"])
 @pytest.mark.parametrize("n_rows", [3, *deeper(16), 23, *deeper(64)])
 def test_tree_rows_equal_plain_decoding_of_their_path(
     kind: str, n_rows: int, model_of: Callable[[str], Model]
@@ -159,7 +205,8 @@ def test_tree_rows_equal_plain_decoding_of_their_path(
 
 
 @pytest.mark.parametrize(
-    ("kind", "kv_type"), [*(("Q4_K", kv) for kv in ("f32", "f16", "q8_0", "q4_0")), ("Q4_K experts", "f16")]
+    ("kind", "kv_type"), [*(("Q4_K", kv) for kv in ("f32", "f16", "q8_0", "q4_0")), ("Q4_K experts", "f16"),
+     ("Q4_K gemma4", "f16"), ("F32 gemma4-per-layer", "f32")],
 )
 def test_any_accept_pattern_leaves_what_plain_decoding_leaves(
     kind: str, kv_type: str, model_of: Callable[[str], Model]

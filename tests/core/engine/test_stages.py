@@ -14,8 +14,10 @@ import op_run
 import pytest
 import tiny
 import tiny_dflash
+import tiny_gemma4
 from depth import deeper_but
 
+from luce.convert.gemma4_layout import Config as Gemma4
 from luce.native import Library, Source
 
 pytestmark = pytest.mark.parametrize("device", ["cpu"])  # Nothing crosses from one GPU to another yet.
@@ -30,6 +32,7 @@ MODELS: dict[str, tuple[Any, str, dict[str, int]]] = {
     "mixture": (MIXTURE, "F32", {}),
     "unshared": (replace(MIXTURE, n_ff_shared=0), "F32", {}),
     "host": (MIXTURE, "F32", {"cpu_experts": 4}),
+    "gemma4": (Gemma4(sliding=(True, False, True, False), n_shared_kv=2, n_embd_per_layer=32), "F32", {}),
     "dflash": (tiny_dflash.CASES["causal-windows"], "F32", {}),
 }
 
@@ -47,6 +50,8 @@ def cut(native: Library, layer: int) -> Iterator[None]:
 
 def files(folder: Path, name: str) -> tuple[Path, Path | None]:
     made, kind, _ = MODELS[name]
+    if isinstance(made, Gemma4):
+        return tiny_gemma4.write(folder / "model.gguf", made, tiny_gemma4.layout(made, 5), kind), None
     if isinstance(made, tiny.Config):
         return tiny.write(folder / "model.gguf", made, tiny.layout(made, 5), kind), None
     return tiny_dflash.files(folder, made)
@@ -56,9 +61,10 @@ def run(native: Library, device: str, name: str, made: tuple[Path, Path | None])
     """Returns all that a model computes: logits of a prompt, of a row, a tree and verified drafts, and what a sequence
     holds; then the same again from a checkpoint, over scratch, pages and slots that are poisoned."""
     path, drafter = made
-    model = drive.open_model(native, path, device, head=drafter is None, drafter=drafter, **MODELS[name][2])
-    params = {"blocks": 1} if drafter else {"n_draft": 3, "n_part": 128}
-    sequence = drive.open_sequence(model, n_ctx=1024, n_rows=16, n_top=2, n_checkpoints=1, **params)
+    head = drafter is None and not isinstance(MODELS[name][0], Gemma4)
+    model = drive.open_model(native, path, device, head=head, drafter=drafter, **MODELS[name][2])
+    params = {"blocks": 1, "n_top": 2} if drafter else {"n_draft": 3, "n_part": 128, "n_top": 2} if head else {}
+    sequence = drive.open_sequence(model, n_ctx=1024, n_rows=16, n_checkpoints=1, **params)
     prompt = [7 + 3 * i % 200 for i in range(256)]
     drive.prefill(sequence, prompt)
     found = [sequence.logits(0).tobytes()]
@@ -74,7 +80,7 @@ def run(native: Library, device: str, name: str, made: tuple[Path, Path | None])
         drive.verify(sequence, [5, 9, 8, 6], [-1, 0, 0, 2])
         found += [sequence.logits(row).tobytes() for row in range(4)]
         sequence.commit([0, 2, 3])
-        for source in [Source.DFLASH] if drafter else [Source.NEXTN, Source.PART]:
+        for source in [Source.DFLASH] if drafter else [Source.NEXTN, Source.PART] if head else []:
             found.append(repr(drive.draft(sequence, 5, 3, source)).encode())
             drive.verify_draft(sequence, 3)
             found += [sequence.logits(row).tobytes() for row in range(4)]
@@ -89,7 +95,7 @@ def run(native: Library, device: str, name: str, made: tuple[Path, Path | None])
 def test_two_stages_have_the_bits_of_one(native: Library, device: str, name: str, tmp_path: Path) -> None:
     made = files(tmp_path, name)
     whole = run(native, device, name, made)
-    assert len(set(whole)) > 10
+    assert len(set(whole)) >= 7  # Logits differ, and states.
     for layer in range(1, 3):
         with cut(native, layer):
             assert run(native, device, name, made) == whole, f"cut ahead of layer {layer}"

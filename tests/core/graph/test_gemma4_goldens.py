@@ -1,0 +1,101 @@
+"""Compares the core's logits and greedy tokens with transformers', of tiny Gemma 4 models: by steps of several widths, and
+by prompts that are read in one call or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import drive
+import numpy as np
+import pytest
+import tiny_gemma4
+from checkout import GOLDENS
+from tiny_gemma4 import CASES, LONG_CASES
+
+from luce.errors import UnsupportedError
+from luce.native import Library
+from luce.native import Sequence as Timeline
+
+BOUND = 2e-3  # Logits with F32 weights and f32 KV may be off by so much.
+CHUNK = 256
+
+
+@pytest.fixture
+def golden(case: str) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDENS / f"gemma4-{case}.npz"))
+
+
+@pytest.fixture
+def sequence(case: str, native: Library, tmp_path: Path) -> Timeline:
+    config, seed = (CASES | LONG_CASES)[case]
+    path = tiny_gemma4.write(tmp_path / "f32.gguf", config, tiny_gemma4.layout(config, seed))
+    return drive.open_sequence(drive.open_model(native, path), n_ctx=1024, n_chunk=CHUNK)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_core_agrees_with_transformers(
+    golden: dict[str, np.ndarray], sequence: Timeline, record_property: Callable[[str, object], None]
+) -> None:
+    prompt, expected = golden["prompt"], golden["logits"]
+    errors = []
+    for width in (1, 7, 40):
+        sequence.reset()
+        errors.append(np.abs(drive.chain_logits(sequence, prompt, width)[golden["at"]] - expected).max())
+    for at, row in zip(golden["at"], expected, strict=True):
+        sequence.reset()
+        drive.prefill(sequence, prompt[: at + 1])
+        errors.append(np.abs(sequence.logits(0) - row).max())
+    record_property("max_abs_logit_error", float(max(errors)))
+    assert max(errors) <= BOUND
+    sequence.reset()
+    assert drive.greedy(sequence, prompt, len(golden["greedy"])) == golden["greedy"].tolist()
+
+
+@pytest.mark.parametrize("case", LONG_CASES)
+def test_long_prompts_agree_with_transformers(golden: dict[str, np.ndarray], sequence: Timeline) -> None:
+    """A prompt takes three calls, and passes several windows and pages; then its text goes on."""
+    prompt, errors = golden["prompt"], []
+    for at, row in zip(golden["at"], golden["logits"], strict=True):
+        sequence.reset()
+        drive.prefill(sequence, prompt[: at + 1])
+        errors.append(np.abs(sequence.logits(0) - row).max())
+    sequence.reset()
+    errors.append(np.abs(drive.chain_logits(sequence, prompt, 64)[golden["at"]] - golden["logits"]).max())
+    assert max(errors) <= BOUND
+    sequence.reset()
+    assert drive.greedy(sequence, prompt, len(golden["greedy"])) == golden["greedy"].tolist()
+
+
+@pytest.mark.parametrize("case", ["experts", "experts-apart"])
+def test_experts_in_host_memory_agree_with_transformers(
+    case: str, golden: dict[str, np.ndarray], native: Library, tmp_path: Path
+) -> None:
+    config, seed = CASES[case]
+    path = tiny_gemma4.write(tmp_path / "f32.gguf", config, tiny_gemma4.layout(config, seed))
+    model = drive.open_model(native, path, cpu_experts=config.n_layer)
+    found = drive.chain_logits(drive.open_sequence(model, n_ctx=64), golden["prompt"], 20)
+    assert np.abs(found[golden["at"]] - golden["logits"]).max() <= BOUND
+
+
+@pytest.mark.parametrize("case", ["per-layer"])
+def test_tensors_that_shared_layers_do_not_read_are_passed_over(
+    case: str, golden: dict[str, np.ndarray], native: Library, tmp_path: Path
+) -> None:
+    """Published files have them; no other tensor is passed over."""
+    config, seed = CASES[case]
+    tensors = tiny_gemma4.layout(config, seed)
+    for i in range(config.n_layer_kv, config.n_layer):
+        d, e = config.head(i), config.n_embd
+        unused = np.full((d * config.head_kv(i), e), np.nan, np.float32)
+        tensors |= {f"blk.{i}.attn_k.weight": unused, f"blk.{i}.attn_v.weight": unused,
+                    f"blk.{i}.attn_k_norm.weight": np.full(d, np.nan, np.float32)}  # fmt: skip
+    path = tiny_gemma4.write(tmp_path / "published.gguf", config, tensors)
+    sequence = drive.open_sequence(drive.open_model(native, path), n_ctx=64)
+    logits = drive.chain_logits(sequence, golden["prompt"], 40)
+    assert np.abs(logits[golden["at"]] - golden["logits"]).max() <= BOUND
+    last = config.n_layer - 1
+    tensors[f"blk.{last}.attn_k.bias"] = np.zeros(8, np.float32)
+    path = tiny_gemma4.write(tmp_path / "other.gguf", config, tensors)
+    with pytest.raises(UnsupportedError, match=rf"tensor blk\.{last}\.attn_k\.bias is not part of the gemma4"):
+        drive.open_model(native, path)
