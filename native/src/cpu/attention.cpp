@@ -407,7 +407,7 @@ void cpu_kv_gather(const KvGatherArgs &a, int ith, int nth) {
         const HeadRows rows(a.pool, a.which, a.pages, seq, head);
         for (int64_t c = begin; c < end; c++) {
             uint8_t *out = static_cast<uint8_t *>(a.out) + (c * a.pool.Hkv + head) * int64_t(bytes);
-            if (c >= used) {
+            if (c >= used || a.pages[seq.pages + c / PAGE] < 0) { // a page that no row sees may be gone
                 memset(out, 0, bytes);
                 continue;
             }

@@ -60,9 +60,30 @@ static std::vector<const Drafter *> drafters_of(const Weights &weights, const st
     return used;
 }
 
+// Returns the widest window of the trunk's sliding layers, or 0.
+static uint32_t widest_window(const Weights &weights) {
+    uint32_t widest = 0;
+    for (const Block &block : weights.blocks) {
+        widest = std::max(widest, block.attention() == nullptr ? 0 : block.attention()->shape.window);
+    }
+    return widest;
+}
+
+// Returns how many window pages there have to be: so many positions in a row lie in two pages more than they fill, at most.
+static uint32_t count_window_pages(const CacheParams &p, uint32_t window) {
+    const auto of = [&](uint64_t positions) {
+        return uint32_t(std::min<uint64_t>((positions + 2 * PAGE - 2) / PAGE, p.max_pages()));
+    };
+    const uint32_t longest = std::max(p.n_chunk, uint32_t(4 * MAX_ROWS)); // of a step, and a draft behind it
+    // One window more is for a sequence that resumes from host memory: it has new pages before its old ones go back.
+    return window == 0 ? 0
+                       : p.n_sequences * of(uint64_t(window) + longest) + (p.n_checkpoints + 1) * of(window);
+}
+
 Cache::Cache(const Model &model, const CacheParams &params)
-    : pages(params.n_pages), sequence_slots(params.n_sequences), checkpoint_slots(params.n_checkpoints),
-      params_(params), max_pages_(params.max_pages()),
+    : pages(params.n_pages), window_pages(count_window_pages(params, widest_window(model.weights()))),
+      sequence_slots(params.n_sequences), checkpoint_slots(params.n_checkpoints), params_(params),
+      max_pages_(params.max_pages()), window_(widest_window(model.weights())),
       drafters_(drafters_of(model.weights(), params.drafters)), drafter_kv_(model.weights().drafters.size()) {
     size_t n_drafter = 0;
     for (const Drafter *drafter : drafters_) {
@@ -76,12 +97,12 @@ Cache::Cache(const Model &model, const CacheParams &params)
     ggml_context *last = stages_.back().tensors.get(), *host = host_context_.get();
     uint64_t &last_bytes = stages_.back().state_bytes;
     const int64_t n_slots = params.n_sequences + params.n_checkpoints;
-    const auto cells = [&](Stage &stage, const AttentionShape &s) {
+    const auto cells = [&](Stage &stage, const AttentionShape &s, bool sliding) {
         const auto pool = [&] {
             return ggml_new_tensor_4d(stage.tensors.get(), params.kv_type, s.head_dim, PAGE, s.n_head_kv,
-                                      params.n_pages);
+                                      sliding ? window_pages.n_free() : params.n_pages);
         };
-        KvCells kv = {pool(), pool()};
+        KvCells kv = {pool(), pool(), sliding};
         stage.kv_bytes += ggml_nbytes(kv.k) + ggml_nbytes(kv.v);
         return kv;
     };
@@ -89,7 +110,8 @@ Cache::Cache(const Model &model, const CacheParams &params)
         for (uint32_t il = stage.first; il < stage.end; il++) {
             const Block &block = model.weights().blocks[il];
             const Attention *a = block.attention();
-            kv_.push_back(a != nullptr && a->has_cells() ? cells(stage, a->shape) : KvCells{});
+            kv_.push_back(a != nullptr && a->has_cells() ? cells(stage, a->shape, a->shape.window > 0)
+                                                         : KvCells{});
             DeltaState &d = delta_.emplace_back();
             if (a != nullptr) {
                 continue;
@@ -122,7 +144,7 @@ Cache::Cache(const Model &model, const CacheParams &params)
     }
     for (const Drafter *drafter : drafters_) {
         for (const AttentionShape &shape : drafter->kv) {
-            drafter_kv_[drafter->index].push_back(cells(stages_.back(), shape));
+            drafter_kv_[drafter->index].push_back(cells(stages_.back(), shape, false));
         }
         lagging_ |= uint32_t(drafter->lags()) << drafter->index;
         if ((drafter->reads & READS_HIDDEN) != 0 && hidden_ == nullptr) {
@@ -155,8 +177,8 @@ void Cache::allocate() {
     const auto add_pool = [](Stage &stage, const KvCells &kv) {
         if (kv.k != nullptr) {
             const auto at = [](const ggml_tensor *t) { return static_cast<uint8_t *>(t->data); };
-            stage.pools.push_back(
-                {at(kv.k), at(kv.v), kv.k->type, int32_t(kv.k->ne[2]), int32_t(kv.k->ne[0])});
+            (kv.sliding ? stage.window_pools : stage.pools)
+                .push_back({at(kv.k), at(kv.v), kv.k->type, int32_t(kv.k->ne[2]), int32_t(kv.k->ne[0])});
         }
     };
     for (Stage &stage : stages_) {
@@ -203,18 +225,22 @@ void Cache::poison() {
     const auto rows = [](ggml_tensor *t, int64_t first, int64_t n, size_t row) {
         ggml_backend_tensor_memset(t, 0xff, size_t(first) * row, size_t(n) * row);
     };
-    each_free_run(pages, int32_t(params_.n_pages), [&](int32_t first, int32_t n) {
-        const auto cells = [&](const KvCells &kv) {
-            if (kv.k != nullptr) {
-                rows(kv.k, first, n, kv.k->nb[3]);
-                rows(kv.v, first, n, kv.v->nb[3]);
+    const auto poison_pages = [&](const Pool &pool, int32_t count, bool sliding) {
+        each_free_run(pool, count, [&](int32_t first, int32_t n) {
+            const auto cells = [&](const KvCells &kv) {
+                if (kv.k != nullptr && kv.sliding == sliding) {
+                    rows(kv.k, first, n, kv.k->nb[3]);
+                    rows(kv.v, first, n, kv.v->nb[3]);
+                }
+            };
+            std::for_each(kv_.begin(), kv_.end(), cells);
+            for (const std::vector<KvCells> &layers : drafter_kv_) {
+                std::for_each(layers.begin(), layers.end(), cells);
             }
-        };
-        std::for_each(kv_.begin(), kv_.end(), cells);
-        for (const std::vector<KvCells> &layers : drafter_kv_) {
-            std::for_each(layers.begin(), layers.end(), cells);
-        }
-    });
+        });
+    };
+    poison_pages(pages, int32_t(params_.n_pages), false);
+    poison_pages(window_pages, int32_t(count_window_pages(params_, window_)), true);
     const auto states = [&](int32_t slot, int32_t n) {
         for (const DeltaState &d : delta_) {
             if (d.state != nullptr) {
@@ -249,12 +275,50 @@ int32_t Cache::hidden_unused() const {
     return hidden_row(int32_t(params_.n_sequences + params_.n_checkpoints), 0, 0);
 }
 
-std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, uint32_t n_past, int32_t slot,
+uint32_t Cache::first_window_page(uint32_t position) const {
+    return position < window_ ? 0 : (position - window_ + 1) / PAGE;
+}
+
+void Cache::take(PageLists &lists, uint32_t n, uint32_t first) {
+    while (lists.all.size() * PAGE < n) {
+        if (has_windows()) {
+            lists.window.push_back(lists.all.size() < first ? GONE : window_pages.take());
+        }
+        lists.all.push_back(pages.take());
+    }
+}
+
+void Cache::share(const PageLists &lists) {
+    for (const int32_t page : lists.all) {
+        pages.share(page);
+    }
+    for (const int32_t page : lists.window) {
+        if (page != GONE) {
+            window_pages.share(page);
+        }
+    }
+}
+
+void Cache::release(PageLists &lists) {
+    for (const int32_t page : lists.all) {
+        pages.release(page);
+    }
+    for (const int32_t page : lists.window) {
+        if (page != GONE) {
+            window_pages.release(page);
+        }
+    }
+    lists.all.clear();
+    lists.window.clear();
+}
+
+std::vector<Cache::Piece> Cache::pieces(const PageLists &lists, uint32_t n_past, int32_t slot,
                                         int32_t hidden) const {
     std::vector<Piece> list;
     const auto kv = [&](const Stage *on, const KvCells &cells, uint32_t first) {
+        const std::vector<int32_t> &page_list = cells.sliding ? lists.window : lists.all;
         for (ggml_tensor *t : {cells.k, cells.v}) {
-            for (uint32_t at = first; at < n_past;) {
+            for (uint32_t at = cells.sliding ? first_window_page(n_past) * PAGE : first; at < n_past;) {
                 const uint32_t end = std::min(n_past, (at / PAGE + 1) * PAGE), n = end - at;
                 const size_t page = size_t(page_list[at / PAGE]) * t->nb[3];
                 if (n == PAGE) {
@@ -283,9 +347,10 @@ std::vector<Cache::Piece> Cache::pieces(const std::vector<int32_t> &page_list, u
     return list;
 }
 
-std::vector<Cache::Piece> Cache::page_pieces(int32_t page) const {
+std::vector<Cache::Piece> Cache::page_pieces(const PageLists &lists, uint32_t i) const {
     std::vector<Piece> list;
     const auto kv = [&](const Stage *on, const KvCells &cells) {
+        const int32_t page = (cells.sliding ? lists.window : lists.all)[i];
         for (ggml_tensor *t : {cells.k, cells.v}) {
             list.push_back({on, t, size_t(page) * t->nb[3], t->nb[3]});
         }
@@ -327,25 +392,19 @@ Timeline::Timeline(Cache &cache) : cache_(cache) {
     // Room is taken for all that it will hold, so that what a step or a commit has begun to book does not
     // lack memory.
     tokens_.reserve(cache.params().n_ctx);
-    pages_.reserve(cache.max_pages());
+    pages_.all.reserve(cache.max_pages());
+    pages_.window.reserve(cache.has_windows() ? cache.max_pages() : 0);
     slot_ = cache.sequence_slots.take();
     clear();
 }
 
 Timeline::~Timeline() {
-    release_pages();
+    cache_.release(pages_);
     cache_.sequence_slots.release(slot_);
 }
 
-void Timeline::release_pages() {
-    for (const int32_t page : pages_) {
-        cache_.pages.release(page);
-    }
-    pages_.clear();
-}
-
 void Timeline::clear() {
-    release_pages();
+    cache_.release(pages_);
     tokens_.clear();
     debts_ = Debts();
     prompt_only_ = true;
@@ -355,25 +414,33 @@ void Timeline::clear() {
     n_drafted_ = 0;
 }
 
-void Timeline::resume(const std::vector<int32_t> &tokens, const std::vector<int32_t> &pages) {
-    for (const int32_t page : pages) { // these come before its own are given back, since they may be the same
-        cache_.pages.share(page);
-    }
+void Timeline::resume(const std::vector<int32_t> &tokens, const PageLists &pages) {
+    cache_.share(pages); // before its own are given back, since they may be the same
     clear();
     tokens_.assign(tokens.begin(), tokens.end());
-    pages_.assign(pages.begin(), pages.end());
+    pages_.all.assign(pages.all.begin(), pages.all.end());
+    pages_.window.assign(pages.window.begin(), pages.window.end());
     hidden_ = cache_.hidden_row(slot_, 0, 0);
     debts_.fresh = false;
 }
 
 uint32_t Timeline::pages_wanted(uint32_t n) const {
     const uint32_t need = (n_past() + n + PAGE - 1) / PAGE;
-    return need > pages_.size() ? need - uint32_t(pages_.size()) : 0;
+    return need > pages_.all.size() ? need - uint32_t(pages_.all.size()) : 0;
 }
 
 void Timeline::take_pages(uint32_t n) {
-    for (uint32_t wanted = pages_wanted(n); wanted > 0; wanted--) {
-        pages_.push_back(cache_.pages.take());
+    cache_.take(pages_, n_past() + n);
+}
+
+// Gives back the window pages that no row sees any more. A page may be taken again at once: what writes to it is enqueued
+// behind all that reads it.
+void Timeline::release_behind_window() {
+    const uint32_t moved = debts_.moves ? debts_.replay.n : 0; // rows that the next step has yet to move
+    const size_t end = std::min<size_t>(cache_.first_window_page(n_past() - moved), pages_.window.size());
+    for (size_t i = end; i > 0 && pages_.window[i - 1] != GONE; i--) {
+        cache_.window_pages.release(pages_.window[i - 1]);
+        pages_.window[i - 1] = GONE;
     }
 }
 
@@ -401,6 +468,7 @@ void Timeline::appended(const int32_t *tokens, uint32_t n) {
     debts_.pay();
     prompt_only_ = prompt_only_ && n_past() % std::min(cache_.n_cut, uint32_t(PAGE)) == 0;
     tokens_.insert(tokens_.end(), tokens, tokens + n);
+    release_behind_window();
     verified_.n = 0;
     hidden_ = next_hidden(0);
     hidden_bank_ ^= 1;
@@ -455,6 +523,7 @@ void Timeline::commit(const int32_t *path, uint32_t n) {
     debts_.replay.n = n;
     const bool skips = path[n - 1] != int32_t(n) - 1; // a prefix lies where it belongs
     debts_.moves = skips;
+    release_behind_window();
     const int32_t next = next_hidden(path[n - 1]);
     if (debts_.unseen.n == 0) {
         debts_.unseen.first_hidden = hidden_;

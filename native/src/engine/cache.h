@@ -22,6 +22,11 @@
 // A step that fails pays nothing: its sequences are failed, and a reset or resume clears their debts. What a cancel, a
 // closed neighbour or a round that is dropped keeps from running leaves debts as they are.
 //
+// Pages are of two kinds. Those of the layers that see all positions are a sequence's as long as it lives. Layers of the trunk
+// with a sliding window have pages of their own kind: one goes back to its pool when all of its positions are behind the
+// widest of these windows, as the next row sees it. So many window pages are there that they never lack: for each sequence
+// those of a window and of the longest step, for each checkpoint on the device those of a window, which it keeps.
+//
 // A drafter's KV row of position p comes from what the target has of the rows up to p. The step that verifies token p
 // writes it beside the trunk's rows; it is moved and rejected with them. What a draft writes lies behind the committed
 // positions; the verify after it overwrites it.
@@ -42,9 +47,17 @@ namespace luce {
 
 // KvCells are the pools of one attention layer.
 struct KvCells {
-    ggml_tensor *k; // {D, PAGE, Hkv, n_pages}
-    ggml_tensor *v; // {D, PAGE, Hkv, n_pages}
+    ggml_tensor *k; // {D, PAGE, Hkv, pages of its kind}
+    ggml_tensor *v; // {D, PAGE, Hkv, pages of its kind}
+    bool sliding; // its pages are window pages
 };
+
+// The pages of a timeline or checkpoint, by kind: entry i has positions PAGE * i and on. Where layers have no windows there
+// are no window pages, else as many entries as pages.
+struct PageLists {
+    std::vector<int32_t> all, window;
+};
+constexpr int32_t GONE = -1; // in place of a window page that went back
 
 struct DeltaState {
     ggml_tensor *state; // {S (v), S (k), Hv, slots of sequences, then of checkpoints} F32
@@ -109,6 +122,9 @@ public:
     uint64_t bytes(const Stage &stage) const;
     const CacheParams &params() const { return params_; }
     uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many
+    bool has_windows() const { return window_ > 0; }
+    // Returns the first page of which a row at this position sees any in some sliding layer.
+    uint32_t first_window_page(uint32_t position) const;
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
     const DeltaState &delta(uint32_t block) const { return delta_[block]; }
     // The model's drafters that the engine uses, each once, in the model's order; and the KV of one, by its layers.
@@ -142,20 +158,25 @@ public:
     uint32_t n_cut = PAGE; // prompts are cut at its multiples (StepSizes)
     // Checkpoints are made at its multiples, between the pages too where prompts may be cut there.
     uint32_t n_kept() const { return PAGE % n_cut == 0 ? n_cut : uint32_t(PAGE); }
-    Pool pages, sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
+    Pool pages, window_pages;
+    Pool sequence_slots, checkpoint_slots; // a checkpoint's slot is numbered after those of sequences
+
+    // Takes pages that lack for positions up to n, and window pages from entry `first` on.
+    void take(PageLists &lists, uint32_t n, uint32_t first = 0);
+    void share(const PageLists &lists);
+    void release(PageLists &lists); // it leaves them empty
 
     // pieces() lists all of a timeline that the device holds, in the order that saved bytes have: for each
     // layer the K and V of its pages, or its state and window; the KV of each drafter in use; the hidden
-    // row. It covers n_past positions.
+    // row. It covers n_past positions, and of sliding layers those in pages that the next row may see.
     struct Piece {
         const Stage *stage;
         ggml_tensor *tensor;
         size_t offset, size;
     };
-    std::vector<Piece> pieces(const std::vector<int32_t> &page_list, uint32_t n_past, int32_t slot,
-                              int32_t hidden) const;
-    // Returns all that lies in one page: a piece of each pool.
-    std::vector<Piece> page_pieces(int32_t page) const;
+    std::vector<Piece> pieces(const PageLists &lists, uint32_t n_past, int32_t slot, int32_t hidden) const;
+    // Returns all that lies in page i of the lists: a piece of each pool.
+    std::vector<Piece> page_pieces(const PageLists &lists, uint32_t i) const;
     // Returns the part of pieces() that is the recurrent state and the hidden row.
     std::vector<Piece> state_pieces(int32_t slot, int32_t hidden) const;
 
@@ -168,6 +189,7 @@ private:
 
     CacheParams params_;
     uint32_t max_pages_;
+    uint32_t window_; // the widest of the sliding layers; 0 where there are none
     std::deque<Stage> stages_;
     std::vector<KvCells>
         kv_; // they are in the order of trunk blocks; entries of layers without cells are empty
@@ -219,7 +241,7 @@ public:
     void clear(); // it makes an empty timeline in the same slot
     // Goes to a checkpoint and shares its pages. The caller copies the checkpoint's state to slot() and its
     // hidden row to hidden().
-    void resume(const std::vector<int32_t> &tokens, const std::vector<int32_t> &pages);
+    void resume(const std::vector<int32_t> &tokens, const PageLists &pages);
 
     const std::vector<int32_t> &tokens() const { return tokens_; } // these are the committed ones
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
@@ -228,7 +250,7 @@ public:
     } // rows that were verified, and neither committed nor rejected
     int32_t slot() const { return slot_; }
     int32_t hidden() const { return hidden_; } // it is the row of the last committed position
-    const std::vector<int32_t> &pages() const { return pages_; }
+    const PageLists &pages() const { return pages_; }
     // True while nothing but prefills brought it here that began where a prompt may be cut, or at the end of a page.
     bool prompt_only() const { return prompt_only_; }
     const Debts &debts() const { return debts_; }
@@ -269,12 +291,13 @@ public:
     uint32_t drafter() const { return drafter_; } // of the engine's list, which made it
 
 private:
-    void release_pages();
+    void release_behind_window();
     int32_t behind_unseen(int32_t i) const { return cache_.hidden_row(slot_, hidden_bank_, i); }
 
     Cache &cache_;
     int32_t slot_;
-    std::vector<int32_t> tokens_, pages_;
+    std::vector<int32_t> tokens_;
+    PageLists pages_;
     bool prompt_only_ = true;
     Debts debts_;
     int32_t hidden_ = 0;

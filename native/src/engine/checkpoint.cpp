@@ -296,7 +296,9 @@ void Checkpoint::check_open() const {
 std::vector<Cache::Piece> Checkpoint::pieces() const {
     const Cache &cache = engine_->cache();
     const int32_t slot = int32_t(engine_->params().cache.n_sequences) + (slot_ < 0 ? 0 : slot_);
-    const std::vector<int32_t> nowhere(slot_ < 0 ? n_pages() : 0, 0);
+    PageLists nowhere;
+    nowhere.all.resize(slot_ < 0 ? n_pages() : 0, 0);
+    nowhere.window.resize(nowhere.all.size(), 0);
     return cache.pieces(slot_ < 0 ? nowhere : pages_, n_past(), slot, cache.hidden_row(slot, 0, 0));
 }
 
@@ -318,14 +320,20 @@ void Checkpoint::take_device() {
 
 void Checkpoint::release_device() {
     Cache &cache = engine_->cache();
-    for (const int32_t page : pages_) {
-        cache.pages.release(page);
-    }
-    pages_.clear();
+    cache.release(pages_);
     if (slot_ >= 0) {
         cache.checkpoint_slots.release(slot_);
     }
     slot_ = -1;
+}
+
+PageLists Checkpoint::new_pages() const {
+    Cache &cache = engine_->cache();
+    PageLists lists;
+    lists.all.reserve(n_pages());
+    lists.window.reserve(cache.has_windows() ? n_pages() : 0);
+    cache.take(lists, n_past(), cache.first_window_page(n_past()));
+    return lists;
 }
 
 HostMemory Checkpoint::host_memory() const {
@@ -350,15 +358,15 @@ std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
     }
     std::shared_ptr<Checkpoint> made(new Checkpoint(engine, line.tokens()), DeleteLocked());
     engine->need_pages(made->has_part() ? 1 : 0);
-    made->pages_.reserve(made->n_pages());
+    PageLists pages = line.pages(); // no more memory is needed once they are shared
     made->take_device();
-    made->pages_.assign(line.pages().begin(), line.pages().begin() + n_past / PAGE);
-    for (const int32_t page : made->pages_) {
-        cache.pages.share(page);
-    }
+    pages.all.resize(n_past / PAGE);
+    pages.window.resize(cache.has_windows() ? n_past / PAGE : 0);
+    cache.share(pages);
+    made->pages_ = std::move(pages);
     if (made->has_part()) { // the sequence goes on in its own
-        made->pages_.push_back(cache.pages.take());
-        copy(cache.page_pieces(line.pages()[n_past / PAGE]), cache.page_pieces(made->pages_.back()));
+        cache.take(made->pages_, n_past);
+        copy(cache.page_pieces(line.pages(), n_past / PAGE), cache.page_pieces(made->pages_, n_past / PAGE));
     }
     const int32_t slot = int32_t(engine->params().cache.n_sequences) + made->slot_;
     copy(cache.state_pieces(line.slot(), line.hidden()),
@@ -398,13 +406,10 @@ void Checkpoint::to_device() {
     check_open();
     check_devices(*engine_);
     engine_->need_pages(n_pages());
-    pages_.reserve(n_pages());
     take_device();
-    for (uint32_t i = 0; i < n_pages(); i++) {
-        pages_.push_back(engine_->cache().pages.take());
-    }
     std::vector<Cache::Piece> list;
     try {
+        pages_ = new_pages();
         list = pieces();
     } catch (...) {
         release_device();
@@ -445,28 +450,24 @@ void Checkpoint::restore(Timeline &line) const {
         if (arriving_) {
             let_steps_wait();
         }
-        std::vector<int32_t> pages = pages_;
-        if (has_part()) {
-            pages.back() = cache.pages.take();
-        }
-        line.resume(tokens_, pages);
+        PageLists whole = pages_;
+        whole.all.resize(n_past() / PAGE);
+        whole.window.resize(cache.has_windows() ? n_past() / PAGE : 0);
+        line.resume(tokens_, whole);
         if (has_part()) { // this page is the sequence's alone
-            cache.pages.release(pages.back());
-            copy(cache.page_pieces(pages_.back()), cache.page_pieces(pages.back()));
+            line.take_pages(0);
+            copy(cache.page_pieces(pages_, n_past() / PAGE),
+                 cache.page_pieces(line.pages(), n_past() / PAGE));
         }
         const int32_t slot = int32_t(engine_->params().cache.n_sequences) + slot_;
         copy(cache.state_pieces(slot, cache.hidden_row(slot, 0, 0)),
              cache.state_pieces(line.slot(), line.hidden()));
         return;
     }
-    std::vector<int32_t> pages;
-    for (uint32_t i = 0; i < n_pages(); i++) {
-        pages.push_back(cache.pages.take());
-    }
+    PageLists pages = new_pages();
     line.resume(tokens_, pages);
-    for (const int32_t page : pages) { // these pages are the sequence's alone
-        cache.pages.release(page);
-    }
+    PageLists taken = pages;
+    cache.release(taken); // they are the sequence's alone
     send(&Stage::steps, cache.pieces(pages, n_past(), line.slot(), line.hidden()), base(host_));
     engine_->step().keep(host_); // nothing waits here: a step after it does
 }

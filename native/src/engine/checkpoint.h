@@ -30,7 +30,7 @@ public:
     bool on_device() const { return slot_ >= 0 && !leaving_; }
     // Its copy to the host runs; its pages and slot are free after it.
     bool leaving() const { return leaving_; }
-    const std::vector<int32_t> &pages() const { return pages_; } // these are the ones on the device
+    const PageLists &pages() const { return pages_; } // these are the ones on the device
     uint64_t size() const; // it says how many bytes save() writes
 
     void to_host();
@@ -52,7 +52,8 @@ private:
     uint32_t n_pages() const { return (n_past() + PAGE - 1) / PAGE; }
     bool has_part() const { return n_past() % PAGE != 0; } // of its last page, which nobody shares
     std::vector<Cache::Piece> pieces() const; // these are the ones on the device
-    void take_device(); // it takes pages and a slot, and fails with E_MEMORY when they lack
+    void take_device(); // it takes a slot, and fails with E_MEMORY when all are taken
+    PageLists new_pages() const; // for all its positions, of which those of window pages are in a few
     void release_device();
     template <typename F> void beside_steps(const F &enqueue);
     void let_steps_wait() const;
@@ -61,7 +62,7 @@ private:
 
     std::shared_ptr<Engine> engine_;
     std::vector<int32_t> tokens_;
-    std::vector<int32_t> pages_; // they count while there is a slot_
+    PageLists pages_; // they count while there is a slot_
     int32_t slot_ = -1; // it is one of Cache::checkpoint_slots; -1 means that it is not on the device
     // It holds the body, which nothing changes. It is null while the body is not in host memory.
     HostMemory host_;

@@ -172,7 +172,7 @@ luce_engine_info Engine::info() const {
     for (const std::weak_ptr<Checkpoint> &each : leaving_) {
         if (const std::shared_ptr<Checkpoint> checkpoint = each.lock(); checkpoint && checkpoint->leaving()) {
             out.checkpoints_free++;
-            for (const int32_t page : checkpoint->pages()) {
+            for (const int32_t page : checkpoint->pages().all) {
                 leaving[page]++;
             }
         }

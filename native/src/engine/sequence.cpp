@@ -16,7 +16,7 @@ luce_sequence_info Sequence::info() const {
     luce_sequence_info out{};
     out.n_past = line_.n_past();
     out.n_verified = line_.n_verified();
-    out.n_pages = uint32_t(line_.pages().size());
+    out.n_pages = uint32_t(line_.pages().all.size());
     out.failed = !failure_.empty();
     return out;
 }

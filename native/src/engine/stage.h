@@ -33,7 +33,8 @@ struct Stage {
     ggml_tensor *gemm_scratch = nullptr; // {bytes} I8
     uint64_t kv_bytes = 0, state_bytes = 0;
     Buffer memory;
-    std::vector<KvPool> pools; // all pools of KV here, once they are allocated
+    std::vector<KvPool> pools,
+        window_pools; // all pools of KV here, by the kind of their pages, once they are allocated
 
     // The streams. On a CPU there is only that of the steps.
     Backend steps;

@@ -200,7 +200,7 @@ static ggml_tensor *rotated(ggml_context *ctx, ggml_tensor *x, ggml_tensor *posi
 void Lowering::store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv) {
     KvStoreArgs a{};
     a.append = plain.prefill();
-    expand(ops::kv_store(ctx, {k, v, kv.cells.k, kv.cells.v, in->ctl, in->pages}, a));
+    expand(ops::kv_store(ctx, {k, v, kv.cells.k, kv.cells.v, in->ctl, pages_of(kv.cells)}, a));
 }
 
 void Lowering::emit_norm_rope(const Node &n, Val y) {
@@ -236,8 +236,9 @@ OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_t
     a.scale = attends.scale;
     a.softcap = attends.shape->softcap;
     const KvCells &cells = attends.kv.cells;
-    std::vector<ggml_tensor *> args = {
-        flat(n.in[0]), n.in.size() > 2 ? gate_of(n.in[2]) : nullptr, cells.k, cells.v, in->ctl, in->pages};
+    std::vector<ggml_tensor *> args = {flat(n.in[0]), n.in.size() > 2 ? gate_of(n.in[2]) : nullptr,
+                                       cells.k,       cells.v,
+                                       in->ctl,       pages_of(cells)};
     if (plan != nullptr) {
         args.push_back(plan);
         a.layer = layer;
@@ -245,11 +246,11 @@ OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_t
     return op(ctx, args, a);
 }
 
-ggml_tensor *Lowering::gathered(ggml_tensor *pool, ggml_type type) {
+ggml_tensor *Lowering::gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type) {
     KvGatherArgs gather{};
     gather.n_kv = plain.n_kv;
     gather.out_type = type;
-    return ops::kv_gather(ctx, {pool, in->ctl, in->pages}, gather);
+    return ops::kv_gather(ctx, {pool, in->ctl, pages_of(cells)}, gather);
 }
 
 ggml_tensor *Lowering::attend_prompt(const Node &n) {
@@ -267,7 +268,7 @@ ggml_tensor *Lowering::attend_prompt(const Node &n) {
     }
     ggml_tensor *q = ggml_reshape_3d(ctx, flat(n.in[0]), D, H, n.T);
     const auto heads = [&](ggml_tensor *pool) { // {D, n_kv, Hkv}
-        ggml_tensor *t = gathered(pool, type);
+        ggml_tensor *t = gathered(a.kv.cells, pool, type);
         return ggml_view_3d(ctx, t, D, plain.n_kv, s.n_head_kv, t->nb[1], ggml_row_size(type, D), 0);
     };
     ggml_tensor *K = heads(a.kv.cells.k), *V = heads(a.kv.cells.v);

@@ -25,6 +25,8 @@ struct StepInputs {
     ggml_tensor *positions; // {T} I32
     ggml_tensor *ctl; // {sizeof(StepCtl) / 4} I32
     ggml_tensor *pages; // {n} I32; this is the page table
+    ggml_tensor
+        *window_pages; // the same of sliding layers, or null; GONE is in place of pages that no row sees
     // {T} I32: the row of Cache::hidden of the position before each; a prefill has its first row's only.
     ggml_tensor *hidden_from;
     // {T} I64; it says where each row's hidden state goes. A prefill's last row has entry 0.

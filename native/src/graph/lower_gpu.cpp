@@ -311,7 +311,7 @@ protected:
         const OpNode t =
             ops::attention_heads(ctx,
                                  {partials(n.in[0]), k_norm.w[0], in->positions, kv.cells.k, kv.cells.v,
-                                  in->ctl, in->pages, queries ? part(n, "q_norm").w[0] : nullptr},
+                                  in->ctl, pages_of(kv.cells), queries ? part(n, "q_norm").w[0] : nullptr},
                                  a);
         expand(t.node); // attention reads the cells and not this node
         for (int32_t half = 0; queries && half < 2; half++) {
@@ -396,7 +396,9 @@ protected:
         a.scale = of.scale;
         a.softcap = s.softcap;
         a.apart = prefill_apart(a, limits_of(stage().device));
-        ggml_tensor *k = gathered(of.kv.cells.k, GGML_TYPE_F16), *v = gathered(of.kv.cells.v, GGML_TYPE_F16);
+        const KvCells &cells = of.kv.cells;
+        ggml_tensor *k = gathered(cells, cells.k, GGML_TYPE_F16),
+                    *v = gathered(cells, cells.v, GGML_TYPE_F16);
         return ops::prefill_attention(ctx, {flat(n.in[0]), k, v, in->ctl}, a);
     }
 

@@ -60,8 +60,9 @@ protected:
 
     // Attention of a prompt's rows. As it stands it is ggml's over their sequence's cells, put side by side.
     virtual ggml_tensor *attend_prompt(const Node &n);
-    // A prompt's cells in a pool, side by side {D*Hkv, n_kv}, of the type.
-    ggml_tensor *gathered(ggml_tensor *pool, ggml_type type);
+    // A prompt's cells in a pool, K or V of these cells, side by side {D*Hkv, n_kv}, of the type.
+    ggml_tensor *gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type);
+    ggml_tensor *pages_of(const KvCells &cells) const { return cells.sliding ? in->window_pages : in->pages; }
 
     // What is emitted runs on this stage, and `in` is there.
     const Stage &stage() const { return plain.cache.stages()[outputs_.first_nodes.size() - 1]; }

@@ -9,13 +9,15 @@ static size_t pad(size_t n) {
     return (n + 255) / 256 * 256;
 }
 
-Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors)
-    : rows_(rows), n_pages_(std::max(n_pages, 1u)), mirrors_(mirrors) {
+Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors, bool windows)
+    : rows_(rows), n_pages_(std::max(n_pages, 1u)), mirrors_(mirrors), windows_(windows) {
     hidden_from_ = pad(rows * sizeof(int64_t));
     positions_ = hidden_from_ + pad(rows * sizeof(int32_t));
     tokens_ = positions_ + pad(rows * sizeof(int32_t));
     ctl_ = tokens_ + pad(rows * sizeof(int32_t));
-    pages_ = ctl_ + pad(sizeof(StepCtl));
+    window_pages_ =
+        ctl_ + pad(sizeof(StepCtl)); // it is sent whole, ahead of the part of the other table that is in use
+    pages_ = window_pages_ + (windows ? pad(n_pages_ * sizeof(int32_t)) : 0);
     size_ = pages_ + pad(n_pages_ * sizeof(int32_t));
 }
 
@@ -39,6 +41,7 @@ Region::Host Region::host(uint32_t mirror) const {
             reinterpret_cast<int32_t *>(base + positions_),
             reinterpret_cast<int32_t *>(base + tokens_),
             reinterpret_cast<StepCtl *>(base + ctl_),
+            windows_ ? reinterpret_cast<int32_t *>(base + window_pages_) : nullptr,
             reinterpret_cast<int32_t *>(base + pages_)};
 }
 
@@ -98,14 +101,17 @@ StepInputs Region::tensors(ggml_context *ctx, uint32_t rows, uint32_t stage) con
     in.tokens = place(GGML_TYPE_I32, rows, tokens_);
     in.ctl = place(GGML_TYPE_I32, sizeof(StepCtl) / sizeof(int32_t), ctl_);
     in.pages = place(GGML_TYPE_I32, n_pages_, pages_);
+    in.window_pages = windows_ ? place(GGML_TYPE_I32, n_pages_, window_pages_) : nullptr;
     return in;
 }
 
 // ---- putting a step together ----
 
 static uint32_t add_pages(Region::Host h, const Timeline &line, uint32_t at) {
-    std::copy(line.pages().begin(), line.pages().end(), h.pages + at);
-    return at + uint32_t(line.pages().size());
+    const PageLists &lists = line.pages();
+    std::copy(lists.all.begin(), lists.all.end(), h.pages + at);
+    std::copy(lists.window.begin(), lists.window.end(), h.window_pages + at);
+    return at + uint32_t(lists.all.size());
 }
 
 Batch::Batch(Region::Host host, const Cache &cache) : h_(host), cache_(cache) {

@@ -13,7 +13,8 @@ class Region {
 public:
     // The region has `mirrors` host copies (pinned on a GPU), and as many places on the device of each stage: steps that
     // run by themselves use the first, the links of a chain of steps one each. It has no memory until allocate().
-    Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors);
+    // With `windows` there is a table of window pages, as long as that of pages.
+    Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors, bool windows);
 
     void allocate(const std::deque<Stage> &stages);
     size_t size() const { return mirrors_ * size_; } // it counts its bytes on a stage's device
@@ -24,6 +25,7 @@ public:
         int64_t *hidden_to;
         int32_t *hidden_from, *positions, *tokens;
         StepCtl *ctl;
+        int32_t *window_pages; // null where there are none
         int32_t *pages;
     };
     Host host(uint32_t mirror) const;
@@ -37,6 +39,7 @@ public:
     // What a stage's device has of a mirror that was sent: the control block and the page table.
     const StepCtl *ctl(uint32_t stage) const { return at<StepCtl>(stage, ctl_); }
     const int32_t *pages(uint32_t stage) const { return at<int32_t>(stage, pages_); }
+    const int32_t *window_pages(uint32_t stage) const { return at<int32_t>(stage, window_pages_); }
 
     // Returns the inputs of a step of `rows` rows on a stage. Before allocate() they are tensors without memory, for
     // measuring.
@@ -50,7 +53,9 @@ private:
     void send_bytes(const uint8_t *host, size_t bytes, bool beside = false);
 
     uint32_t rows_, n_pages_, mirrors_;
-    size_t hidden_from_, positions_, tokens_, ctl_, pages_, size_; // they are offsets; hidden_to comes first
+    bool windows_;
+    size_t hidden_from_, positions_, tokens_, ctl_, window_pages_, pages_,
+        size_; // they are offsets; hidden_to comes first
     struct Place {
         const Stage *stage;
         Buffer memory;

@@ -136,11 +136,11 @@ uint32_t Step::feed_width(uint32_t rows) const {
 }
 
 Regions::Regions(const Cache &cache, const EngineParams &p)
-    : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1),
-      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), MAX_ENQUEUED),
+    : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1, cache.has_windows()),
+      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), MAX_ENQUEUED, cache.has_windows()),
       draft(most_of_draft(p.cache, rows_of_draft), p.cache.n_sequences * cache.max_pages(),
-            most_of_draft(p.cache, steps_of_draft)),
-      feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences) {}
+            most_of_draft(p.cache, steps_of_draft), cache.has_windows()),
+      feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences, cache.has_windows()) {}
 
 uint64_t Regions::size(const Cache &cache) const {
     return prefill.size() + verify.size() + (cache.drafters().empty() ? 0 : draft.size()) +
@@ -163,8 +163,11 @@ void Step::Graph::drop_capture() {
 
 void Step::Graph::move_inputs(ptrdiff_t bytes) {
     for (const StepInputs &in : inputs) {
-        for (ggml_tensor *t : {in.tokens, in.positions, in.ctl, in.pages, in.hidden_from, in.hidden_to}) {
-            t->data = static_cast<uint8_t *>(t->data) + bytes;
+        for (ggml_tensor *t :
+             {in.tokens, in.positions, in.ctl, in.pages, in.window_pages, in.hidden_from, in.hidden_to}) {
+            if (t != nullptr) {
+                t->data = static_cast<uint8_t *>(t->data) + bytes;
+            }
         }
     }
 }

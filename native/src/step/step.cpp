@@ -335,20 +335,27 @@ void Step::move_kv(const Region &sent, uint32_t mirror) {
     for (uint32_t i = 0; i < cache_.stages().size(); i++) {
         const Stage &stage = cache_.stages()[i];
         make_current(stage.device);
-        KvMoveArgs a{};
-        a.ctl = sent.ctl(i);
-        a.pages = sent.pages(i);
-        for (size_t first = 0; first < stage.pools.size(); first += MAX_POOLS) {
-            a.n_pools = int32_t(std::min(stage.pools.size() - first, size_t(MAX_POOLS)));
-            std::copy_n(stage.pools.begin() + ptrdiff_t(first), a.n_pools, a.pools);
+        move_kv(stage, stage.pools, sent.ctl(i), sent.pages(i));
+        move_kv(stage, stage.window_pools, sent.ctl(i), sent.window_pages(i));
+    }
+}
+
+// Moves them in pools of one kind, whose page table this is.
+void Step::move_kv([[maybe_unused]] const Stage &stage, const std::vector<KvPool> &pools, const StepCtl *ctl,
+                   const int32_t *pages) {
+    KvMoveArgs a{};
+    a.ctl = ctl;
+    a.pages = pages;
+    for (size_t first = 0; first < pools.size(); first += MAX_POOLS) {
+        a.n_pools = int32_t(std::min(pools.size() - first, size_t(MAX_POOLS)));
+        std::copy_n(pools.begin() + ptrdiff_t(first), a.n_pools, a.pools);
 #ifdef LUCE_USE_CUDA
-            if (stage.device.gpu) {
-                check(cuda::kv_move(a, Stage::stream(stage.steps)), "a step failed");
-                continue;
-            }
-#endif
-            team_.run(team_.n_threads(), [&](int part) { cpu_kv_move(a, part, team_.n_threads()); });
+        if (stage.device.gpu) {
+            check(cuda::kv_move(a, Stage::stream(stage.steps)), "a step failed");
+            continue;
         }
+#endif
+        team_.run(team_.n_threads(), [&](int part) { cpu_kv_move(a, part, team_.n_threads()); });
     }
 }
 

@@ -148,6 +148,8 @@ public:
 private:
     Graph &graph(StepShape shape);
     void move_kv(const Region &sent, uint32_t mirror);
+    void move_kv(const Stage &stage, const std::vector<KvPool> &pools, const StepCtl *ctl,
+                 const int32_t *pages);
     void wait_for_drafts();
     void fail_wait() const; // where a test asks for it
     void enqueue_logits(const Graph &g);
