@@ -1,4 +1,4 @@
-/* luce: exact speculative decoding of Qwen3.5/3.6 GGUF models. The whole C ABI.
+/* luce: exact speculative decoding of Qwen3.5/3.6 and Gemma 4 GGUF models. The whole C ABI.
  *
  * The model of the thing
  *   file        is an opened GGUF (all parts of a split one), mapped into memory; no weights are loaded
@@ -195,7 +195,8 @@ typedef struct luce_engine_params {
     uint32_t n_ctx; /* positions of one sequence; 0: the model's training context, at most 4096 */
     uint32_t n_sequences; /* sequences that may be open at once, 1..LUCE_MAX_ROWS; 0: 1 */
     uint32_t n_checkpoints; /* checkpoints that may be on the device at once, 0..1024 */
-    /* KV pages of all sequences and checkpoints; 0: enough for n_sequences full ones and, with checkpoints, one more */
+    /* KV pages of all sequences and checkpoints; 0: enough for n_sequences full ones and, with checkpoints, one more.
+     * Layers with a sliding window have others beside them, always enough. */
     uint32_t n_pages;
     /* Most rows of one sequence in a step, 1..LUCE_MAX_ROWS; 0: the most drafts of any drafter + 1 */
     uint32_t n_rows;
