@@ -35,7 +35,10 @@ _WAIT = re.compile(
 SHARED = {PurePosixPath("native/kernels/common"), PurePosixPath("tests/cuda/emulated/common")}
 
 # An architecture NAME has native/src/graph/NAME.cpp, and NAME.h, which the table of them includes.
-ARCHITECTURE_TABLE, PRE_TOKENIZERS = "native/src/graph/architecture.cpp", "luce/files/bpe.py"
+ARCHITECTURE_TABLE = "native/src/graph/architecture.cpp"
+# A kind of tokenizer may have a model's name too, and the converter knows the layouts of each.
+TOKENIZERS = {"luce/files/bpe.py", "luce/files/tokenizer.py", "luce/bench/oracle_tokenizer.py"}
+CONVERTER = "luce/convert/"
 # The table of drafters includes theirs in the same way. What goes over their list names none.
 DRAFTER_TABLE, OVER_DRAFTERS = "native/src/graph/drafter.cpp", ("native/src/engine/", "native/src/step/")
 # What an engine has on one device is a stage's, which alone asks on which devices a model lies and for their streams.
@@ -118,14 +121,17 @@ def check_c(name: str, text: str) -> Iterator[Breach]:
 
 def check_architecture(name: str, text: str, architectures: set[str]) -> Iterator[Breach]:
     """Finds names of architectures outside their own files, the core's table of them, and lines that include
-    or import what is named after one. A pre-tokenizer may have a model's name too."""
-    if not name.startswith(("native/", "luce/")) or name in (ARCHITECTURE_TABLE, PRE_TOKENIZERS):
+    or import what is named after one. What begins with such a name and a dash is a drafter's."""
+    if not name.startswith(("native/", "luce/")) or name.startswith(CONVERTER):
+        return
+    if name == ARCHITECTURE_TABLE or name in TOKENIZERS:
         return
     for architecture in architectures:
         if architecture in PurePosixPath(name).name:
             continue
         for number, line in enumerate(text.splitlines(), 1):
-            if architecture in line.lower() and not re.match(r"\s*(#\s*include|import|from)\b", line):
+            named = re.search(rf"{architecture}(?!-)", line.lower())
+            if named and not re.match(r"\s*(#\s*include|import|from)\b", line):
                 yield name, number, f"{architecture} outside its own files: see {ARCHITECTURE_TABLE}"
 
 

@@ -82,11 +82,13 @@ def test_near_misses_pass(tmp_path):
 def test_an_architecture_is_named_in_its_own_files_and_the_table(tmp_path):
     files = {
         "native/src/graph/gemma4.cpp": "int Gemma4;\n",
-        "native/src/graph/dflash.cpp": "int gemma3;\n",
+        "native/src/graph/dflash.cpp": 'int gemma3 = of("gemma4-dflash-draft");\n',
         "native/src/graph/architecture.cpp": '#include "graph/gemma4.h"\nint row = GEMMA4;\n',
         "native/src/step/step.cpp": '#  include "gemma4.h"\nint dflash;\n',
         "luce/convert/gemma4_names.py": "gemma4 = 1\n",
-        "luce/convert/cli.py": "from luce.convert import gemma4_names as model\n",
+        "luce/convert/cli.py": "from luce.convert import gemma4_names as model\nis_gemma4 = 1\n",
+        "luce/files/tokenizer.py": 'kind == "gemma4"\n',
+        "luce/cli/terminal.py": "from luce.files import gemma4_names as model\n",
         "tests/test_x.py": "gemma4 = 1\n",
     }
     assert breaches(tmp_path, files) == []

@@ -8,7 +8,7 @@
 
 namespace luce {
 
-// Returns what stands before the names of an architecture's own keys: "qwen35.".
+// Returns what stands before the names of an architecture's own keys: "NAME.".
 std::string prefix_of(const GgufFile &file);
 
 // Returns a number in [lo, hi] for each of n blocks, of which a key has one for all, or an array. Bools count as 0 and 1.

@@ -37,6 +37,7 @@ GEMMA4 = {
     "gemma4-per-layer": Gemma4(sliding=(True, True, False, True, False), window=9, n_embd=256, n_head_kv_swa=1,
                                n_shared_kv=2, n_embd_per_layer=64),
 }  # fmt: skip
+MIXED = ("MXFP4 experts", "NVFP4 experts", "Q4_K gemma4", "F32 gemma4-per-layer")
 UNEVEN = ("Q8_0", "Q5_0", "Q5_1", "IQ4_NL")  # In turn, where rows do not fit a K-quant.
 SEED = 21
 WIDTHS = (2, 5, 8, 16, 33, 64)
@@ -67,8 +68,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
-    """Makes a model of each weight type, once; "Q4_K experts" is a mixture, "Q4_K fused" has larger heads, "Q4_K gemma4"
-    is another architecture."""
+    """Makes a model of each weight type, once; "Q4_K experts" is a mixture, "Q4_K fused" has larger heads, and
+    "Q4_K gemma4" is another architecture."""
 
     def make(kind: str) -> Path:
         path = folder / f"{kind}.gguf"
@@ -87,7 +88,10 @@ def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def model_of(native: Library, path_of: Callable[[str], Path], device: str) -> Callable[[str], Model]:
-    return lambda kind: drive.open_model(native, path_of(kind), "cpu" if "gemma4" in kind else device)  # No GPU runs it.
+    def opened(kind: str) -> Model:
+        return drive.open_model(native, path_of(kind), "cpu" if "gemma4" in kind else device)  # No GPU runs it.
+
+    return opened
 
 
 def tokens_of(seed: int, n: int) -> list[int]:
@@ -134,7 +138,7 @@ def test_weight_type_computes_what_its_weights_say(
 
 
 @pytest.mark.parametrize("widths", deeper_but([FEW, WIDTHS], FEW), ids=["few", "all"])
-@pytest.mark.parametrize("kind", [*drive.WEIGHT_TYPES, "MXFP4 experts", "NVFP4 experts", "Q4_K gemma4", "F32 gemma4-per-layer"])
+@pytest.mark.parametrize("kind", [*drive.WEIGHT_TYPES, *MIXED])
 def test_width_changes_no_bit(
     kind: str, widths: Sequence[int], model_of: Callable[[str], Model], device: str
 ) -> None:

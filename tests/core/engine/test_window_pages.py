@@ -1,5 +1,5 @@
-"""Pages of sliding layers go back when no row sees them any more: an engine has as many as windows and a step take, whatever
-the context is, and no bit changes."""
+"""Pages of sliding layers go back when no row sees them any more: an engine has as many as windows and a step take,
+whatever the context is, and no bit changes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Compares the core's logits and greedy tokens with transformers', of tiny Gemma 4 models: by steps of several widths, and
-by prompts that are read in one call or in several."""
+"""Compares the core's logits and greedy tokens with transformers', of tiny Gemma 4 models: by steps of several
+widths, and by prompts that are read in one call or in several."""
 
 from __future__ import annotations
 

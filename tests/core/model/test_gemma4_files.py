@@ -1,5 +1,5 @@
-"""Gemma 4 files that lack or contradict something are refused by the name of the key or tensor; what published files have in
-more than one way is read in each."""
+"""Gemma 4 files that lack or contradict something are refused by the name of the key or tensor; what published files
+have in more than one way is read in each."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ KEYS: dict[str, tuple[str, dict[str, GGUFValue | None], type[Error], str]] = {
                r"head_count is 4, no multiple of attention\.head_count_kv, which is 3"),
     "scaled RoPE": ("dense", {"rope__scaling__type": GGUFValue("yarn", gguf.GGUFValueType.STRING)}, UnsupportedError,
                     r"rope\.scaling\.type is 'yarn': luce has no RoPE scaling"),
-    "used experts": ("mixture", {"expert_used_count": number(5)}, FileError, r"expert_used_count is 5, expected 1 to 4"),
+    "used experts": (
+        "mixture", {"expert_used_count": number(5)}, FileError, r"expert_used_count is 5, expected 1 to 4"),
 }  # fmt: skip
 
 
