@@ -74,7 +74,8 @@ static uint32_t count_window_pages(const CacheParams &p, uint32_t window) {
     const auto of = [&](uint64_t positions) {
         return uint32_t(std::min<uint64_t>((positions + 2 * PAGE - 2) / PAGE, p.max_pages()));
     };
-    const uint32_t longest = std::max(p.n_chunk, uint32_t(4 * MAX_ROWS)); // of a step, and a draft behind it
+    // A step writes a chunk, or rows with those of a round ahead and drafts, and moves accepted rows of the last one.
+    const uint32_t longest = std::max(p.n_chunk, uint32_t(4 * MAX_ROWS)) + uint32_t(MAX_ROWS);
     // One window more is for a sequence that resumes from host memory: it has new pages before its old ones go back.
     return window == 0 ? 0
                        : p.n_sequences * of(uint64_t(window) + longest) + (p.n_checkpoints + 1) * of(window);

@@ -399,7 +399,7 @@ void Lowering::emit(int32_t node) {
             set(ggml_rms_norm(ctx, by_heads(n.in[0], norm.D), norm.eps)); // {D, heads, T}
             break;
         }
-        case Op::add: set(ggml_add(ctx, flat(n.in[1]), flat(n.in[0]))); break;
+        case Op::add: set(ggml_add(ctx, values(n.in[1]), values(n.in[0]))); break;
         case Op::mul: set(ggml_mul(ctx, flat(n.in[0]), flat(n.in[1]))); break;
         case Op::silu: set(ggml_silu(ctx, flat(n.in[0]))); break;
         case Op::gated: {
@@ -451,7 +451,7 @@ void Lowering::emit(int32_t node) {
                 ctx, {qkv, alpha, beta, n.w[0], n.w[1], r.state.state, r.state.log, in->ctl}, a));
             break;
         }
-        case Op::scale: set(ggml_scale(ctx, flat(n.in[0]), real())); break;
+        case Op::scale: set(ggml_scale(ctx, values(n.in[0]), real())); break;
         case Op::softcap:
             set(ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, flat(n.in[0]), 1.0f / real())), real()));
             break;

@@ -48,7 +48,7 @@ protected:
     }
 
     ggml_tensor *dense(Val v) {
-        ggml_tensor *t = flat(v);
+        ggml_tensor *t = values(v);
         return ggml_is_contiguous(t) ? t : ggml_cont(ctx, t);
     }
 
