@@ -63,6 +63,17 @@ def test_a_longer_context_takes_pages_of_global_layers_alone(window: int, native
     assert 0 < of_windows <= touched * PAGE * bytes_of_a_position(sliding=True)
 
 
+def test_a_text_is_longer_than_all_window_pages(model: Model) -> None:
+    """Read in one call it takes as many window pages as others, in chunks as many as there are for a chunk."""
+    whole, parts = (drive.open_sequence(model, n_ctx=8 * PAGE, n_chunk=n * PAGE, n_rows=1) for n in (8, 1))
+    prompt = tokens_of(7 * PAGE + 9, 4)
+    texts = []
+    for sequence in (whole, parts):
+        texts.append(drive.decode(sequence, prompt, 20, logits=True))
+    assert texts[0].tokens == texts[1].tokens
+    assert all((a == b).all() for a, b in zip(texts[0].logits, texts[1].logits, strict=True))
+
+
 def test_pages_that_went_back_are_read_by_nobody(model: Model) -> None:
     """All that is free is NaN before each step. Sequences beside each other take what others give back."""
     sizes = {"n_ctx": 4 * PAGE, "n_chunk": PAGE}
