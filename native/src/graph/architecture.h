@@ -11,6 +11,7 @@ struct NextN; // nextn.h defines it
 struct Architecture {
     const char *name; // it is the value of general.architecture in the file
     bool on_gpu; // whether GPUs run it: if not, luce refuses it there
+    uint32_t layer_nodes; // ggml's nodes and views of a layer of its steps: so many at most
 
     // Reads the hyperparameters except n_vocab, each block's mixer among them, whose shapes check_shapes (ops/shapes.h)
     // then holds to what there are kernels for. It fails with E_UNSUPPORTED where the file holds no model that can

@@ -285,6 +285,7 @@ void build(Plain &g) {
 
 } // namespace
 
-const Architecture GEMMA4 = {"gemma4", /*on_gpu=*/false, hparams, read_trunk, /*read_head=*/nullptr, build};
+const Architecture GEMMA4 = {
+    "gemma4", /*on_gpu=*/false, /*layer_nodes=*/128, hparams, read_trunk, /*read_head=*/nullptr, build};
 
 } // namespace luce

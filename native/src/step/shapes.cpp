@@ -207,7 +207,7 @@ static size_t most_nodes(const Model &model, const Cache &cache) {
     for (const Drafter *drafter : cache.drafters()) {
         n_layer += drafter->kv.size() + 1 + drafter->n_block / 4; // a draft of its own can take 16 nodes
     }
-    return 64 * (n_layer + 1) + 64;
+    return model.architecture().layer_nodes * (n_layer + 1) + 64;
 }
 
 // A graph's nodes take so much of the host's memory.

@@ -4,6 +4,7 @@ widths, and by prompts that are read in one call or in several."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import drive
@@ -13,6 +14,7 @@ import tiny_gemma4
 from checkout import GOLDENS
 from tiny_gemma4 import CASES, LONG_CASES
 
+from luce.convert.gemma4_layout import Config
 from luce.errors import UnsupportedError
 from luce.native import Library
 from luce.native import Sequence as Timeline
@@ -65,6 +67,27 @@ def test_long_prompts_agree_with_transformers(golden: dict[str, np.ndarray], seq
     assert max(errors) <= BOUND
     sequence.reset()
     assert drive.greedy(sequence, prompt, len(golden["greedy"])) == golden["greedy"].tolist()
+
+
+# F32 experts in one tensor, quantised ones apart, and types that ggml multiplies.
+DEEP = {"F32": {}, "Q8_0": {"fused_experts": False}, "IQ3_S": {"n_embd": 256, "n_ff": 256, "n_embd_per_layer": 256}}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_as_many_layers_as_models_have_with_all_parts_fit_a_graph(kind: str, native: Library, tmp_path: Path) -> None:
+    sizes = {"n_embd_per_layer": 32, "n_expert": 4, "n_expert_used": 2, "n_ff_expert": 32} | DEEP[kind]
+    config = Config(sliding=tuple((i + 1) % 5 != 0 for i in range(60)), window=20, **sizes)
+
+    def type_of(name: str) -> str:
+        short = "exps" in name or "embd" in name
+        return "F32" if not tiny_gemma4.quantizable(name) else "Q8_0" if kind == "IQ3_S" and short else kind
+
+    tensors, made = tiny_gemma4.layout(config, 1), partial(drive.quantize, native)
+    path = tiny_gemma4.write(tmp_path / "deep.gguf", config, tensors, type_of, quantize=made)
+    sequence = drive.open_sequence(drive.open_model(native, path), n_ctx=512, n_chunk=512)
+    drive.prefill(sequence, list(range(200)))
+    assert np.isfinite(sequence.logits(0)).all()
+    assert np.isfinite(drive.chain_logits(sequence, [1, 2, 3, 4], 4)).all()
 
 
 @pytest.mark.parametrize("case", ["experts", "experts-apart"])
