@@ -372,7 +372,7 @@ def test_gather_brings_cells_in_order(native, device, shape, dtype):
 
 
 def test_gather_has_zeros_for_a_page_that_is_gone(native):
-    """Its positions are behind every window; a mask hides them, and hidden NaN would show. GPUs run no such layers yet."""
+    """A mask hides its positions, and hidden NaN would show. GPUs run no such layers yet."""
     k = random(np.random.default_rng(1), 4, PAGE * 2 * 64).reshape(4, 2, PAGE, 64)
     ctl, pages = step_ctl(Seq(n_past=2 * PAGE, n_rows=9)), np.array([-1, 3, 0], np.int32)
     out = op_run(native, "cpu", "kv_gather", [k, ctl, pages], (3 * PAGE, 0), shape=(3 * PAGE, 128), dtype=np.float32)
