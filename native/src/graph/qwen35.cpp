@@ -336,7 +336,9 @@ static void build(Plain &g) {
     end_step(x, outputs);
 }
 
-const Architecture QWEN35 = {"qwen35", /*on_gpu=*/true, /*layer_nodes=*/64, hparams, read_trunk, read_head, build};
-const Architecture QWEN35MOE = {"qwen35moe", /*on_gpu=*/true, /*layer_nodes=*/64, hparams, read_trunk, read_head, build};
+const Architecture QWEN35 = {"qwen35", /*on_gpu=*/true, /*layer_nodes=*/64, hparams, read_trunk, read_head,
+                             build};
+const Architecture QWEN35MOE = {
+    "qwen35moe", /*on_gpu=*/true, /*layer_nodes=*/64, hparams, read_trunk, read_head, build};
 
 } // namespace luce
