@@ -6,12 +6,12 @@
 # with its test extra.
 #
 #     tools/clients.sh FOLDER [CLIENT ...]      # FOLDER keeps the packages of npm and pip; all clients without a name
-#     tools/clients.sh --dialect gemma4 FOLDER [CLIENT ...]      # The model writes calls as Gemma 4 does, not Qwen
+#     tools/clients.sh --dialect gemma FOLDER [CLIENT ...]      # The model writes calls as Gemma 4 does, not Qwen
 set -euo pipefail
 case ${1:-} in -h | --help) exec sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" ;; esac
 dialect=qwen
 if [[ ${1:-} == --dialect ]]; then
-    dialect=${2:?say which dialect: qwen or gemma4}
+    dialect=${2:?say which dialect: qwen or gemma}
     shift 2
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -48,7 +48,7 @@ done
 import json, sys
 files = sys.argv[1] + "/files/"
 def call(name, **values):
-    if sys.argv[2] == "gemma4":
+    if sys.argv[2] == "gemma":
         told = ",".join(f'{key}:<|"|>{value}<|"|>' for key, value in values.items())
         return f"<|tool_call>call:{name}{{{told}}}<tool_call|>"
     told = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())

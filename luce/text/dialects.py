@@ -202,8 +202,8 @@ QWEN = Tagged(
     turn=("<|im_start|>", "<|im_end|>"),
     assistant="assistant",
 )
-GEMMA4 = Dialect(
-    name="gemma4",
+GEMMA = Dialect(
+    name="gemma",
     think=("<|channel>", "<channel|>"),
     thought=("<|channel>thought", "\n<channel|>"),
     empty="<|channel>thought\n<channel|>",
@@ -219,10 +219,10 @@ THINKS = "<|think|>"  # Gemma 4's templates write this control token where think
 
 def dialect_of_turns(control: Container[str]) -> Dialect:
     """Returns the dialect whose messages begin with a control token of the vocabulary, Qwen's where none does."""
-    return GEMMA4 if GEMMA4.turn[0] in control else QWEN
+    return GEMMA if GEMMA.turn[0] in control else QWEN
 
 
 def dialect_of(tokenizer: Tokenizer) -> Dialect:
     """Returns the dialect of a model by its vocabulary: Qwen's where it has the marks of no other."""
-    marks = (*GEMMA4.think, *GEMMA4.call)
-    return GEMMA4 if all(tokenizer.added(mark) is not None for mark in marks) else QWEN
+    marks = (*GEMMA.think, *GEMMA.call)
+    return GEMMA if all(tokenizer.added(mark) is not None for mark in marks) else QWEN

@@ -14,13 +14,13 @@ from functools import cache
 from typing import Any
 
 from luce.files.tokenizer import undecided
-from luce.text.dialects import BLANK, GEMMA4
+from luce.text.dialects import BLANK, GEMMA
 from luce.text.gemma_calls import ANSWER, CallReader
 from luce.text.parameters import Parameters
 from luce.text.pieces import Piece, Reasoning
 from luce.text.speech import Speech
 
-(_CHANNEL, END_THINK), (CALL, END_CALL) = GEMMA4.think, GEMMA4.call
+(_CHANNEL, END_THINK), (CALL, END_CALL) = GEMMA.think, GEMMA.call
 # A channel has a name, which ends its line.
 _BEGIN = rf"(?P<begin>{re.escape(_CHANNEL)}[a-z]{{0,32}}[ \t]{{0,8}}(?:\r?\n|(?={re.escape(END_THINK)})))"
 _END = f"(?P<end>{re.escape(END_THINK)})"

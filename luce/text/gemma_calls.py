@@ -17,13 +17,13 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from luce.files.tokenizer import undecided
-from luce.text.dialects import BLANK, GEMMA4, MAX_NAME
+from luce.text.dialects import BLANK, GEMMA, MAX_NAME
 from luce.text.literals import decoded
 from luce.text.parameters import TEXT, WORDS, Parameters, value_of
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, as_json
 
 QUOTE = '<|"|>'
-OPEN, CLOSE = GEMMA4.call
+OPEN, CLOSE = GEMMA.call
 ANSWER = "<|tool_response>"  # A model that has called ends its text with this token.
 DEEPEST = 64  # Values are nested at most so deep.
 _HEAD = re.compile(r"""\s*(call\s*:\s*)?([^\s{}()<>\[\]"'`,=$]{1,256})\s*""")
@@ -187,7 +187,7 @@ class CallReader:
         if (yield from self._is(CLOSE, blanks)):
             self._take(blanks + len(CLOSE))
             return
-        for mark in (ANSWER, OPEN, *GEMMA4.think):
+        for mark in (ANSWER, OPEN, *GEMMA.think):
             if (yield from self._is(mark, blanks)):
                 return
         ended = (yield from self._letter(blanks)) == ""

@@ -9,7 +9,7 @@ from typing import Any
 from luce.errors import ArgumentError
 from luce.files.tokenizer import Tokenizer
 from luce.text.call_grammar import call_grammar
-from luce.text.dialects import GEMMA4, Opening
+from luce.text.dialects import GEMMA, Opening
 from luce.text.gemma_grammar import gemma_call_grammar
 from luce.text.grammar import Matcher
 from luce.text.parsers import parser_of
@@ -74,7 +74,7 @@ class Held:
         """Returns the grammar of calls, or of what the constraint asks for instead of them."""
         how: dict[str, Any] = {"required": required, "many": self.many, "closed": not self.open_objects}
         how["constraint"] = self.constraint if self.calls == "instead" else None
-        if opening.dialect is GEMMA4:
+        if opening.dialect is GEMMA:
             return gemma_call_grammar(tools, opening, **how)
         return call_grammar(tools, opening.within, **how)
 

@@ -16,7 +16,7 @@ from luce.files.template_process import Renderer
 from luce.files.tokenizer import Tokenizer
 from luce.text import thinking
 from luce.text.conversation import shows, ways
-from luce.text.dialects import GEMMA4, THINKS, Dialect, Opening, dialect_of
+from luce.text.dialects import GEMMA, THINKS, Dialect, Opening, dialect_of
 
 KEY = "tokenizer.chat_template"
 PROBE = "\ue000"  # No template has this character.
@@ -97,7 +97,7 @@ def prompt_ids(
     prompting = _Prompting(template, tokenizer, dialect, guard, tools, how, outright)
     text = prompting.continued(messages) if continues else prompting.begun(messages)
     ids: list[int] = []
-    if dialect is GEMMA4 and tokenizer.bos_id is not None and not text.startswith(tokenizer.text_of(tokenizer.bos_id)):
+    if dialect is GEMMA and tokenizer.bos_id is not None and not text.startswith(tokenizer.text_of(tokenizer.bos_id)):
         ids.append(tokenizer.bos_id)  # Without it Gemma writes nonsense, and some templates leave it out.
     for piece in guard.pieces(text):
         if most is not None and len(ids) > most:
@@ -140,7 +140,7 @@ class _Prompting:
         self._variables = {name: guard.marked(value) for name, value in variables.items()}
         # Some of Gemma's models are confused by an empty block of thoughts: the template alone knows which.
         begin = dialect.think[0]
-        self._knows_thoughts = dialect is not GEMMA4 and (begin in template.source or _is_token(tokenizer, begin))
+        self._knows_thoughts = dialect is not GEMMA and (begin in template.source or _is_token(tokenizer, begin))
 
     def begun(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the prompt that ends where an answer begins."""
@@ -148,7 +148,7 @@ class _Prompting:
         if self._ends:
             return text
         (begin, end), assistant = self._dialect.turn, self._dialect.assistant
-        if self._dialect is GEMMA4 and text.rstrip().endswith(end):
+        if self._dialect is GEMMA and text.rstrip().endswith(end):
             # Its templates take the answer of a tool for the last of a prompt, although text follows it in the turn.
             return f"{text}{begin}{assistant}\n"
         return self._switched(text, self._think)
@@ -171,7 +171,7 @@ class _Prompting:
             if found:
                 return head.replace(mark, written) + written
         # The template does not show this text: it goes behind the beginning of an answer.
-        opens = thinks or bool(thought and (self._knows_thoughts or self._dialect is GEMMA4))
+        opens = thinks or bool(thought and (self._knows_thoughts or self._dialect is GEMMA))
         switches = dict.fromkeys(thinking.SWITCHES, opens)
         text = self._rendered(before, add_generation_prompt=True, **switches)
         if not opens:
@@ -302,7 +302,7 @@ def takes_attached(template: Template) -> bool:
         _ATTACHED[template] = True  # Also where it refuses this.
         with suppress(TemplateFailed):
             head, _, _ = template.render([{"role": "user", "content": ""}, calls, told]).partition(PROBE)
-            begin, _ = GEMMA4.turn
+            begin, _ = GEMMA.turn
             _ATTACHED[template] = "response" not in head.rpartition(begin)[2]
     return _ATTACHED[template]
 
@@ -314,7 +314,7 @@ def opening_of(tokenizer: Tokenizer, ids: Sequence[int]) -> Opening:
     """Returns how an answer to a prompt begins: within thoughts where the prompt ends with an open block of them."""
     dialect = dialect_of(tokenizer)
     within = tokenizer.decode(ids[-24:], special=True).rstrip().endswith(dialect.thought[0])
-    return Opening(dialect, within, dialect is GEMMA4 and tokenizer.added(THINKS) in ids)
+    return Opening(dialect, within, dialect is GEMMA and tokenizer.added(THINKS) in ids)
 
 
 def chat_template(metadata: Mapping[str, Any]) -> BoundedTemplate:

@@ -13,7 +13,7 @@ import scripted_model
 from depth import deeper
 from tiny import rewritten
 
-from luce.text.dialects import GEMMA4
+from luce.text.dialects import GEMMA
 
 SCRIPT = {"hello": ["<think>\nA greeting.\n</think>\n\nHello!"], "long": ["words " * 60]}
 
@@ -36,7 +36,7 @@ def test_a_conversation(luce_, scripted):
 def test_a_conversation_in_gemmas_dialect(luce_, tmp_path):
     """What a model thought is shown, and is no part of what it is told in the next turn."""
     script = {"hello": ["<|channel>thought\nA greeting.\n<channel|>Hello!"]}
-    path = scripted_model.write(tmp_path / "gemma.gguf", script, dialect=GEMMA4)
+    path = scripted_model.write(tmp_path / "gemma.gguf", script, dialect=GEMMA)
     words = ("chat", "--gguf", path, "--device", "cpu", "--threads", "1", "--temp", "0")
     result = luce_(*words, stdin="SAY hello\nSAY hello\n/think\nSAY hello\n")
     assert result.exit_code == 0, result.stderr

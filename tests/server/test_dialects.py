@@ -101,7 +101,7 @@ def asked(server, model, api, said, stream, **more):
 @pytest.mark.parametrize("name", ["hello", "read", "twice"])
 @pytest.mark.parametrize("api", APIS)
 def test_both_dialects_give_the_same_events(server, api, name, stream):
-    qwen, gemma = (asked(server, model, api, say(name), stream) for model in ("qwen", "gemma4"))
+    qwen, gemma = (asked(server, model, api, say(name), stream) for model in ("qwen", "gemma"))
     assert gemma == qwen
     told = json.dumps(gemma, ensure_ascii=False)
     assert ("notes/a b.txt" in told) == (name != "hello") and ("greets me" in told) == (name != "twice")
@@ -110,13 +110,13 @@ def test_both_dialects_give_the_same_events(server, api, name, stream):
 
 @pytest.mark.parametrize("api", APIS)
 def test_both_dialects_go_on_with_what_a_tool_answers(server, api):
-    qwen, gemma = (asked(server, model, api, answered("read", api), True) for model in ("qwen", "gemma4"))
+    qwen, gemma = (asked(server, model, api, answered("read", api), True) for model in ("qwen", "gemma"))
     assert gemma == qwen and "It says 42." in json.dumps(gemma)
 
 
 @pytest.mark.parametrize("api", APIS)
 def test_a_call_that_is_broken_is_text(server, api):
-    found = asked(server, "gemma4", api, say("broken"), False)
+    found = asked(server, "gemma", api, say("broken"), False)
     assert json.dumps(GEMMA_SCRIPT["broken"][0])[1:-1] in json.dumps(found)
 
 
@@ -130,7 +130,7 @@ def test_a_forced_call_is_of_the_models_dialect(server, choice):
     """The script says something else: the grammar's words are the only ones. A strict tool is held to where it is
     called."""
     tool = {"type": "function", "function": {**TOOL["function"], "parameters": FORCED, "strict": True}}
-    body = {"model": "gemma4", "messages": say("twice"), "tools": [tool], "temperature": 0, "max_tokens": 400,
+    body = {"model": "gemma", "messages": say("twice"), "tools": [tool], "temperature": 0, "max_tokens": 400,
             "tool_choice": choice, "parallel_tool_calls": False}  # fmt: skip
     (whole,) = server.http.post("/v1/chat/completions", json=body).json()["choices"]
     (call,) = whole["message"]["tool_calls"]
@@ -145,7 +145,7 @@ def test_a_forced_call_is_of_the_models_dialect(server, choice):
 
 def test_the_template_decides_how_a_prompt_that_does_not_think_ends(server):
     prompts = {
-        think: server.http.post("/apply-template", json={"model": "gemma4", "messages": say("hello"),
+        think: server.http.post("/apply-template", json={"model": "gemma", "messages": say("hello"),
                                                          "chat_template_kwargs": {"enable_thinking": think}}).json()
         for think in (True, False)
     }  # fmt: skip
@@ -156,7 +156,7 @@ def test_the_template_decides_how_a_prompt_that_does_not_think_ends(server):
 
 
 def test_reasoning_is_counted(server):
-    body = {"model": "gemma4", "messages": say("hello"), "temperature": 0, "max_tokens": 400}
+    body = {"model": "gemma", "messages": say("hello"), "temperature": 0, "max_tokens": 400}
     usage = server.http.post("/v1/chat/completions", json=body).json()["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
-    assert "thinking" in server.http.post("/api/show", json={"model": "gemma4"}).json()["capabilities"]
+    assert "thinking" in server.http.post("/api/show", json={"model": "gemma"}).json()["capabilities"]

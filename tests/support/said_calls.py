@@ -1,6 +1,6 @@
 """What a scripted model says to the clients' own SDKs, and the tool that it calls, in each API's words."""
 
-from luce.text.dialects import GEMMA4, QWEN
+from luce.text.dialects import GEMMA, QWEN
 
 CALL = """<tool_call>
 <function=read>
@@ -27,7 +27,7 @@ GEMMA_SCRIPT = {
     "twice": [f"{GEMMA_CALL}{GEMMA_CALL.replace('3', '4')}", "Both are there."],
     "broken": ['<|tool_call>call:read{path:<|"|>x'],
 }
-SCRIPTS = {QWEN: SCRIPT, GEMMA4: GEMMA_SCRIPT}
+SCRIPTS = {QWEN: SCRIPT, GEMMA: GEMMA_SCRIPT}
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}}}
 ARGUMENTS = {"path": "notes/a b.txt", "lines": 3}
 

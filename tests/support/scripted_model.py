@@ -8,7 +8,7 @@ templates, tokens, engine, sampling, server. It speaks Qwen's dialect, or has th
 Gemma 4.
 
     python tests/support/scripted_model.py script.json model.gguf     # {"NAME": ["text", "text after an answer"]}
-    python tests/support/scripted_model.py script.json model.gguf gemma4
+    python tests/support/scripted_model.py script.json model.gguf gemma
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from luce.convert.qwen35_layout import Config, add_keys
 from luce.data import BOX
 from luce.files.bpe import BYTE_SYMBOLS
 from luce.native import File
-from luce.text.dialects import GEMMA4, QWEN, THINKS, Dialect
+from luce.text.dialects import GEMMA, QWEN, THINKS, Dialect
 
 NORMAL, MARK = int(gguf.TokenType.NORMAL), gguf.TokenType.CONTROL
 # The last token ends a text, and Gemma's last but one ends one that calls.
 ENDS = {
     QWEN.name: dict.fromkeys(CONTROL, MARK),
-    GEMMA4.name: dict.fromkeys(("<bos>", "<|turn>", "<|tool>", "<tool|>", THINKS), MARK)
-    | dict.fromkeys((*(each for each in GEMMA4.guarded if each != "<|tool_response>"), "<|tool_response>"),
+    GEMMA.name: dict.fromkeys(("<bos>", "<|turn>", "<|tool>", "<tool|>", THINKS), MARK)
+    | dict.fromkeys((*(each for each in GEMMA.guarded if each != "<|tool_response>"), "<|tool_response>"),
                     gguf.TokenType.USER_DEFINED)
     | {"<turn|>": MARK},
 }  # fmt: skip
@@ -122,7 +122,7 @@ def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072, 
             ids = range(len(tokens), len(tokens) + len(said))
             tokens += said
             first[f"<|say:{name}:{n}|>"] = ids[0]
-            follows += [*zip(ids, ids[1:], strict=False), (ids[-1], -2 if GEMMA4.call[0] in text else -1)]
+            follows += [*zip(ids, ids[1:], strict=False), (ids[-1], -2 if GEMMA.call[0] in text else -1)]
     if len(set(tokens)) < len(tokens):
         raise ValueError("a piece is spelled like another token")
     n_normal = len(tokens)
@@ -195,6 +195,6 @@ def _write(
 
 
 if __name__ == "__main__":
-    spoken = {each.name: each for each in (QWEN, GEMMA4)}
+    spoken = {each.name: each for each in (QWEN, GEMMA)}
     said, path, dialect = (*sys.argv[1:], QWEN.name)[:3]
     write(Path(path), json.loads(Path(said).read_text()), dialect=spoken[dialect])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_schemas import PARTS, SCHEMAS, VALUES, ordered
 
 from luce.errors import ArgumentError
-from luce.text.dialects import GEMMA4, Opening
+from luce.text.dialects import GEMMA, Opening
 from luce.text.gemma import GemmaParser
 from luce.text.gemma_grammar import gemma_call_grammar
 from luce.text.held import Held
@@ -23,7 +23,7 @@ from luce.text.tool import Tool
 CLIENTS = json.loads((GOLDENS / "client_schemas.json").read_text())
 OBJECT = {"type": "object"}
 QUOTE = '<|"|>'
-ANSWER = Opening(GEMMA4)
+ANSWER = Opening(GEMMA)
 
 
 def spelled(value):
@@ -179,13 +179,13 @@ def test_calls_are_forced_or_held_to_where_they_begin():
 def test_thoughts_come_first_where_the_prompt_lets_them():
     thought, one = "<|channel>thought\nhm <|tool_call>\n<channel|>", call()
     assert not accepts(calls({}), thought + one)
-    may = calls({}, opening=Opening(GEMMA4, may_think=True))
+    may = calls({}, opening=Opening(GEMMA, may_think=True))
     assert accepts(may, one) and accepts(may, thought + one) and not accepts(may, thought)
-    within = calls({}, opening=Opening(GEMMA4, within=True))
+    within = calls({}, opening=Opening(GEMMA, within=True))
     assert accepts(within, f"hm\n<channel|>{one}") and not accepts(within, one)
 
 
-OPENINGS = [ANSWER, Opening(GEMMA4, within=True), Opening(GEMMA4, may_think=True)]
+OPENINGS = [ANSWER, Opening(GEMMA, within=True), Opening(GEMMA, may_think=True)]
 
 
 @pytest.mark.parametrize("opening", OPENINGS, ids=range(3))

@@ -25,7 +25,7 @@ from luce.server.body import Body, asked, read, reply
 from luce.server.content import note_of, require_readable
 from luce.server.models import Slot
 from luce.text.conversation import call_of
-from luce.text.dialects import GEMMA4, QWEN
+from luce.text.dialects import GEMMA, QWEN
 from luce.text.infill import Gap
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, Whole
 
@@ -345,7 +345,7 @@ async def show(server: Server, request: Request) -> Response:
         f"{facts.architecture}.block_count": facts.block_count,
     }
     able = ["completion"] + (["tools"] if "tools" in served.template_source else [])
-    able += ["thinking"] if any(each.think[0] in served.template_source for each in (QWEN, GEMMA4)) else []
+    able += ["thinking"] if any(each.think[0] in served.template_source for each in (QWEN, GEMMA)) else []
     return reply(
         {
             "modelfile": "",

@@ -39,7 +39,7 @@ CONFIGS = {
 }  # fmt: skip
 CONFIGS |= {f"{kind} experts": tiny.with_experts(c) for kind, c in CONFIGS.items()}
 # It has no recurrent state and no drafters, windows over a page and within one, and layers that read others' cells.
-GEMMA4 = Gemma4(sliding=(True, False, True, False), window=270, n_head_kv_swa=1, n_shared_kv=2, n_embd_per_layer=32,
+GEMMA = Gemma4(sliding=(True, False, True, False), window=270, n_head_kv_swa=1, n_shared_kv=2, n_embd_per_layer=32,
                 n_expert=4, n_expert_used=2, n_ff_expert=64, tied=False)  # fmt: skip
 SEED = 71
 BAD = 7  # This token's row is NaN.
@@ -107,10 +107,10 @@ def bench_of(
         sizes = {"n_ctx": 640, "n_chunk": 256, "kv_type": kv_type}
         many = {"n_sequences": N_SEQUENCES, "n_pages": N_PAGES, "n_checkpoints": N_CHECKPOINTS}
         if kind.endswith("gemma4"):
-            weights = tiny_gemma4.layout(GEMMA4, SEED)
+            weights = tiny_gemma4.layout(GEMMA, SEED)
             weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
             weights["output.weight"][BAD] = 0
-            path = tiny_gemma4.write(folder / f"{kind}.gguf", GEMMA4, weights, type_name, quantize=native.quantize)
+            path = tiny_gemma4.write(folder / f"{kind}.gguf", GEMMA, weights, type_name, quantize=native.quantize)
             model = drive.open_model(native, path)  # No GPU runs it.
             engine = drive.open_engine(model, n_rows=N_ROWS, **many, **sizes)
             lone = drive.open_sequence(model, n_rows=1, **sizes)

@@ -24,7 +24,7 @@ from luce.native.structs import PAGE
 WIDE = tiny.Config(n_layer=3, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, n_v_head=4, state_size=64,
                    n_nextn=1)  # fmt: skip
 # It has no recurrent state and no head, windows within a page and over one, and layers that read others' cells.
-GEMMA4 = Gemma4(sliding=(True, True, False, True, False), window=300, n_embd=256, n_head_kv_swa=1, n_shared_kv=2,
+GEMMA = Gemma4(sliding=(True, True, False, True, False), window=300, n_embd=256, n_head_kv_swa=1, n_shared_kv=2,
                 n_embd_per_layer=64, n_expert=4, n_expert_used=2, n_ff_expert=64)  # fmt: skip
 N_CTX, N_MOST = 1024, 900
 # Weights, and their KV.
@@ -40,7 +40,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def model(kind: str, native: Library, device: str, tmp_path_factory: pytest.TempPathFactory) -> Model:
     path = tmp_path_factory.mktemp("cuts") / "model.gguf"
     if "gemma4" in kind:
-        tiny_gemma4.write(path, GEMMA4, tiny_gemma4.layout(GEMMA4, 7), kind.split()[0], quantize=native.quantize)
+        tiny_gemma4.write(path, GEMMA, tiny_gemma4.layout(GEMMA, 7), kind.split()[0], quantize=native.quantize)
         return drive.open_model(native, path)  # No GPU runs it.
     config = tiny.with_experts(WIDE) if "experts" in kind else WIDE
     tiny.write(path, config, tiny.layout(config, 7), kind.split()[0], quantize=native.quantize)

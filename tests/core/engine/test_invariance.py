@@ -31,7 +31,7 @@ EXPERTS = tiny.with_experts(CONFIG)
 # A GPU's steps fuse most where heads have 128 values (native/src/graph/lower_gpu.cpp).
 FUSED = replace(CONFIG, head_dim=128, state_size=128)
 # Some rows are no multiple of 256, and windows end within a step's rows.
-GEMMA4 = {
+GEMMA = {
     "gemma4": Gemma4(sliding=(True, True, False), window=20, n_embd=256, n_ff=160, v_is_k=True, n_expert=4,
                      n_expert_used=2, n_ff_expert=96),
     "gemma4-per-layer": Gemma4(sliding=(True, True, False, True, False), window=9, n_embd=256, n_head_kv_swa=1,
@@ -75,7 +75,7 @@ def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
         path = folder / f"{kind}.gguf"
         if not path.exists():
             of, made = kind.split()[-1], partial(drive.quantize, native)
-            if gemma4 := GEMMA4.get(of):
+            if gemma4 := GEMMA.get(of):
                 types = gemma4_types(gemma4, kind.split()[0])
                 tiny_gemma4.write(path, gemma4, tiny_gemma4.layout(gemma4, SEED), types.__getitem__, quantize=made)
                 return path
@@ -153,7 +153,7 @@ def test_width_changes_no_bit(
 def test_gemma4_computes_what_its_weights_say(kind: str, native: Library, path_of: Callable[[str], Path]) -> None:
     """No comparison is exact: activations are rounded to 8 bits beside quantised weights."""
     path, tokens = path_of(kind), tokens_of(1, 60)
-    config = GEMMA4[kind.split()[-1]]
+    config = GEMMA[kind.split()[-1]]
     expected = Reference(config, ref.read_gguf(str(path))).logits(np.array(tokens))
     sequence = drive.open_sequence(drive.open_model(native, path), n_ctx=64)
     found = drive.chain_logits(sequence, tokens, 20)

@@ -26,7 +26,7 @@ BOUND = 2e-3
 DENSE = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128, n_layer=3,
                     recurrent=(True, False, True), n_nextn=1)  # fmt: skip
 SHARED = tiny.with_experts(DENSE)
-GEMMA4 = Gemma4(sliding=(True, False, True, False), window=40, n_embd=256, n_head_kv_swa=1, n_shared_kv=2,
+GEMMA = Gemma4(sliding=(True, False, True, False), window=40, n_embd=256, n_head_kv_swa=1, n_shared_kv=2,
                 n_embd_per_layer=64, n_expert=4, n_expert_used=2, n_ff_expert=64, fused_experts=False)  # fmt: skip
 
 
@@ -47,7 +47,7 @@ MODELS = {
     "unshared": Model(replace(SHARED, n_ff_shared=0), params=HEAD),
     "host": Model(SHARED, cpu_experts=3, params=HEAD),
     "host-unshared": Model(replace(SHARED, n_ff_shared=0), cpu_experts=3, params=HEAD),
-    "gemma4": Model(GEMMA4),  # No GPU runs it.
+    "gemma4": Model(GEMMA),  # No GPU runs it.
     "dflash": Model(tiny_dflash.WIDE, drafter=tiny_dflash.CASES["causal-windows"], params={"blocks": 1}),
 }
 # These have an effect on this device, each in some of the models.
