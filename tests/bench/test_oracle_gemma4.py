@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from depth import deeper
-from gemma4_reference import Reference
+from gemma4_reference import AssistantReference, Reference
 from tiny_gemma4 import PUBLISHED
 
 from luce.bench import oracle_gemma4
@@ -74,6 +74,29 @@ def test_shapes_are_the_published_ones(shape: str, published: str) -> None:
     """But for the output matrix, which is a tensor of its own."""
     own, other = vars(SHAPES[shape]), vars(PUBLISHED[published])
     assert {key for key in own if own[key] != other[key]} == {"tied"}
+
+
+@pytest.mark.parametrize("accept", [1.0, 0.5])
+def test_an_assistant_drafts_what_its_rule_says(made: tuple[str, Path, Rule], tmp_path: Path, accept: float) -> None:
+    shape, path, spoken = made
+    rule = oracle_gemma4.make_assistant(tmp_path / "a.gguf", path, shape, seed=3, accept=accept)
+    target = Reference(SHAPES[shape], hf.tensors_of(path))
+    assistant = AssistantReference(oracle_gemma4.assistant_of(shape), hf.tensors_of(tmp_path / "a.gguf"), target)
+    right = 0
+    for last in range(100, 108):
+        drafts, logits = assistant.drafts(np.append(TOKENS[:20], last), 3)
+        expected = [last]
+        for _ in drafts:
+            expected.append(int(rule.draft(np.array([expected[-1]]))[0]))
+        assert drafts == expected[1:]
+        assert (np.diff(np.sort(logits, -1)[:, -2:]) > 5).all()
+        right += drafts[0] == spoken.continuation(last, 1)[0]
+    assert right == 8 if accept == 1 else 0 < right < 8
+
+
+def test_an_assistant_has_its_target_s_heads() -> None:
+    own, other = oracle_gemma4.assistant_of("gemma4-31b"), PUBLISHED["31B-assistant"]
+    assert own == other
 
 
 @pytest.mark.parametrize(("options", "message"), [
