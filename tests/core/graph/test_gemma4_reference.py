@@ -217,3 +217,28 @@ ASSISTANTS_MISTAKES: dict[str, type[AssistantReference]] = {
 def test_each_mistake_of_an_assistant_shows(mistake):
     pairs = drafted(ASSISTANTS_MISTAKES[mistake])
     assert max(np.abs(found - expected).max() for found, expected in pairs) > 20 * TOLERANCE
+
+
+# ---- the goldens themselves
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "per-layer"])
+def test_goldens_are_what_transformers_computes(name):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers", minversion="5.17")
+    import make_gemma4_goldens as make
+
+    (config, seed), golden = CASES[name], dict(np.load(GOLDENS / f"gemma4-{name}.npz"))
+    made = make.golden(config, seed, make.N_PROMPT, tuple(golden["at"]))
+    assert made.keys() == golden.keys() and made["greedy"].tolist() == golden["greedy"].tolist()
+    assert np.abs(made["logits"] - golden["logits"]).max() < TOLERANCE / 4
+
+
+def test_the_assistant_s_golden_is_what_transformers_computes():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers", minversion="5.17")
+    import make_gemma4_goldens as make
+
+    made, golden = make.assistant_golden(), dict(np.load(GOLDENS / "gemma4-assistant.npz"))
+    assert made.keys() == golden.keys() and made["drafts"].tolist() == golden["drafts"].tolist()
+    assert np.abs(made["logits"] - golden["logits"]).max() < TOLERANCE / 4
