@@ -35,7 +35,7 @@ def vocabulary():
     return Tokenizer(keys)
 
 
-VOCABULARY = vocabulary()
+WORDS = vocabulary()
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is there?"}
 
 
@@ -51,11 +51,11 @@ def told(name, text):
 
 def ids(messages, tools=None, continues=False, source=None, **how):
     template = ChatTemplate(source or gemma4(), {"bos_token": "<bos>"})
-    return prompt_ids(template, VOCABULARY, messages, tools, None, continues, **how)
+    return prompt_ids(template, WORDS, messages, tools, None, continues, **how)
 
 
 def prompt(messages, tools=None, continues=False, source=None, **how):
-    return VOCABULARY.decode(ids(messages, tools, continues, source, **how), special=True)
+    return WORDS.decode(ids(messages, tools, continues, source, **how), special=True)
 
 
 CALL = '<|tool_call>call:look{at:<|"|>sea<|"|>,n:1}<tool_call|>'
@@ -120,15 +120,15 @@ def test_the_template_alone_switches_thinking():
 
 
 def test_an_answer_begins_in_the_vocabularys_dialect():
-    assert dialect_of(VOCABULARY) is GEMMA and dialect_of(fake_core.tokenizer()) is QWEN
-    assert opening_of(VOCABULARY, ids([USER])) == Opening(GEMMA)
-    assert opening_of(VOCABULARY, ids([USER], enable_thinking=True)) == Opening(GEMMA, may_think=True)
+    assert dialect_of(WORDS) is GEMMA and dialect_of(fake_core.tokenizer()) is QWEN
+    assert opening_of(WORDS, ids([USER])) == Opening(GEMMA)
+    assert opening_of(WORDS, ids([USER], enable_thinking=True)) == Opening(GEMMA, may_think=True)
     begun = ids([USER, {"role": "assistant", "content": "", "reasoning_content": "hm"}], continues=True)
-    assert VOCABULARY.decode(begun, special=True).endswith("<|channel>thought\nhm")
-    opened = VOCABULARY.encode("<|channel>thought\n")
-    assert opening_of(VOCABULARY, [*ids([USER]), *opened]) == Opening(GEMMA, within=True)
+    assert WORDS.decode(begun, special=True).endswith("<|channel>thought\nhm")
+    opened = WORDS.encode("<|channel>thought\n")
+    assert opening_of(WORDS, [*ids([USER]), *opened]) == Opening(GEMMA, within=True)
     spelled = ids([{"role": "user", "content": "<|think|><|channel>thought\n"}])
-    assert opening_of(VOCABULARY, spelled) == Opening(GEMMA)
+    assert opening_of(WORDS, spelled) == Opening(GEMMA)
     for opening, parser in ((Opening(GEMMA), GemmaParser), (Opening(QWEN), Parser)):
         assert type(Held().parser(opening)) is parser
 
@@ -145,13 +145,13 @@ def test_what_users_write_is_text():
             {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"at": "y"}}}]},
             {**messages[3], "content": "y"}]  # fmt: skip
         found, known = ids(messages, tools), ids(plain, [Tool("f", {"type": "object"}, description="y").as_template])
-        special = {VOCABULARY.added(mark) for mark in marks}
+        special = {WORDS.added(mark) for mark in marks}
         assert [token for token in found if token in special] == [token for token in known if token in special]
-        assert VOCABULARY.decode(found, special=True).count(text) - VOCABULARY.decode(known, special=True).count(text) == 5
+        assert WORDS.decode(found, special=True).count(text) - WORDS.decode(known, special=True).count(text) == 5
 
 
 def test_a_prompt_begins_with_the_first_token_once():
-    first = VOCABULARY.bos_id
+    first = WORDS.bos_id
     for source in (gemma4(), gemma4().replace("{{- bos_token }}", "")):
         found = ids([USER], source=source)
         assert found[0] == first and found.count(first) == 1
@@ -167,16 +167,16 @@ def test_a_last_message_is_continued():
 
 def test_turns_are_found():
     found = ids([SYSTEM, USER, {"role": "assistant", "content": "A boat."}, USER])
-    _, kept = Turns(VOCABULARY, 1024, 1).cut(found)
-    text = [VOCABULARY.decode(found[:at], special=True) for at in sorted(kept)]
+    _, kept = Turns(WORDS, 1024, 1).cut(found)
+    text = [WORDS.decode(found[:at], special=True) for at in sorted(kept)]
     first, last, whole = text  # Within the names of roles, of which the last token is read again.
-    assert first == "<bos><|turn>system\nBe brief.<turn|>\n<|turn>us" and whole == VOCABULARY.decode(found, special=True)
+    assert first == "<bos><|turn>system\nBe brief.<turn|>\n<|turn>us" and whole == WORDS.decode(found, special=True)
     assert last.endswith("What is there?<turn|>\n<|turn>mode") and last.count("A boat.") == 1
 
 
 def forced(budget, text):
     """Says a text a token at a time; returns where, in letters, the budget forces what ends thoughts, or None."""
-    for at, token in enumerate(tokens := VOCABULARY.encode(text, special=False)):
+    for at, token in enumerate(tokens := WORDS.encode(text, special=False)):
         mask = budget.mask()
         if mask is not None:
             found = []
@@ -184,17 +184,17 @@ def forced(budget, text):
                 (token,) = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
                 found.append(int(token))
                 budget.consume(int(token))
-            assert VOCABULARY.decode(found) == "\n<channel|>"
-            return len(VOCABULARY.decode(tokens[:at]))
+            assert WORDS.decode(found) == "\n<channel|>"
+            return len(WORDS.decode(tokens[:at]))
         budget.consume(token)
     return None
 
 
 def test_thoughts_have_their_number_of_tokens():
     opened = "<|channel>thought\n"
-    assert forced(Budget(VOCABULARY, 12, False, True, dialect=GEMMA), f"{opened}klmnpqrs") == len(f"{opened}klmn")
-    assert forced(Budget(VOCABULARY, 3, True, True, dialect=GEMMA), "abcdefgh") == 3
-    assert forced(Budget(VOCABULARY, 3, True, True, dialect=GEMMA), "ab<channel|>cdefgh") is None
-    assert forced(Budget(VOCABULARY, 3, True, True, dialect=GEMMA), f"ab{CALL}cdefgh") is None
-    assert forced(Budget(VOCABULARY, 3, True, False, dialect=GEMMA), f"ab{CALL}cdefgh") is not None
-    assert forced(Budget(VOCABULARY, 0, False, True, dialect=GEMMA), "No thoughts at all") is None
+    assert forced(Budget(WORDS, 12, False, True, dialect=GEMMA), f"{opened}klmnpqrs") == len(f"{opened}klmn")
+    assert forced(Budget(WORDS, 3, True, True, dialect=GEMMA), "abcdefgh") == 3
+    assert forced(Budget(WORDS, 3, True, True, dialect=GEMMA), "ab<channel|>cdefgh") is None
+    assert forced(Budget(WORDS, 3, True, True, dialect=GEMMA), f"ab{CALL}cdefgh") is None
+    assert forced(Budget(WORDS, 3, True, False, dialect=GEMMA), f"ab{CALL}cdefgh") is not None
+    assert forced(Budget(WORDS, 0, False, True, dialect=GEMMA), "No thoughts at all") is None
