@@ -71,7 +71,7 @@ def test_bf16_checkpoint_is_kept_to_the_bit(tmp_path):
 
 def test_names_are_those_of_the_gguf_package():
     """It maps transformers' names to GGUF's for llama.cpp's converter, but for the scales of a mixture's router."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA, 1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 1)
     own = {local: plain for local, plain in BLOCK.items() if not local.endswith(".scale")}
     for local, plain in own.items():
         stem = plain.removesuffix(".weight")
