@@ -5,7 +5,7 @@ closed in any order. Every failed call raises the Error subclass of its luce_sta
 one-line message.
 """
 
-from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, Rows, Sequence, Verified
+from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, Prompt, Rows, Sequence, Verified
 from luce.native.files import File, Model, Progress
 from luce.native.library import Handle, IntArray, Library, Lists, default, load, use
 from luce.native.structs import Form, Source
@@ -24,6 +24,7 @@ __all__ = [
     "Lists",
     "Model",
     "Progress",
+    "Prompt",
     "Rows",
     "Sequence",
     "Source",

@@ -62,6 +62,14 @@ class Rows(NamedTuple):
         return max(self.n, 0) if self.tokens is None else len(self.tokens)
 
 
+class Prompt(NamedTuple):
+    """The next `tokens` (n,) of a sequence's prompt, n >= 1, at most a chunk: the `last` ones, or more follow."""
+
+    sequence: Sequence
+    tokens: IntArray
+    last: bool = True
+
+
 class Verified(NamedTuple):
     """These are the results of a sequence's n rows: their own `tokens` (n,), of which -1 is a draft whose
     drafter's logits were not finite, and the target's `choices` after each of them (n,)."""
@@ -152,6 +160,23 @@ class Engine(Handle):
     def sequence(self) -> Sequence:
         """Opens an empty timeline. Raises OutOfMemory where n_sequences are open."""
         return Sequence(self)
+
+    def prefill(self, items: collections.abc.Sequence[Prompt]) -> list[int | None | NumericError]:
+        """Commits the next tokens of several sequences' prompts, in as few steps as they fit: LUCE_MAX_ROWS sequences.
+        Returns for each item the choice after the last ones of its prompt, None where more follow, or the error of a
+        sequence whose logits were not finite. Other errors name the first item that is to blame, and did nothing."""
+        new, tokens = self.library.ffi.new, [self.library.ints(item.tokens) for item in items]
+        made = new("luce_prompt_item[]", max(len(items), 1))
+        for struct, item, rows in zip(made, items, tokens, strict=False):
+            struct.sequence, struct.tokens, struct.n, struct.last = item.sequence.handle, rows, len(rows), item.last
+        choices, statuses = new("int32_t[]", len(items)), new("luce_status[]", len(items))
+        status = self.library.lib.luce_engine_prefill(self.handle, made, len(items), choices, statuses)
+        done = [choice if item.last else None for item, choice in zip(items, choices, strict=True)]
+        if status != NumericError.code:
+            self.library.check(status)
+            return list(done)
+        message = self.library.text(self.library.lib.luce_last_error())
+        return [NumericError(message) if own else choice for own, choice in zip(statuses, done, strict=True)]
 
     def draft(self, items: collections.abc.Sequence[Drafts]) -> None:
         """Drafts a chain after the anchor of each of several sequences, all with one source. The drafts stay

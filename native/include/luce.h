@@ -49,7 +49,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 16 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 17 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a chain of which each is a step */
 #define LUCE_MAX_DRAFTERS 16 /* of a model, and in an engine's list */
@@ -335,6 +335,27 @@ LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const l
  * E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */
 LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                            int32_t *choice);
+
+/* The next tokens of one sequence's prompt, as luce_sequence_prefill takes them. */
+typedef struct luce_prompt_item {
+    luce_sequence *sequence; /* each at most once */
+    const int32_t *tokens; /* (n) */
+    uint32_t n; /* 1..n_chunk */
+    int32_t last; /* 1: the prompt ends with them; 0: more of it follows */
+} luce_prompt_item;
+
+/* Does luce_sequence_prefill of 1..LUCE_MAX_ROWS sequences, with the same bits, and waits. They share steps: a step has rows
+ * of up to 16 of them, n_chunk in all, and takes little longer than one of the longest alone while it has few rows. Where the
+ * engine's n_cut is n_chunk, rows' bits depend on how many a step has, and each item has steps of its own.
+ *
+ * choices (n_items) gets the token after each item that is the last of its prompt. status (n_items) says of each item LUCE_OK,
+ * or E_NUMERIC where its logits were not finite: its sequence is failed, and its choice is not written. The call then returns
+ * E_NUMERIC too.
+ *
+ * E_ARG, E_CONTEXT, E_MEMORY, E_STATE: nothing was done, and the message names the first item that is to blame: "item 2: ..".
+ * E_CANCELLED: nothing was done. E_DEVICE, E_INTERNAL: all sequences of the call are failed. */
+LUCE_API luce_status luce_engine_prefill(luce_engine *engine, const luce_prompt_item *items,
+                                         uint32_t n_items, int32_t *choices, luce_status *status);
 
 /* The anchor of a round item without tokens, if it is no token. */
 enum {

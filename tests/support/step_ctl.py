@@ -33,6 +33,7 @@ class Seq:
     move: bool = False  # KV of the pending rows lies where the verify wrote it.
     pages: int = 0
     n_rows: int | None = None  # A prefill has so many, and no parents.
+    cells: int = 0  # In a prefill its cells begin there among all that are gathered.
     keep: Sequence[int] = ()  # Each row is kept there; -1 is nowhere.
     sampling: Sampling = Sampling()
 
@@ -71,6 +72,7 @@ def step_ctl(*seqs: Seq) -> np.ndarray:
         n = len(seq.pending)
         debts = n if seq.replay or seq.move else 0, seq.move
         parts[i, :9] = seq.slot, seq.fresh, row0, n_rows, seq.n_past, seq.bank, *debts, seq.pages
+        parts[i, 10] = seq.cells
         parts[i, 12 : 12 + n] = seq.pending
         parts[i, -CHOICE:] = choice_ctl(seq.sampling)
         for r, (parent, depth) in enumerate(zip(seq.parents, seq.depths(), strict=True)):

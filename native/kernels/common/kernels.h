@@ -12,13 +12,14 @@ namespace luce {
 
 constexpr int MAX_ROWS = 64; // a step has at most as many rows, over all its sequences
 constexpr int PAGE = 256; // a KV page has as many positions
+constexpr int MAX_PROMPTS = 16; // a step of prompts has rows of as many sequences
 
 // ---- the control block of a step ---------------------------------------------------------------------
 // The host writes it, every op of luce reads it. A step's graph is the same for all contexts, sequences and
 // trees: what differs from step to step is here.
 
-// RowCtl is one row of a step of at most MAX_ROWS rows. (A prefill has one, which stands for its last row;
-// row t of n is at n_past + t.)
+// RowCtl is one row of a step of at most MAX_ROWS rows. (A prefill has any number of rows, and one of these for each
+// sequence, which stands for that one's last row; row t of a sequence is at n_past + t.)
 struct RowCtl {
     int32_t seq; // it is the index into StepCtl::seqs; -1 says that the row only fills the step's width
     // It is the row of this step that this one follows; -1 means the sequence's committed tokens.
@@ -44,7 +45,8 @@ struct SeqCtl {
     // So many of the positions before n_past have KV of the drafter that links of the same graph write: no launch may read
     // them before it has waited for what is ahead of it.
     int32_t n_new;
-    int32_t reserved[2]; // pending is aligned to 16 bytes
+    int32_t cells; // in a prefill its cells begin here, among those of all sequences side by side (KvGatherArgs)
+    int32_t reserved; // pending is aligned to 16 bytes
     // pending has the rows of the last verify that were accepted, counted from that verify's first row of
     // this sequence, in commit order: pending[i] >= i. They are committed positions n_past - n_replay .. n_past - 1.
     int32_t pending[MAX_ROWS];
@@ -59,6 +61,35 @@ struct StepCtl {
     SeqCtl seqs[MAX_ROWS];
 };
 
+// Returns the last i below n whose begin(i), which rise from 0 on, is at most x.
+template <class Begin> LUCE_BOTH int32_t last_begun(int32_t n, int32_t x, const Begin &begin) {
+    int32_t low = 0, high = n; // it is one of low .. high - 1
+    while (high - low > 1) {
+        const int32_t middle = (low + high) / 2;
+        (begin(middle) <= x ? low : high) = middle;
+    }
+    return low;
+}
+// Returns which sequence of a prefill has a row, or a cell of those that are gathered.
+LUCE_BOTH int32_t seq_of_row(const StepCtl &ctl, int32_t row) {
+    return last_begun(ctl.n_seqs, row, [&](int32_t i) { return ctl.seqs[i].row0; });
+}
+LUCE_BOTH int32_t seq_of_cell(const StepCtl &ctl, int32_t cell) {
+    return last_begun(ctl.n_seqs, cell, [&](int32_t i) { return ctl.seqs[i].cells; });
+}
+// Rows of a prefill are worked on in groups of `size` rows of one sequence, which begin with the sequence's first row. Group g
+// of sequence i has this number, of which a few stand for none: no table says where a sequence's groups begin.
+LUCE_BOTH int32_t first_group(const SeqCtl &seq, int32_t i, int32_t size) {
+    return seq.row0 / size + i;
+}
+LUCE_BOTH int32_t seq_of_group(const StepCtl &ctl, int32_t group, int32_t size) {
+    return last_begun(ctl.n_seqs, group, [&](int32_t i) { return first_group(ctl.seqs[i], i, size); });
+}
+// Returns how many numbers there are, of T rows of so many sequences.
+LUCE_BOTH int32_t groups_of(int32_t T, int32_t n_seqs, int32_t size) {
+    return (T - 1) / size + n_seqs;
+}
+
 // ---- DeltaNet ------------------------------------------------------------------------------------------
 
 // DeltaMode says how a DeltaNet op treats the recurrent state. In both modes it first replays the pending
@@ -66,7 +97,7 @@ struct StepCtl {
 enum DeltaMode : int32_t {
     // Rows have parents, the log is written, and the state holds what was committed before the step.
     DELTA_VERIFY = 0,
-    // It is a prefill of seqs[0] alone: any number of rows in a chain, committed at once without a log.
+    // It is a prefill: of each sequence any number of rows in a chain, committed at once without a log.
     DELTA_APPEND = 1,
 };
 
@@ -76,11 +107,12 @@ struct DeltaShape {
     int32_t n_slots;
     int32_t Hk, Hv, S;
     int32_t mode;
+    int32_t n_prompts; // a prefill has so many sequences, 1 or more
 
     int64_t conv_dim() const { return int64_t(2 * Hk + Hv) * S; }
     // Returns the most sequences that a step of T rows has, which is no more than there are slots. (A step
     // without rows of its own pays one sequence's debts, so there is always room for one.)
-    int32_t max_seqs() const { return mode == DELTA_APPEND ? 1 : T < n_slots ? T : n_slots; }
+    int32_t max_seqs() const { return mode == DELTA_APPEND ? n_prompts : T < n_slots ? T : n_slots; }
     // The log of one slot of one layer is F32. It has raw attn_qkv rows and deltas once, since a channel's or
     // column's owner reads its old rows before it writes new ones. It has keys and decays in two banks, since
     // they have many readers.
@@ -190,7 +222,7 @@ struct NormRopeArgs {
 struct KvStoreArgs {
     KvPool pool;
     int32_t T;
-    // It is 1 for a prefill of seqs[0] alone: row t is at n_past + t, and T = n_rows is any number.
+    // It is 1 for a prefill: row t of a sequence is at n_past + t, and T is any number.
     int32_t append;
     const float *k; // [T][Hkv][D], normalised and rotated
     const float *v; // [T][Hkv][D]
@@ -290,20 +322,20 @@ constexpr int64_t block_attention_scratch(int64_t T, int64_t H, int64_t D) {
     return T * H * BLOCK_ATTENTION_SPLITS * (D + 2);
 }
 
-// kv_gather is for prefill: it writes cells 0 .. n_kv - 1 of seqs[0], in order, as values that ggml's
-// attention reads.
+// kv_gather is for prefill: it writes the cells of each sequence, in order and from SeqCtl::cells on, as values that
+// attention over cells side by side reads.
 struct KvGatherArgs {
     KvPool pool;
-    int64_t n_kv;
+    int64_t n_kv; // there is room for so many cells, of all sequences
     const StepCtl *ctl;
     const int32_t *pages;
     int32_t which; // 0 means k, 1 means v
     int32_t out_type; // it is F32 or F16
-    void *out; // [n_kv][Hkv*D]; zeros from n_past + n_rows on
+    void *out; // [n_kv][Hkv*D]; behind a sequence's n_past + n_rows cells there are zeros
 };
 
-// prefill_mask is the mask of T rows of seqs[0] over n_kv cells. It is 0 where row t at p = n_past + t sees
-// cell c (first <= c <= p, and c > p - window where there is one), else -inf.
+// prefill_mask is the mask of a prefill's T rows over the first n_kv cells of each one's own sequence. It is 0 where a row
+// at p sees cell c (first <= c <= p, and c > p - window where there is one), else -inf.
 struct MaskArgs {
     int32_t T;
     int64_t n_kv;

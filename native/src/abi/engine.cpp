@@ -3,6 +3,7 @@
 #include "abi/test_hooks.h"
 #include "cpu/sampler.h"
 #include "engine/checkpoint.h"
+#include "engine/prompts.h"
 
 #include <algorithm>
 #include <array>
@@ -145,6 +146,26 @@ luce_status luce_engine_draft(luce_engine *engine, uint32_t drafter, const luce_
     });
 }
 
+luce_status luce_engine_prefill(luce_engine *engine, const luce_prompt_item *items, uint32_t n_items,
+                                int32_t *choices, luce_status *status) {
+    return on_engine(engine, [&](Engine *e) {
+        check_items(items, n_items);
+        need(choices, "choices");
+        need(status, "status");
+        std::array<PromptItem, LUCE_MAX_ROWS> list;
+        for (uint32_t i = 0; i < n_items; i++) {
+            const luce_prompt_item &item = items[i];
+            need(item.tokens, "tokens");
+            if (item.n == 0) {
+                fail(LUCE_E_ARG, "item %u: prefill needs at least one token", i);
+            }
+            list[i] = {sequence_of(item.sequence, e, i, list.data()), item.tokens, item.n, item.last != 0};
+        }
+        e->rounds().settle();
+        read_prompts(*e, list.data(), n_items, choices, status);
+    });
+}
+
 using RoundItems = std::array<RoundItem, LUCE_MAX_ROWS>;
 
 static void check_round(const luce_round_item *items, uint32_t n_items, const Engine *e, RoundItems &out) {
@@ -281,7 +302,15 @@ luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens
         if (n == 0) {
             fail(LUCE_E_ARG, "prefill needs at least one token");
         }
-        locked(s, [&](Sequence &one) { one.prefill(tokens, n, choice); });
+        locked(s, [&](Sequence &one) {
+            const PromptItem item{s, tokens, n, choice != nullptr};
+            int32_t chosen = 0;
+            luce_status status = LUCE_OK;
+            read_prompts(*one.engine(), &item, 1, &chosen, &status);
+            if (choice != nullptr) {
+                *choice = chosen;
+            }
+        });
     });
 }
 

@@ -76,13 +76,11 @@ void move_head(const KvMoveArgs &a, const KvPool &pool, int which, int head) {
 void store_head(const KvStoreArgs &a, int which, int head) {
     const KvPool &pool = a.pool;
     const float *x = which == 0 ? a.k : a.v;
-    const int n_seqs = a.append != 0 ? 1 : a.ctl->n_seqs;
-    for (int s = 0; s < n_seqs; s++) {
+    for (int s = 0; s < a.ctl->n_seqs; s++) {
         const SeqCtl &seq = a.ctl->seqs[s];
         const HeadRows rows(pool, which, a.pages, seq, head);
-        const int row0 = a.append != 0 ? 0 : seq.row0, n_rows = a.append != 0 ? a.T : seq.n_rows;
-        for (int r = 0; r < n_rows; r++) {
-            const float *row = x + (int64_t(row0 + r) * pool.Hkv + head) * pool.D;
+        for (int r = 0; r < seq.n_rows; r++) {
+            const float *row = x + (int64_t(seq.row0 + r) * pool.Hkv + head) * pool.D;
             from_float(ggml_type(pool.type), row, rows.at(seq.n_past + r), pool.D);
         }
     }
@@ -396,22 +394,23 @@ void cpu_attention(const AttentionArgs &a, int ith, int nth) {
 }
 
 void cpu_kv_gather(const KvGatherArgs &a, int ith, int nth) {
-    const SeqCtl &seq = a.ctl->seqs[0];
-    const int64_t D = a.pool.D, used = int64_t(seq.n_past) + seq.n_rows;
+    const int64_t D = a.pool.D;
     const ggml_type from = ggml_type(a.pool.type), to = ggml_type(a.out_type);
     const size_t bytes = ggml_row_size(to, D);
     static thread_local std::vector<float> values;
     values.resize(size_t(D));
     const int64_t begin = a.n_kv * ith / nth, end = a.n_kv * (ith + 1) / nth;
-    for (int head = 0; head < a.pool.Hkv; head++) {
-        const HeadRows rows(a.pool, a.which, a.pages, seq, head);
-        for (int64_t c = begin; c < end; c++) {
+    for (int64_t c = begin; c < end; c++) {
+        const SeqCtl &seq = a.ctl->seqs[seq_of_cell(*a.ctl, int32_t(c))];
+        const int32_t position = int32_t(c) - seq.cells;
+        for (int head = 0; head < a.pool.Hkv; head++) {
             uint8_t *out = static_cast<uint8_t *>(a.out) + (c * a.pool.Hkv + head) * int64_t(bytes);
-            if (c >= used || a.pages[seq.pages + c / PAGE] < 0) { // a page that no row sees may be gone
+            // a page that no row sees may be gone
+            if (position >= seq.n_past + seq.n_rows || a.pages[seq.pages + position / PAGE] < 0) {
                 memset(out, 0, bytes);
                 continue;
             }
-            const uint8_t *row = rows.at(int32_t(c));
+            const uint8_t *row = HeadRows(a.pool, a.which, a.pages, seq, head).at(position);
             if (from == to) {
                 memcpy(out, row, bytes);
             } else {
@@ -425,7 +424,8 @@ void cpu_kv_gather(const KvGatherArgs &a, int ith, int nth) {
 void cpu_prefill_mask(const MaskArgs &a, int ith, int nth) {
     const uint16_t hidden = 0xfc00; // this is -inf in F16
     for (int t = ith; t < a.T; t += nth) {
-        const int32_t p = a.ctl->seqs[0].n_past + t, low = lowest_visible(p, a.first, a.window);
+        const SeqCtl &seq = a.ctl->seqs[seq_of_row(*a.ctl, t)];
+        const int32_t p = seq.n_past + t - seq.row0, low = lowest_visible(p, a.first, a.window);
         uint16_t *out = a.out + t * a.n_kv;
         for (int64_t c = 0; c < a.n_kv; c++) {
             out[c] = c >= low && c <= p ? 0 : hidden;

@@ -6,6 +6,7 @@
 
 #include "deltanet/sizes.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -33,15 +34,11 @@ struct SeqPart {
         write_back; // the stored state and window change: rows are replayed, or a new timeline begins with zeros
 
     SeqPart(const DeltaShape &s, const StepCtl &ctl, int i)
-        : seq(ctl.seqs[i]), rows(s.mode == DELTA_APPEND ? nullptr : ctl.rows), row0(rows ? seq.row0 : 0),
-          n_rows(rows ? seq.n_rows : s.T), write_back(seq.fresh || seq.n_replay > 0) {}
+        : seq(ctl.seqs[i]), rows(s.mode == DELTA_APPEND ? nullptr : ctl.rows), row0(seq.row0),
+          n_rows(seq.n_rows), write_back(seq.fresh || seq.n_replay > 0) {}
 
-    int parent(int t) const { return rows ? rows[t].parent : t - 1; }
+    int parent(int t) const { return rows ? rows[t].parent : t > row0 ? t - 1 : -1; }
 };
-
-int n_seqs(const DeltaShape &s, const StepCtl &ctl) {
-    return s.mode == DELTA_APPEND ? 1 : ctl.n_seqs;
-}
 
 // ---- conv ----
 
@@ -114,8 +111,8 @@ void conv_head(const ConvArgs &a, const SeqPart &part, int64_t c0, bool normalis
             memcpy(log + s.log_qkv(i) + c0, a.x + (part.row0 + i) * C + c0, bytes);
         }
     } else {
-        for (int t = s.T > TAPS - 1 ? s.T - (TAPS - 1) : 0; t < s.T; t++) {
-            window.push(a.x + t * C + c0, n);
+        for (int i = std::max(part.n_rows - (TAPS - 1), 0); i < part.n_rows; i++) {
+            window.push(a.x + (part.row0 + i) * C + c0, n);
         }
     }
     if (s.mode == DELTA_APPEND || part.write_back) {
@@ -292,7 +289,7 @@ template <int W> void deltanet_head(const DeltaArgs &a, const SeqPart &part, int
 
 // One unit of work is one head of one sequence.
 void cpu_conv(const ConvArgs &a, int ith, int nth) {
-    const int64_t n_heads = a.shape.conv_dim() / a.shape.S, n = n_seqs(a.shape, *a.ctl) * n_heads;
+    const int64_t n_heads = a.shape.conv_dim() / a.shape.S, n = a.ctl->n_seqs * n_heads;
     for (int64_t i = ith; i < n; i += nth) {
         const int64_t head = i % n_heads;
         conv_head(a, SeqPart(a.shape, *a.ctl, int(i / n_heads)), head * a.shape.S, head < 2 * a.shape.Hk);
@@ -300,7 +297,7 @@ void cpu_conv(const ConvArgs &a, int ith, int nth) {
 }
 
 void cpu_deltanet(const DeltaArgs &a, int ith, int nth) {
-    const int n_heads = a.shape.Hv, n = n_seqs(a.shape, *a.ctl) * n_heads;
+    const int n_heads = a.shape.Hv, n = a.ctl->n_seqs * n_heads;
     for (int i = ith; i < n; i += nth) {
         const SeqPart part(a.shape, *a.ctl, i / n_heads);
         const int following = i + nth;

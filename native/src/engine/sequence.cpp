@@ -47,10 +47,22 @@ void Sequence::check_usable() const {
 
 void Sequence::end_step(Rows rows, uint32_t n_rows, uint32_t first_row) {
     failure_.clear();
-    serial_ = engine_->step().serial();
+    serial_ = n_rows > 0 ? engine_->step().serial() : 0;
     rows_ = rows;
     n_rows_ = n_rows;
     first_row_ = first_row;
+    kept_.clear();
+}
+
+void Sequence::keep_logits() {
+    if (serial_ == engine_->step().serial()) {
+        kept_.resize(engine_->n_vocab());
+        engine_->step().read_logits(first_row_, kept_.data());
+    }
+}
+
+void Sequence::stay_last() {
+    serial_ = serial_ == 0 ? 0 : engine_->step().serial();
 }
 
 void Sequence::reset() {
@@ -69,54 +81,6 @@ int32_t checked(const Choice &choice, uint64_t position) {
              (unsigned long long) (position - 1));
     }
     return choice.token;
-}
-
-void Sequence::append(StepKind kind, const int32_t *tokens, uint32_t n) {
-    engine_->in_step([&] {
-        Step &step = engine_->step();
-        begin_step();
-        const uint32_t past = line_.n_past();
-        line_.take_pages(n);
-        engine_->feed_lagging(line_);
-        const uint32_t n_pages =
-            fill_prefill(step.prefill_host(), line_, choice_, tokens, n, engine_->cache());
-        if (chooses_ && kind != StepKind::prefill) {
-            step.fetch_logits(0, 1);
-        }
-        step.prefill(kind, n, past, n_pages);
-        line_.appended(tokens, n);
-        end_step(Rows::prompt, 1, 0);
-    });
-}
-
-void Sequence::prefill(const int32_t *tokens, uint32_t n, int32_t *choice) {
-    engine_->check_cancelled();
-    check_usable();
-    engine_->check_tokens(tokens, n);
-    const CacheParams &c = engine_->params().cache;
-    const uint32_t past = line_.n_past();
-    if (n > c.n_chunk) {
-        fail(LUCE_E_ARG, "%u tokens of a prompt at once, expected at most %u (n_chunk)", n, c.n_chunk);
-    }
-    if (n > c.n_ctx - past) {
-        fail(LUCE_E_CONTEXT, "%u tokens after %u do not fit into a context of %u", n, past, c.n_ctx);
-    }
-    engine_->need_pages(line_.pages_wanted(n));
-    const uint32_t tail = choice == nullptr ? 0 : std::min(n, (past + n) % TAIL);
-    if (tail < n) {
-        append(tail > 0 || choice == nullptr ? StepKind::prefill : StepKind::prefill_last, tokens, n - tail);
-    }
-    if (tail > 0) {
-        append(StepKind::prefill_tail, tokens + n - tail, tail);
-    }
-    if (choice != nullptr) {
-        try {
-            *choice = checked(*engine_->step().choices(), past + n);
-        } catch (const Error &e) {
-            fail_with(e.what());
-            throw;
-        }
-    }
 }
 
 void Sequence::check_drafted(uint32_t n) const {
@@ -216,7 +180,12 @@ uint32_t Sequence::row_of_step(uint32_t row) const {
 }
 
 void Sequence::read_logits(uint32_t row, float *out) {
-    engine_->step().read_logits(row_of_step(row), out);
+    const uint32_t row_of_all = row_of_step(row);
+    if (kept_.empty()) {
+        engine_->step().read_logits(row_of_all, out);
+    } else {
+        std::copy(kept_.begin(), kept_.end(), out);
+    }
 }
 
 void Sequence::read_hidden(uint32_t row, float *out) {

@@ -21,8 +21,6 @@ public:
     void reset();
     void close() { closed_ = true; } // a step that is under way may hold it a while
     bool closed() const { return closed_; }
-    // Its tail (step/step.h) is a step of its own.
-    void prefill(const int32_t *tokens, uint32_t n, int32_t *choice);
     void get_draft(int32_t *tokens, uint32_t n);
     void get_lists(const luce_lists &lists);
     uint32_t lookup(int32_t anchor, int32_t *draft, uint32_t most, uint32_t *matched);
@@ -48,14 +46,16 @@ public:
     enum class Rows { prompt, verified, drafted };
     // They are n_rows of the engine's rows, from first_row on.
     void end_step(Rows rows, uint32_t n_rows, uint32_t first_row);
+    // Another step of the same call follows, after which the logits that the last one gave it may still be read: they are
+    // kept ahead of it, and stay_last() ends the call.
+    void keep_logits();
+    void stay_last();
     void
     fail_with(const char *why) noexcept; // "" clears it; without memory for the text it keeps a shorter one
 
 private:
     uint32_t
     row_of_step(uint32_t row) const; // it fails with E_STATE where the engine has run another step since
-    // Reads rows of a prompt in one step, of one of its kinds.
-    void append(StepKind kind, const int32_t *tokens, uint32_t n);
     void check_drafted(uint32_t n) const; // it fails with E_ARG unless the last draft has so many tokens
 
     std::shared_ptr<Engine> engine_;
@@ -65,6 +65,7 @@ private:
     bool closed_ = false;
     bool chooses_ = false; // its rows' logits come to the host with each step
     std::vector<float> logits_; // they are those of one row
+    std::vector<float> kept_; // of its last step where others have followed in the same call; else there are none
     std::unique_ptr<Lookup> lookup_; // it is over line_'s tokens, and made on its first use
     std::string failure_; // it says why it is failed; empty while it is not
     uint64_t serial_ = 0; // it names the step that has its logits

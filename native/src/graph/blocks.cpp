@@ -82,8 +82,8 @@ void end_step(Val x, const std::vector<Val> &outputs) {
         compute(x);
         return;
     }
-    const bool one = g.prefill() && g.T > 1;
-    const Val z = matmul(one ? norm(last(x), w.output_norm, eps) : h, w.output); // {V, T or 1}
+    const bool some = g.prefill() && g.T > int64_t(g.prompts.size());
+    const Val z = matmul(some ? norm(last(x), w.output_norm, eps) : h, w.output); // {V, T or prompts}
     g.logits = softcap(z, g.model.hparams().logit_softcap);
     if (g.kind == StepKind::verify) {
         g.hidden = compute(x);

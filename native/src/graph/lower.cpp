@@ -148,10 +148,11 @@ std::vector<ggml_tensor *> Lowering::weights_of(const Node &n) const {
 }
 
 // In a step of a GPU each row is a matrix of its own in a batch of products with one row: ggml's kernel for one row
-// computes them, and reads the weight once for each. Its kernels for several rows would add in another order.
-ggml_tensor *Lowering::mul_mat(ggml_tensor *weight, ggml_tensor *x) {
+// computes them, and reads the weight once for each. Its kernels for several rows would add in another order. So it is with
+// the logits of several prompts, each of which has them of one row.
+ggml_tensor *Lowering::mul_mat(ggml_tensor *weight, ggml_tensor *x, bool logits) {
     const int64_t T = x->ne[1];
-    const bool by_row = gpu && !plain.prefill();
+    const bool by_row = plain.prefill() ? logits && T > 1 : gpu;
     if (by_row) {
         x = ggml_view_3d(ctx, x, x->ne[0], 1, T, x->nb[1], x->nb[1], 0); // {K, 1, T}
     }
@@ -253,38 +254,62 @@ ggml_tensor *Lowering::gathered(const KvCells &cells, ggml_tensor *pool, ggml_ty
     return ops::kv_gather(ctx, {pool, in->ctl, pages_of(cells)}, gather);
 }
 
+// The mask {n_kv, T} F16 of all rows, of which a prompt over so many cells has its own.
+ggml_tensor *Lowering::mask(uint32_t window, uint32_t n_kv) {
+    ggml_tensor *&t = masks_[{window, n_kv}];
+    if (t == nullptr) {
+        MaskArgs a{};
+        a.T = int32_t(plain.T);
+        a.n_kv = n_kv;
+        a.window = int32_t(window);
+        t = ops::prefill_mask(ctx, {in->ctl}, a);
+    }
+    return t;
+}
+
 ggml_tensor *Lowering::attend_prompt(const Node &n) {
     const Attends &a = std::get<Attends>(n.params);
     const AttentionShape &s = *a.shape;
     const int64_t D = s.head_dim, H = s.n_head;
     const ggml_type type = a.kv.cells.k->type == GGML_TYPE_F32 ? GGML_TYPE_F32 : GGML_TYPE_F16;
-    ggml_tensor *&mask = masks_[s.window]; // {n_kv, T} F16
-    if (mask == nullptr) {
-        MaskArgs of_rows{};
-        of_rows.T = int32_t(plain.T);
-        of_rows.n_kv = plain.n_kv;
-        of_rows.window = int32_t(s.window);
-        mask = ops::prefill_mask(ctx, {in->ctl}, of_rows);
-    }
     ggml_tensor *q = ggml_reshape_3d(ctx, flat(n.in[0]), D, H, n.T);
-    const auto heads = [&](ggml_tensor *pool) { // {D, n_kv, Hkv}
-        ggml_tensor *t = gathered(a.kv.cells, pool, type);
-        return ggml_view_3d(ctx, t, D, plain.n_kv, s.n_head_kv, t->nb[1], ggml_row_size(type, D), 0);
-    };
-    ggml_tensor *K = heads(a.kv.cells.k), *V = heads(a.kv.cells.v);
-    const auto attend = [&](int64_t first, int64_t T) { // {D*H, T}
-        ggml_tensor *some = ggml_view_3d(ctx, q, D, H, T, q->nb[1], q->nb[2], size_t(first) * q->nb[2]);
-        ggml_tensor *seen = ggml_view_2d(ctx, mask, plain.n_kv, T, mask->nb[1], size_t(first) * mask->nb[1]);
-        ggml_tensor *o = ggml_flash_attn_ext(ctx, ggml_permute(ctx, some, 0, 2, 1, 3), K, V, seen, a.scale,
-                                             0.0f, s.softcap);
-        ggml_prec_set_acc(o, GGML_PREC_F32);
-        return ggml_reshape_2d(ctx, o, D * H, T);
-    };
-    const int64_t tail = gpu ? 0 : n.T % ATTEND_ROWS, whole = n.T - tail;
-    if (whole == 0 || tail == 0) {
-        return attend(0, n.T);
+    ggml_tensor *keys = gathered(a.kv.cells, a.kv.cells.k, type),
+                *values = gathered(a.kv.cells, a.kv.cells.v, type);
+    std::vector<ggml_tensor *> made; // {D*H, rows} of one behind the other
+    int64_t row = 0, cell = 0;
+    for (const PromptRows &prompt : plain.prompts) {
+        const int64_t n_kv = prompt.n_kv;
+        const auto heads = [&](ggml_tensor *t) { // {D, n_kv, Hkv}
+            return ggml_view_3d(ctx, t, D, n_kv, s.n_head_kv, t->nb[1], ggml_row_size(type, D),
+                                size_t(cell) * t->nb[1]);
+        };
+        ggml_tensor *K = heads(keys), *V = heads(values), *all = mask(s.window, prompt.n_kv);
+        const auto attend = [&](int64_t T) {
+            ggml_tensor *some = ggml_view_3d(ctx, q, D, H, T, q->nb[1], q->nb[2], size_t(row) * q->nb[2]);
+            ggml_tensor *seen = ggml_view_2d(ctx, all, n_kv, T, all->nb[1], size_t(row) * all->nb[1]);
+            ggml_tensor *o = ggml_flash_attn_ext(ctx, ggml_permute(ctx, some, 0, 2, 1, 3), K, V, seen,
+                                                 a.scale, 0.0f, s.softcap);
+            ggml_prec_set_acc(o, GGML_PREC_F32);
+            made.push_back(ggml_reshape_2d(ctx, o, D * H, T));
+            row += T;
+        };
+        const int64_t tail = gpu ? 0 : prompt.rows % ATTEND_ROWS, whole = prompt.rows - tail;
+        if (whole > 0) {
+            attend(whole);
+        }
+        if (tail > 0) {
+            attend(tail);
+        }
+        cell += n_kv;
     }
-    return ggml_concat(ctx, attend(0, whole), attend(whole, tail), 1); // {D*H, T}
+    while (made.size() > 1) { // by twos, so that few rows are copied often
+        for (size_t i = 0; i < made.size(); i += 2) {
+            const bool alone = i + 1 == made.size();
+            made[i / 2] = alone ? made[i] : ggml_concat(ctx, made[i], made[i + 1], 1);
+        }
+        made.resize((made.size() + 1) / 2);
+    }
+    return made[0]; // {D*H, T}
 }
 
 // ---- DeltaNet ----
@@ -299,6 +324,7 @@ DeltaShape Lowering::delta_shape(const Node &n) const {
     shape.Hv = int32_t(s.n_v_heads);
     shape.S = int32_t(s.state_size);
     shape.mode = plain.prefill() ? DELTA_APPEND : DELTA_VERIFY;
+    shape.n_prompts = int32_t(plain.prompts.size());
     return shape;
 }
 
@@ -367,6 +393,35 @@ ggml_tensor *Lowering::block_node(const Node &n) {
     }
 }
 
+// ---- rows of prompts ----
+
+ggml_tensor *Lowering::of_prompts(ggml_tensor *input) const {
+    return ggml_view_1d(ctx, input, int64_t(plain.prompts.size()), 0);
+}
+
+ggml_tensor *Lowering::last_rows(ggml_tensor *x) {
+    if (plain.prompts.size() == 1) {
+        return ggml_view_2d(ctx, x, x->ne[0], 1, x->nb[1], size_t(x->ne[1] - 1) * x->nb[1]);
+    }
+    return ggml_get_rows(ctx, x, of_prompts(in->last_rows));
+}
+
+// Moves all rows down by one, and puts those that were kept in the places of sequences' first ones.
+ggml_tensor *Lowering::previous(ggml_tensor *h) {
+    const int64_t T = h->ne[1], n = int64_t(plain.prompts.size());
+    ggml_tensor *kept = ggml_get_rows(ctx, plain.cache.hidden(), of_prompts(in->hidden_from)); // {E, prompts}
+    if (T == n) {
+        return kept;
+    }
+    ggml_tensor *first = n == 1 ? kept : ggml_view_2d(ctx, kept, h->ne[0], 1, kept->nb[1], 0);
+    ggml_tensor *moved =
+        ggml_concat(ctx, first, ggml_view_2d(ctx, h, h->ne[0], T - 1, h->nb[1], 0), 1); // {E, T}
+    if (n > 1) {
+        expand(ggml_set_rows(ctx, moved, kept, of_prompts(in->first_rows)));
+    }
+    return moved;
+}
+
 void Lowering::keep(Val h) {
     expand(ggml_set_rows(ctx, plain.cache.hidden(), values(h), in->hidden_to));
 }
@@ -382,14 +437,7 @@ void Lowering::emit(int32_t node) {
     switch (n.op) {
         case Op::embed: set(embedding(n.w[0])); break;
         case Op::kept_hidden: set(ggml_get_rows(ctx, cache.hidden(), in->hidden_from)); break;
-        case Op::previous: {
-            ggml_tensor *h = values(n.in[0]);
-            ggml_tensor *before =
-                ggml_get_rows(ctx, cache.hidden(), ggml_view_1d(ctx, in->hidden_from, 1, 0));
-            set(n.T == 1 ? before
-                         : ggml_concat(ctx, before, ggml_view_2d(ctx, h, h->ne[0], n.T - 1, h->nb[1], 0), 1));
-            break;
-        }
+        case Op::previous: set(previous(values(n.in[0]))); break;
         case Op::norm: set(norm_rows(flat(n.in[0]), n.w[0], real())); break;
         case Op::head_norm:
             set(norm_rows(by_heads(n.in[0], n.w[0]->ne[0]), n.w[0], real())); // {D, heads, T}
@@ -466,11 +514,7 @@ void Lowering::emit(int32_t node) {
             set(ggml_cont(ctx, ggml_view_2d(ctx, x, n.n[0], n.T, x->nb[1], at))); // {n, T}
             break;
         }
-        case Op::last: {
-            ggml_tensor *x = flat(n.in[0]);
-            set(ggml_view_2d(ctx, x, x->ne[0], 1, x->nb[1], size_t(x->ne[1] - 1) * x->nb[1])); // {n, 1}
-            break;
-        }
+        case Op::last: set(last_rows(flat(n.in[0]))); break; // {n, prompts}
         case Op::own_rows: set(flat(n.in[0])); break;
         case Op::spread: { // a token that the drafter does not have gets a logit that nothing chooses
             constexpr float NEVER = -1e30f;
@@ -481,11 +525,9 @@ void Lowering::emit(int32_t node) {
             break;
         }
         case Op::keep_hidden:
-            if (plain.prefill()) { // the last row's, at entry 0
-                ggml_tensor *h = values(n.in[0]);
-                ggml_tensor *row =
-                    ggml_view_2d(ctx, h, h->ne[0], 1, h->nb[1], size_t(h->ne[1] - 1) * h->nb[1]);
-                expand(ggml_set_rows(ctx, cache.hidden(), row, ggml_view_1d(ctx, in->hidden_to, 1, 0)));
+            if (plain.prefill()) {
+                ggml_tensor *last = last_rows(values(n.in[0]));
+                expand(ggml_set_rows(ctx, cache.hidden(), last, of_prompts(in->hidden_to)));
             } else {
                 keep(n.in[0]);
             }

@@ -27,10 +27,11 @@ struct StepInputs {
     ggml_tensor *pages; // {n} I32; this is the page table
     ggml_tensor
         *window_pages; // the same of sliding layers, or null; GONE is in place of pages that no row sees
-    // {T} I32: the row of Cache::hidden of the position before each; a prefill has its first row's only.
+    // {T} I32: the row of Cache::hidden of the position before each; a prefill has one entry a sequence, of its first row.
     ggml_tensor *hidden_from;
-    // {T} I64; it says where each row's hidden state goes. A prefill's last row has entry 0.
+    // {T} I64; it says where each row's hidden state goes. A prefill has one entry a sequence, of its last row.
     ggml_tensor *hidden_to;
+    ggml_tensor *first_rows, *last_rows; // {MAX_PROMPTS} I32: of a prefill's sequences
 };
 
 // On a CPU ggml's attention sums in one order for this many rows and more, and in another for fewer. So the rows behind the

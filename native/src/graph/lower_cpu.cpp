@@ -103,7 +103,8 @@ protected:
         multiply(RowsInput::f32, w, x, y);
         for (size_t i = 0; i < w.size(); i++) {
             if (luce::rows_input(w[i]->type) == RowsInput::none) {
-                made({y.graph, y.node, int32_t(i)}, Form::rows) = mul_mat(w[i], values(x));
+                made({y.graph, y.node, int32_t(i)}, Form::rows) =
+                    mul_mat(w[i], values(x), y.node == plain.logits.node);
             }
         }
     }

@@ -256,7 +256,7 @@ protected:
         }
         for (size_t i = 0; i < w.size(); i++) {
             if (product(i) == nullptr) {
-                product(i) = mul_mat(w[i], flat(x));
+                product(i) = mul_mat(w[i], flat(x), y.node == plain.logits.node);
             }
         }
     }

@@ -47,7 +47,7 @@ protected:
 
     // The products of an op become the rows of those outputs of `v` whose weights it took.
     void split_products(const OpNode &y, const std::vector<size_t> &which, Val v);
-    ggml_tensor *mul_mat(ggml_tensor *weight, ggml_tensor *x);
+    ggml_tensor *mul_mat(ggml_tensor *weight, ggml_tensor *x, bool logits);
     ggml_tensor *norm_rows(ggml_tensor *x, ggml_tensor *w, float eps);
     ggml_tensor *expand(ggml_tensor *t);
     std::vector<ggml_tensor *>
@@ -58,11 +58,13 @@ protected:
     ggml_tensor *block_node(const Node &n);
     ggml_tensor *host_experts(ggml_tensor *routed, ggml_tensor *x, const Moe &w, int64_t T);
 
-    // Attention of a prompt's rows. As it stands it is ggml's over their sequence's cells, put side by side.
+    // Attention of prompts' rows. As it stands it is ggml's over each sequence's cells, put side by side.
     virtual ggml_tensor *attend_prompt(const Node &n);
-    // A prompt's cells in a pool, K or V of these cells, side by side {D*Hkv, n_kv}, of the type.
+    // Prompts' cells in a pool, K or V of these cells, side by side {D*Hkv, n_kv}, of the type.
     ggml_tensor *gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type);
     ggml_tensor *pages_of(const KvCells &cells) const { return cells.sliding ? in->window_pages : in->pages; }
+    ggml_tensor *last_rows(ggml_tensor *x); // {n, T} -> {n, prompts}
+    ggml_tensor *of_prompts(ggml_tensor *input) const; // the entries of its sequences in an input of a prefill
 
     // What is emitted runs on this stage, and `in` is there.
     const Stage &stage() const { return plain.cache.stages()[outputs_.first_nodes.size() - 1]; }
@@ -77,14 +79,17 @@ protected:
 private:
     static constexpr size_t MAX_OUT = 4;
 
+    ggml_tensor *mask(uint32_t window, uint32_t n_kv);
     void emit_norm_rope(const Node &n, Val y);
+    ggml_tensor *previous(ggml_tensor *h);
     ggml_tensor *embedding(ggml_tensor *table);
     ggml_tensor *gate_of(Val gate);
     void store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv);
 
     const std::vector<StepInputs> &inputs_;
     std::vector<ggml_tensor *> made_;
-    std::map<uint32_t, ggml_tensor *> masks_; // of a prompt's attention, by window, on this stage
+    // Of prompts' attention, by window and number of cells, on this stage.
+    std::map<std::pair<uint32_t, uint32_t>, ggml_tensor *> masks_;
     StepOutputs outputs_;
 };
 

@@ -161,7 +161,8 @@ Val slice(Val x, int64_t at, int64_t n) {
     return x.graph->add({Op::slice, {x}, {}, {n}, x.graph->at(x).T, at});
 }
 Val last(Val x) {
-    return x.graph->at(x).T == 1 ? x : x.graph->add({Op::last, {x}, {}, {x.graph->width(x)}, 1});
+    const int64_t n = int64_t(x.graph->prompts.size());
+    return x.graph->at(x).T == n ? x : x.graph->add({Op::last, {x}, {}, {x.graph->width(x)}, n});
 }
 Val own_rows(Val x) {
     return like(Op::own_rows, x, {x});

@@ -23,6 +23,13 @@ namespace luce {
 // engine's drafters. feed: KV of committed rows, of the drafters that lag.
 enum class StepKind { prefill, prefill_last, prefill_tail, verify, draft, feed };
 
+// What one sequence has in a prefill, whose sequences lie side by side: its rows, and room for the cells that they read.
+struct PromptRows {
+    uint32_t rows, n_kv;
+
+    bool operator<(const PromptRows &o) const { return std::tie(rows, n_kv) < std::tie(o.rows, o.n_kv); }
+};
+
 // Says whether a verify of so many rows writes their KV of the drafters that lag.
 inline bool feeds_lagging(int64_t rows) {
     return rows > 1;
@@ -38,7 +45,7 @@ enum class Op : uint8_t {
     // ---- what builders write ----
     embed, // {E, T}: rows of the table for the step's tokens
     kept_hidden, // {E, T}: for each row the kept hidden row of the position before it
-    previous, // {E, T}: of a prompt's hidden rows, for each row that of the position before; the first one's was kept
+    previous, // {E, T}: of prompts' hidden rows, for each row that of the position before; those of first rows were kept
     norm, // RMS(x) * w over a row
     head_norm, // RMS(x) * w over each head of a row
     unit_norm, // the same without w
@@ -63,10 +70,10 @@ enum class Op : uint8_t {
     softcap, // c * tanh(x / c)
     first, // the first n values of a row
     slice, // n values of a row from some place on
-    last, // the last row alone
+    last, // the last row of each prompt
     own_rows, // x written out once for many readers: no rule fuses what made it with a product
     spread, // a drafter's logits at the target's tokens; those that it lacks get one that is never chosen
-    keep_hidden, // the rows (of a prompt the last one) are kept for drafters
+    keep_hidden, // the rows (of each prompt the last one) are kept for drafters
     compute, // x is computed, whether or not anything reads it
     choose, // a token for each row
     keep_best, // the best candidates of each row go into the cache's lists
@@ -162,9 +169,9 @@ struct Node {
 class Plain {
 public:
     Plain(const Model &model, const Cache &cache, StepKind kind, int64_t rows, int64_t n_kv, bool brief,
-          uint32_t drafter)
+          uint32_t drafter, std::vector<PromptRows> prompts = {})
         : model(model), cache(cache), kind(kind), T(rows), n_kv(n_kv), brief(brief), drafter(drafter),
-          stage_(kind == StepKind::draft || kind == StepKind::feed ? last_stage() : 0) {}
+          prompts(std::move(prompts)), stage_(kind == StepKind::draft || kind == StepKind::feed ? last_stage() : 0) {}
     Plain(const Plain &) = delete;
     Plain &operator=(const Plain &) = delete;
 
@@ -175,6 +182,7 @@ public:
     const int64_t n_kv; // it counts the cells that a prefill's attention reads
     const bool brief; // a trial of kernels: of the layers of one kind it has the first alone
     const uint32_t drafter; // of a draft: which of the engine's it is
+    const std::vector<PromptRows> prompts; // of a prefill, which has one or more
 
     bool prefill() const { return writes_out() || kind == StepKind::prefill_tail; }
     // Whether weights are written out for products of many rows (on a GPU).

@@ -10,7 +10,7 @@ namespace luce::ops {
 using namespace extents;
 
 template <class Row, class Shape> void takes_shape(Row &op, Shape &a) {
-    op.params(FIELD(R), FIELD(n_slots), FIELD(Hk), FIELD(Hv), FIELD(S), FIELD(mode));
+    op.params(FIELD(R), FIELD(n_slots), FIELD(Hk), FIELD(Hv), FIELD(S), FIELD(mode), FIELD(n_prompts));
 }
 
 // The conv over a row's ancestors, SiLU, and the norms of q and k.

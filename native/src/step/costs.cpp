@@ -73,7 +73,7 @@ void Step::run_trial(const StepShape &shape) {
             for (uint32_t i = 0; i < cache_.max_pages(); i++) {
                 h.pages[i] = 0;
             }
-            prefill(shape.kind, shape.rows, shape.n_kv - shape.rows, cache_.max_pages());
+            prefill(shape.kind, {{shape.rows, shape.n_kv}}, cache_.max_pages());
     }
 }
 

@@ -1,5 +1,7 @@
 #include "step/inputs.h"
 
+#include "step/shapes.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -14,7 +16,9 @@ Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors, bool windows)
     hidden_from_ = pad(rows * sizeof(int64_t));
     positions_ = hidden_from_ + pad(rows * sizeof(int32_t));
     tokens_ = positions_ + pad(rows * sizeof(int32_t));
-    ctl_ = tokens_ + pad(rows * sizeof(int32_t));
+    first_rows_ = tokens_ + pad(rows * sizeof(int32_t));
+    last_rows_ = first_rows_ + pad(MAX_PROMPTS * sizeof(int32_t));
+    ctl_ = last_rows_ + pad(MAX_PROMPTS * sizeof(int32_t));
     window_pages_ =
         ctl_ + pad(sizeof(StepCtl)); // it is sent whole, ahead of the part of the other table that is in use
     pages_ = window_pages_ + (windows ? pad(n_pages_ * sizeof(int32_t)) : 0);
@@ -40,6 +44,8 @@ Region::Host Region::host(uint32_t mirror) const {
             reinterpret_cast<int32_t *>(base + hidden_from_),
             reinterpret_cast<int32_t *>(base + positions_),
             reinterpret_cast<int32_t *>(base + tokens_),
+            reinterpret_cast<int32_t *>(base + first_rows_),
+            reinterpret_cast<int32_t *>(base + last_rows_),
             reinterpret_cast<StepCtl *>(base + ctl_),
             windows_ ? reinterpret_cast<int32_t *>(base + window_pages_) : nullptr,
             reinterpret_cast<int32_t *>(base + pages_)};
@@ -99,6 +105,8 @@ StepInputs Region::tensors(ggml_context *ctx, uint32_t rows, uint32_t stage) con
     in.hidden_from = place(GGML_TYPE_I32, rows, hidden_from_);
     in.positions = place(GGML_TYPE_I32, rows, positions_);
     in.tokens = place(GGML_TYPE_I32, rows, tokens_);
+    in.first_rows = place(GGML_TYPE_I32, MAX_PROMPTS, first_rows_);
+    in.last_rows = place(GGML_TYPE_I32, MAX_PROMPTS, last_rows_);
     in.ctl = place(GGML_TYPE_I32, sizeof(StepCtl) / sizeof(int32_t), ctl_);
     in.pages = place(GGML_TYPE_I32, n_pages_, pages_);
     in.window_pages = windows_ ? place(GGML_TYPE_I32, n_pages_, window_pages_) : nullptr;
@@ -195,20 +203,21 @@ void Batch::fill_up(uint32_t width) {
     }
 }
 
-uint32_t fill_prefill(Region::Host h, const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens,
-                      uint32_t n, const Cache &cache) {
-    h.ctl->n_seqs = 1;
-    h.ctl->n_rows = int32_t(n);
-    line.fill(h.ctl->seqs[0], 0, int32_t(n), 0);
-    h.ctl->seqs[0].choice = choice;
-    h.ctl->rows[0] = {0, -1, int32_t(line.n_past() + n - 1), cache.choice_entry(0, 0)};
+void Batch::add_prompt(const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens, uint32_t n) {
+    const uint32_t index = uint32_t(h_.ctl->n_seqs);
+    SeqCtl &seq = add_sequence(line, choice, n);
+    seq.cells = int32_t(n_cells_);
+    prompts_.push_back({n, kv_bucket(line.n_past() + n)});
+    n_cells_ += prompts_.back().n_kv;
+    h_.ctl->rows[index] = {int32_t(index), -1, seq.n_past + int32_t(n) - 1, cache_.choice_entry(0, index)};
     for (uint32_t i = 0; i < n; i++) {
-        h.tokens[i] = tokens[i];
-        h.positions[i] = int32_t(line.n_past() + i);
+        h_.tokens[seq.row0 + int32_t(i)] = tokens[i];
+        h_.positions[seq.row0 + int32_t(i)] = seq.n_past + int32_t(i);
     }
-    h.hidden_from[0] = line.hidden();
-    h.hidden_to[0] = cache.keeps_hidden() ? line.next_hidden(0) : 0;
-    return add_pages(h, line, 0);
+    h_.hidden_from[index] = line.hidden();
+    h_.hidden_to[index] = cache_.keeps_hidden() ? line.next_hidden(0) : 0;
+    h_.first_rows[index] = seq.row0;
+    h_.last_rows[index] = seq.row0 + int32_t(n) - 1;
 }
 
 } // namespace luce

@@ -23,7 +23,7 @@ public:
     // Host is the host's side of one mirror.
     struct Host {
         int64_t *hidden_to;
-        int32_t *hidden_from, *positions, *tokens;
+        int32_t *hidden_from, *positions, *tokens, *first_rows, *last_rows;
         StepCtl *ctl;
         int32_t *window_pages; // null where there are none
         int32_t *pages;
@@ -54,8 +54,8 @@ private:
 
     uint32_t rows_, n_pages_, mirrors_;
     bool windows_;
-    size_t hidden_from_, positions_, tokens_, ctl_, window_pages_, pages_,
-        size_; // they are offsets; hidden_to comes first
+    // They are offsets; hidden_to comes first.
+    size_t hidden_from_, positions_, tokens_, first_rows_, last_rows_, ctl_, window_pages_, pages_, size_;
     struct Place {
         const Stage *stage;
         Buffer memory;
@@ -90,7 +90,7 @@ struct Regions {
     }
 };
 
-// A batch is a step of at most MAX_ROWS rows under construction.
+// A batch is a step under construction: of at most MAX_ROWS rows, or of prompts.
 class Batch {
 public:
     Batch(Region::Host host, const Cache &cache);
@@ -109,20 +109,21 @@ public:
     void add_unseen(const Timeline &line);
     // Adds rows that only fill the step's width.
     void fill_up(uint32_t width);
+    // Adds the next n tokens of a prompt, of at most MAX_PROMPTS. Its last row's choice is kept as the verify's of this
+    // index is: that of the first prompt as that of row 0.
+    void add_prompt(const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens, uint32_t n);
 
     uint32_t n_rows() const { return uint32_t(h_.ctl->n_rows); }
     uint32_t n_pages() const { return n_pages_; }
+    const std::vector<PromptRows> &prompts() const { return prompts_; }
 
 private:
     SeqCtl &add_sequence(const Timeline &line, const ChoiceCtl &choice, uint32_t n_rows);
 
     Region::Host h_;
     const Cache &cache_;
-    uint32_t n_pages_ = 0;
+    uint32_t n_pages_ = 0, n_cells_ = 0;
+    std::vector<PromptRows> prompts_;
 };
-
-// Fills the control block of a prefill of n rows, and returns its number of page entries.
-uint32_t fill_prefill(Region::Host host, const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens,
-                      uint32_t n, const Cache &cache);
 
 } // namespace luce

@@ -45,6 +45,23 @@ static uint32_t most_rows(const CacheParams &p) {
     return std::min(uint32_t(MAX_ROWS), p.n_rows * p.n_sequences);
 }
 
+StepShape prompts_shape(StepKind kind, const std::vector<PromptRows> &prompts) {
+    StepShape shape{kind, 0, 0};
+    for (const PromptRows &prompt : prompts) {
+        shape.rows += prompt.rows;
+        shape.n_kv += prompt.n_kv;
+    }
+    shape.prompts = prompts.size() > 1 ? prompts : std::vector<PromptRows>();
+    return shape;
+}
+
+// There is room for as many short prompts as there may be, however short the context.
+PromptLimits prompt_limits(const CacheParams &p, StepKind kind) {
+    const uint32_t prompts = std::min(uint32_t(MAX_PROMPTS), p.n_sequences), rows = std::min(p.n_chunk, p.n_ctx);
+    return {prompts, kind == StepKind::prefill_tail ? std::min(rows, TAIL - 1) : rows,
+            std::max(kv_bucket(p.n_ctx), prompts * PAGE)};
+}
+
 uint32_t drafted_at_once(const CacheParams &p, const DrafterUse &use) {
     return std::min(uint32_t(MAX_ROWS) / std::max(use.n_block, 1u), p.n_sequences);
 }
@@ -104,6 +121,13 @@ std::vector<StepShape> largest_steps(const CacheParams &p) {
     return shapes;
 }
 
+// Returns n prompts that have so many rows in all, over about so many cells.
+static std::vector<PromptRows> alike(uint32_t n, uint32_t rows, uint32_t n_kv) {
+    std::vector<PromptRows> prompts(n, {rows / n, std::max(n_kv / n / PAGE, 1u) * PAGE});
+    prompts[0].rows += rows % n;
+    return prompts;
+}
+
 // What the allocator takes does not grow evenly with a prefill's rows and cells: a mixture's of 484 rows over 1792 cells
 // took 11% more than one of 560 rows over 2304. So every bucket of cells is sized.
 std::vector<StepShape> sizing_steps(const CacheParams &p) {
@@ -119,6 +143,17 @@ std::vector<StepShape> sizing_steps(const CacheParams &p) {
         shapes.push_back({StepKind::prefill, shapes[0].rows, n_kv});
         shapes.push_back({StepKind::prefill_last, n, n_kv});
         shapes.push_back({StepKind::prefill_tail, tail, n_kv});
+    }
+    const PromptLimits most = prompt_limits(p, StepKind::prefill);
+    for (const uint32_t n_kv : {kv_bucket(n), most.n_kv}) {
+        for (const uint32_t prompts : {2u, most.prompts}) {
+            for (const StepKind kind : {StepKind::prefill, StepKind::prefill_last, StepKind::prefill_tail}) {
+                const uint32_t rows = kind == StepKind::prefill_tail ? tail : shapes[0].rows;
+                if (prompts <= std::min(most.prompts, rows)) {
+                    shapes.push_back(prompts_shape(kind, alike(prompts, rows, n_kv)));
+                }
+            }
+        }
     }
     return shapes;
 }
@@ -136,7 +171,8 @@ uint32_t Step::feed_width(uint32_t rows) const {
 }
 
 Regions::Regions(const Cache &cache, const EngineParams &p)
-    : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx), cache.max_pages(), 1, cache.has_windows()),
+    : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx),
+              prompt_limits(p.cache, StepKind::prefill).prompts * cache.max_pages(), 1, cache.has_windows()),
       verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), MAX_ENQUEUED, cache.has_windows()),
       draft(most_of_draft(p.cache, rows_of_draft), p.cache.n_sequences * cache.max_pages(),
             most_of_draft(p.cache, steps_of_draft), cache.has_windows()),
@@ -202,12 +238,15 @@ std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, co
     return {sizes.begin(), sizes.end()};
 }
 
-static size_t most_nodes(const Model &model, const Cache &cache) {
+// Several prompts' attention takes so many nodes of each in a layer, where ggml computes it.
+static size_t most_nodes(const Model &model, const Cache &cache, size_t n_prompts) {
+    constexpr size_t PROMPT_NODES = 16;
     size_t n_layer = model.hparams().n_layer;
+    const size_t more = n_prompts > 1 ? n_layer * n_prompts * PROMPT_NODES : 0;
     for (const Drafter *drafter : cache.drafters()) {
         n_layer += drafter->kv.size() + 1 + drafter->n_block / 4; // a draft of its own can take 16 nodes
     }
-    return model.architecture().layer_nodes * (n_layer + 1) + 64;
+    return model.architecture().layer_nodes * (n_layer + 1) + 64 + more;
 }
 
 // A graph's nodes take so much of the host's memory.
@@ -222,14 +261,18 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     }
     auto g = std::make_unique<Graph>();
     g->shape = shape;
-    const size_t n_nodes = most_nodes(model, cache);
+    const size_t n_nodes = most_nodes(model, cache, shape.prompts.size());
     g->context = new_context(node_bytes(n_nodes));
     ggml_context *ctx = g->context.get();
     g->nodes = ggml_new_graph_custom(ctx, n_nodes, false);
     for (uint32_t stage = 0; stage < cache.stages().size(); stage++) {
         g->inputs.push_back(in.tensors(ctx, shape.rows, stage));
     }
-    Plain plain(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief, shape.drafter);
+    std::vector<PromptRows> prompts = shape.prompts;
+    if (shape.prefill() && prompts.empty()) {
+        prompts = {{shape.rows, shape.n_kv}};
+    }
+    Plain plain(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief, shape.drafter, prompts);
     if (shape.kind == StepKind::draft) {
         model.weights().drafters[plain.use().drafter]->draft(plain);
     } else if (shape.kind == StepKind::feed) {
@@ -389,8 +432,10 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     }
     if (model.gpu()) { // a trial of a few layers can take more, too
         for (size_t i = 0, n = shapes.size(); i < n; i++) {
-            shapes.push_back(shapes[i]);
-            shapes.back().brief = true;
+            if (shapes[i].prompts.empty()) {
+                shapes.push_back(shapes[i]);
+                shapes.back().brief = true;
+            }
         }
     }
     for (const StepShape &shape : steps_apart(model, cache)) {
@@ -426,7 +471,9 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
         }
         sizes.other = (step_shapes(cache).size() * n_nodes + links * LINK_NODES) * BYTES_PER_NODE + POOLS;
     } else { // its memory holds the graphs too, one of a prefill, what places them, and what ggml works in
-        sizes.other = (step_shapes(cache).size() + 2) * node_bytes(most_nodes(model, cache)) + work;
+        const uint32_t n_prompts = prompt_limits(params.cache, StepKind::prefill).prompts;
+        sizes.other = (step_shapes(cache).size() + 1) * node_bytes(most_nodes(model, cache, 1)) +
+                      node_bytes(most_nodes(model, cache, n_prompts)) + work;
     }
     return sizes;
 }

@@ -40,6 +40,14 @@ bool is_light(const ggml_tensor *node);
 GraphAllocator step_allocator(const Cache &cache);
 std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, const Step::Graph &graph);
 
+// Returns the shape of a step of these prompts, which lie side by side.
+StepShape prompts_shape(StepKind kind, const std::vector<PromptRows> &prompts);
+// What one step of prompts has at most: sequences, rows, and room for cells. Of tails it has no more rows than one may have.
+struct PromptLimits {
+    uint32_t prompts, rows, n_kv;
+};
+PromptLimits prompt_limits(const CacheParams &params, StepKind kind);
+
 // Returns all widths of verifies and of drafts, ascending.
 std::vector<StepShape> step_shapes(const Cache &cache);
 // Returns each kind at its largest, over a full context.

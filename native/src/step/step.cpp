@@ -359,8 +359,8 @@ void Step::move_kv([[maybe_unused]] const Stage &stage, const std::vector<KvPool
     }
 }
 
-void Step::prefill(StepKind kind, uint32_t n, uint32_t n_past, uint32_t n_pages) {
-    Graph &g = graph({kind, n, kv_bucket(n_past + n)});
+void Step::prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages) {
+    Graph &g = graph(prompts_shape(kind, prompts));
     in_.prefill.send(0, n_pages);
     move_kv(in_.prefill, 0);
     compute(g);

@@ -36,10 +36,11 @@ struct StepShape {
     uint32_t n_kv; // it counts the cells of a prefill, in buckets
     bool brief = false; // it is a trial of one layer of each kind
     uint32_t drafter = 0; // of a draft: which of the engine's it is
+    std::vector<PromptRows> prompts = {}; // of a prefill of several sequences
 
     bool operator<(const StepShape &o) const {
-        return std::tie(kind, rows, n_kv, brief, drafter) <
-               std::tie(o.kind, o.rows, o.n_kv, o.brief, o.drafter);
+        return std::tie(kind, rows, n_kv, brief, drafter, prompts) <
+               std::tie(o.kind, o.rows, o.n_kv, o.brief, o.drafter, o.prompts);
     }
     bool prefill() const { return kind <= StepKind::prefill_tail; }
 };
@@ -91,9 +92,9 @@ public:
     // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
     Region::Host feed_host(int32_t slot) { return in_.feed.host(uint32_t(slot)); }
 
-    // Runs n rows of one sequence after n_past, and waits. Of a prompt's end, prefill_last or prefill_tail, it
-    // gives choices()[0] and the logits of the last row.
-    void prefill(StepKind kind, uint32_t n, uint32_t n_past, uint32_t n_pages);
+    // Runs rows of prompts, and waits. In a step of prompts' ends, prefill_last or prefill_tail, it gives choices() and
+    // logits of the last row of each.
+    void prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages);
     // Begins a step of this width, whose first n_rows rows are wanted, and returns its number for finish_verify(), which
     // waits for it. A CPU runs it at once. So many as MAX_ENQUEUED may be under way, which end in their order.
     uint32_t start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);

@@ -380,6 +380,40 @@ def test_gather_has_zeros_for_a_page_that_is_gone(native):
     assert not out[:PAGE].any() and (heads[1] == k[3]).all() and (heads[2, :, :9] == k[0, :, :9]).all()
 
 
+@shapes
+def test_gather_and_store_take_several_prompts(native, device, shape):
+    """Their rows and cells lie side by side, the cells with room between."""
+    rng = np.random.default_rng(8)
+    pool, width = Pool(native, device, shape, 8, 7), shape.hkv * shape.d
+    lengths, rooms = ((0, 3), (250, 20), (40, 1)), (0, 64, 512)  # Positions before, and rows; where cells begin.
+    contexts = [pool.sequence(random(rng, n + 300, width), random(rng, n + 300, width)) for n, _ in lengths]
+    seqs, table = [], list[int]()
+    for (n_past, n_rows), cells, seq in zip(lengths, rooms, contexts, strict=True):
+        seqs.append(Seq(n_past=n_past, n_rows=n_rows, pages=len(table), cells=cells))
+        table += seq.pages
+    ctl, pages = step_ctl(*seqs), np.array(table, np.int32)
+    rows = random(rng, 24, width)
+    pool.store(rows, -rows, ctl, pages, append=1)
+    at = 0
+    for (n_past, n_rows), seq in zip(lengths, contexts, strict=True):
+        seq.k[n_past : n_past + n_rows] = rows[at : at + n_rows]
+        at += n_rows
+    for seq in contexts:
+        assert pool.cells(pool.k, seq, len(seq.k)).tobytes() == quantize(seq.k, shape.kind).tobytes()
+    out = op_run(native, device, "kv_gather", [pool.k, ctl, pages], (768, 0), shape=(768, width))
+    expected = np.zeros((768, width), np.float32)
+    for (n_past, n_rows), cells, seq in zip(lengths, rooms, contexts, strict=True):
+        expected[cells : cells + n_past + n_rows] = values(quantize(seq.k, shape.kind))[: n_past + n_rows]
+    assert out.tobytes() == expected.tobytes()
+
+
+def test_a_mask_of_several_prompts_is_of_each_ones_own_cells(native, device):
+    ctl = step_ctl(Seq(n_past=30, n_rows=5), Seq(n_past=0, n_rows=1), Seq(n_past=7, n_rows=11))
+    mask = op_run(native, device, "prefill_mask", [ctl], (17, 64, 1, 0), shape=(17, 64), dtype=np.float16)
+    p, c = np.array([*range(30, 35), 0, *range(7, 18)])[:, None], np.arange(64)[None]
+    assert np.array_equal(mask, np.where((c >= 1) & (c <= p), 0, -np.inf))
+
+
 @pytest.mark.parametrize(("first", "window"), [(0, 0), (1, 0), (0, 7), (1, 40)])
 def test_prefill_mask_shows_what_a_row_sees(native, device, first, window):
     ctl = step_ctl(Seq(n_past=30, n_rows=17))

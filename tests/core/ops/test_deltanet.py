@@ -99,7 +99,7 @@ class Layer:
         for array, name in zip(inputs, ("x", "alpha", "beta"), strict=True):
             array[:n] = np.concatenate([getattr(part.rows, name) for part in parts])
         x, alpha, beta = inputs
-        params = (self.n_log, self.n_slots, self.hk, self.hv, self.s, mode)
+        params = (self.n_log, self.n_slots, self.hk, self.hv, self.s, mode, len(parts))
         args = [x, self.w, self.window, self.log, ctl]
         conv = op_run(self.native, self.device, "deltanet_conv", args, params, shape=(width, self.c))
         args = [conv, alpha, beta, self.dt, self.a, self.state, self.log, ctl]
@@ -237,6 +237,27 @@ def test_sequences_of_a_step_have_the_bits_that_they_have_alone(native, device, 
             assert now.tobytes() == getattr(alone, name).tobytes()
             for slot in set(range(5)) - {part.slot for part in parts}:
                 assert now[slot].tobytes() == then[slot].tobytes()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_appended_sequences_have_the_bits_that_they_have_alone(native, device, shape):
+    """Some are new, and some have rows to replay first. Their rows are fewer than the conv's taps, or many."""
+    together = Layer(native, device, *shape, n_log=4, seed=9, slots=6)
+    for slot in (0, 3):
+        together.verify(together.rows(4), chain(4), slot)
+        together.timelines[slot].pending = [0, 1, 2][: slot + 1]
+    together.forget(1)
+    together.forget(4)
+    alone = together.copy()
+    for lengths in ((1, 2, 3, 70, 1), (40, 1, 5, 2, 64)):
+        parts = [Part(slot, together.rows(n)) for slot, n in zip((3, 1, 4, 0, 5), lengths, strict=True)]
+        untouched = together.state[2].copy()
+        out = together.run(APPEND, parts, sum(lengths))
+        expected = np.concatenate([alone.append(part.rows, part.slot) for part in parts])
+        assert out.tobytes() == expected.tobytes()
+        for name in ("state", "window"):
+            assert getattr(together, name).tobytes() == getattr(alone, name).tobytes()
+        assert together.state[2].tobytes() == untouched.tobytes()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,0 +1,184 @@
+#include "engine/prompts.h"
+
+#include "step/shapes.h"
+
+#include <algorithm>
+
+namespace luce {
+namespace {
+
+// Rows of an item that are read in one step.
+struct Piece {
+    uint32_t item;
+    const int32_t *tokens;
+    uint32_t n;
+    bool chooses; // the prompt ends with them
+};
+
+// One call: its pieces are read in steps of as many as fit, and each step books its sequences.
+class Prompts {
+public:
+    Prompts(Engine &engine, const PromptItem *items, uint32_t n)
+        : engine_(engine), items_(items), n_items_(n), chosen_(n) {}
+
+    void check() const;
+    void read();
+    void tell(int32_t *choices, luce_status *status) const;
+
+private:
+    void check(const PromptItem &item) const;
+    void read(const std::vector<Piece> &pieces, bool tails);
+    void step(StepKind kind, const Piece *pieces, size_t n);
+    bool fit(const Piece *pieces, size_t n, StepKind kind) const;
+    Sequence &of(const Piece &piece) const { return *items_[piece.item].sequence; }
+
+    Engine &engine_;
+    const PromptItem *items_;
+    const uint32_t n_items_;
+    std::vector<Choice> chosen_; // of each item that ends its prompt
+    bool begun_ = false; // a step of the call has run
+};
+
+void Prompts::check(const PromptItem &item) const {
+    const CacheParams &c = engine_.params().cache;
+    const uint32_t past = item.sequence->line().n_past();
+    item.sequence->check_usable();
+    engine_.check_tokens(item.tokens, item.n);
+    if (item.n > c.n_chunk) {
+        fail(LUCE_E_ARG, "%u tokens of a prompt at once, expected at most %u (n_chunk)", item.n, c.n_chunk);
+    }
+    if (item.n > c.n_ctx - past) {
+        fail(LUCE_E_CONTEXT, "%u tokens after %u do not fit into a context of %u", item.n, past, c.n_ctx);
+    }
+}
+
+void Prompts::check() const {
+    engine_.check_cancelled();
+    uint32_t pages = 0;
+    for (uint32_t i = 0; i < n_items_; i++) {
+        try {
+            check(items_[i]);
+            pages += items_[i].sequence->line().pages_wanted(items_[i].n);
+            engine_.need_pages(pages);
+        } catch (const Error &e) {
+            if (n_items_ == 1) {
+                throw;
+            }
+            fail(e.code(), "item %u: %s", i, e.what());
+        }
+    }
+}
+
+// A prompt's tail (step/step.h) is a piece of its own, which is read after all that are not.
+void Prompts::read() {
+    std::vector<Piece> whole, tails;
+    for (uint32_t i = 0; i < n_items_; i++) {
+        const PromptItem &item = items_[i];
+        const uint32_t end = item.sequence->line().n_past() + item.n,
+                       tail = item.last ? std::min(item.n, end % TAIL) : 0;
+        if (tail < item.n) {
+            whole.push_back({i, item.tokens, item.n - tail, item.last && tail == 0});
+        }
+        if (tail > 0) {
+            tails.push_back({i, item.tokens + item.n - tail, tail, true});
+        }
+    }
+    try {
+        read(whole, false);
+        read(tails, true);
+    } catch (...) {
+        for (uint32_t i = 0; i < n_items_; i++) {
+            items_[i].sequence->begin_step();
+        }
+        throw;
+    }
+    for (uint32_t i = 0; i < n_items_; i++) {
+        items_[i].sequence->stay_last();
+    }
+}
+
+// Says whether one step may have these pieces. Where rows' bits depend on how many there are, each is alone.
+bool Prompts::fit(const Piece *pieces, size_t n, StepKind kind) const {
+    const PromptLimits most = prompt_limits(engine_.params().cache, kind);
+    uint32_t rows = 0, n_kv = 0;
+    for (size_t i = 0; i < n; i++) {
+        rows += pieces[i].n;
+        n_kv += kv_bucket(of(pieces[i]).line().n_past() + pieces[i].n);
+    }
+    return n == 1 || (engine_.cache().n_cut < PAGE && n <= most.prompts && rows <= most.rows && n_kv <= most.n_kv);
+}
+
+void Prompts::read(const std::vector<Piece> &pieces, bool tails) {
+    for (size_t begin = 0, end = 0; begin < pieces.size(); begin = end) {
+        const StepKind first = tails ? StepKind::prefill_tail : StepKind::prefill;
+        bool chooses = false;
+        for (; end < pieces.size() && fit(&pieces[begin], end + 1 - begin, first); end++) {
+            chooses = chooses || pieces[end].chooses;
+        }
+        step(!tails && chooses ? StepKind::prefill_last : first, &pieces[begin], end - begin);
+    }
+}
+
+void Prompts::step(StepKind kind, const Piece *pieces, size_t n) {
+    engine_.in_step([&] {
+        Step &step = engine_.step();
+        for (uint32_t i = 0; i < n_items_ && begun_; i++) {
+            items_[i].sequence->keep_logits();
+        }
+        for (size_t i = 0; i < n; i++) {
+            of(pieces[i]).begin_step();
+            of(pieces[i]).line().take_pages(pieces[i].n);
+            engine_.feed_lagging(of(pieces[i]).line());
+        }
+        Batch batch(step.prefill_host(), engine_.cache());
+        for (size_t i = 0; i < n; i++) {
+            const Sequence &sequence = of(pieces[i]);
+            batch.add_prompt(sequence.line(), sequence.choice_ctl(), pieces[i].tokens, pieces[i].n);
+            if (sequence.chooses() && pieces[i].chooses) {
+                step.fetch_logits(uint32_t(i), 1);
+            }
+        }
+        step.prefill(kind, batch.prompts(), batch.n_pages());
+        begun_ = true;
+        for (size_t i = 0; i < n; i++) {
+            const Piece &piece = pieces[i];
+            of(piece).line().appended(piece.tokens, piece.n);
+            of(piece).end_step(Sequence::Rows::prompt, piece.chooses ? 1 : 0, uint32_t(i));
+            if (piece.chooses) {
+                chosen_[piece.item] = step.choices()[i];
+            }
+        }
+    });
+}
+
+void Prompts::tell(int32_t *choices, luce_status *status) const {
+    std::optional<Error> first;
+    for (uint32_t i = 0; i < n_items_; i++) {
+        const PromptItem &item = items_[i];
+        status[i] = LUCE_OK;
+        if (!item.last) {
+            continue;
+        }
+        try {
+            choices[i] = checked(chosen_[i], item.sequence->line().n_past());
+        } catch (const Error &e) {
+            status[i] = e.code();
+            item.sequence->fail_with(e.what());
+            first = first ? first : e;
+        }
+    }
+    if (first) {
+        throw Error(*first);
+    }
+}
+
+} // namespace
+
+void read_prompts(Engine &engine, const PromptItem *items, uint32_t n, int32_t *choices, luce_status *status) {
+    Prompts prompts(engine, items, n);
+    prompts.check();
+    prompts.read();
+    prompts.tell(choices, status);
+}
+
+} // namespace luce
