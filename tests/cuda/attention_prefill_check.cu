@@ -6,8 +6,10 @@ using namespace attention_test;
 
 namespace {
 
+constexpr double F16_OFF = 2e-3; // as for steps (attention_steps.h)
+
 // The last `rows` positions of a sequence of n.
-void check_rows(const KvShape &s, int n, int rows, double most) {
+void check_rows(const KvShape &s, int n, int rows, double most = F16_OFF) {
     const std::string what = name_of(s) + std::to_string(rows) + " rows of a prompt of " + std::to_string(n);
     const size_t width = size_t(s.width()), heads = size_t(s.H) * s.D, bytes = s.cell_bytes();
     const Floats q = normals(rows * heads), keys = normals(n * width), values = normals(n * width);
@@ -36,6 +38,7 @@ void check_rows(const KvShape &s, int n, int rows, double most) {
                 const Device<uint8_t> control(std::vector<uint8_t>(reinterpret_cast<uint8_t *>(&ctl),
                                                                    reinterpret_cast<uint8_t *>(&ctl + 1)));
                 PrefillAttentionArgs a{};
+                a.n_prompts = 1;
                 a.T = T;
                 a.H = s.H;
                 a.Hkv = s.Hkv;
@@ -79,17 +82,107 @@ void check_rows(const KvShape &s, int n, int rows, double most) {
     }
 }
 
+// The last `rows` positions of a sequence of n.
+struct Prompt {
+    int n, rows;
+};
+
+// Several sequences' rows in one call have the bits that they have alone, whatever lies between their cells.
+void check_prompts(const KvShape &s, const std::vector<Prompt> &prompts) {
+    constexpr int ROOM = 37; // behind each one's cells
+    const size_t width = size_t(s.width()), heads = size_t(s.H) * s.D;
+    int T = 0, n_kv = 0;
+    StepCtl together = blank_ctl();
+    together.n_seqs = int(prompts.size());
+    for (size_t i = 0; i < prompts.size(); i++) {
+        SeqCtl &seq = together.seqs[i];
+        seq.row0 = T;
+        seq.n_rows = prompts[i].rows;
+        seq.n_past = prompts[i].n - prompts[i].rows;
+        seq.cells = n_kv;
+        T += prompts[i].rows;
+        n_kv += prompts[i].n + ROOM;
+    }
+    const auto halves = [&](const Floats &x) {
+        std::vector<uint16_t> out(x.size());
+        for (size_t i = 0; i < x.size(); i++) {
+            const __half h = __float2half_rn(x[i]);
+            memcpy(&out[i], static_cast<const void *>(&h), 2);
+        }
+        for (size_t i = 0; i < prompts.size(); i++) { // what is no cell is NaN
+            const size_t end = size_t(together.seqs[i].cells + prompts[i].n) * width;
+            std::fill_n(out.begin() + long(end), ROOM * width, uint16_t(0x7e00));
+        }
+        return out;
+    };
+    const Device<float> q(normals(T * heads));
+    const Device<uint16_t> k(halves(normals(n_kv * width))), v(halves(normals(n_kv * width)));
+    const auto attend = [&](const StepCtl &ctl, int first, int rows, int64_t room, size_t cell, bool apart) {
+        const Device<StepCtl> control(std::vector<StepCtl>{ctl});
+        Device<float> out(rows * heads);
+        out.poison();
+        PrefillAttentionArgs a{};
+        a.T = rows;
+        a.H = s.H;
+        a.Hkv = s.Hkv;
+        a.D = s.D;
+        a.n_prompts = ctl.n_seqs;
+        a.n_kv = room;
+        a.first = s.first;
+        a.window = s.window;
+        a.scale = 1 / std::sqrt(float(s.D));
+        a.softcap = s.softcap;
+        a.apart = apart;
+        a.ctl = control.p;
+        a.q = q.p + first * heads;
+        a.k = k.p + cell * width;
+        a.v = v.p + cell * width;
+        a.out = out.p;
+        Device<float> ranges(apart ? size_t(prefill_range_values(a)) : 1);
+        ranges.poison();
+        a.ranges = ranges.p;
+        must(cuda::prefill_attention(a, stream));
+        must(cudaStreamSynchronize(stream));
+        return out.get();
+    };
+    for (const bool apart : {false, true}) {
+        Floats alone;
+        for (size_t i = 0; i < prompts.size(); i++) {
+            const SeqCtl &seq = together.seqs[i];
+            StepCtl ctl = blank_ctl();
+            ctl.n_seqs = 1;
+            ctl.seqs[0] = seq;
+            ctl.seqs[0].row0 = ctl.seqs[0].cells = 0;
+            const Floats one = attend(ctl, seq.row0, seq.n_rows, prompts[i].n, size_t(seq.cells), apart);
+            alone.insert(alone.end(), one.begin(), one.end());
+        }
+        expect(same_bits(attend(together, 0, T, n_kv, 0, apart), alone),
+               name_of(s) + std::to_string(prompts.size()) + " prompts of one call differ from each alone" +
+                   (apart ? ", ranges apart" : ""));
+    }
+}
+
 } // namespace
 
+void check_attention_prompts() {
+    check_rows({2, 1, 64, 1, 0, 20, 3.0f, false}, 140, 135);
+    check_rows({1, 1, 64, 1, 1, 0, 0, false}, PREFILL_RANGE + 3, 8);
+    check_prompts({2, 1, 64, 1, 0, 0, 0, false}, {{70, 70}, {1, 1}, {200, 3}, {65, 64}});
+    check_prompts({2, 2, 64, 1, 1, 40, 3.0f, false}, {{5, 5}, {130, 65}, {64, 64}});
+    check_prompts({1, 1, 64, 1, 0, 0, 0, false}, {{20, 20}, {PREFILL_RANGE + 9, 70}, {PREFILL_RANGE, 1}, {90, 10}});
+    check_prompts({1, 1, 128, 1, 2, 0, 0, false}, {{33, 33}, {3, 1}});
+    check_prompts({1, 1, 256, 1, 0, 0, 0, false}, {{17, 17}, {66, 2}});
+}
+
 void check_attention_prefill(bool all) {
-    constexpr double F16_OFF = 2e-3; // as for steps (attention_steps.h)
+    check_attention_prompts();
     for (const int D : {64, 128, 256}) {
-        check_rows({6, 2, D, 1, 0, 0, 0, false}, 200, 200, F16_OFF);
-        check_rows({2, 1, D, 1, 0, 70, 3.0f, false}, 300, 140, F16_OFF);
-        check_rows({3, 1, D, 1, 2, 0, 0, false}, PREFILL_RANGE + 70, 100, F16_OFF);
+        check_rows({6, 2, D, 1, 0, 0, 0, false}, 200, 200);
+        check_rows({2, 1, D, 1, 0, 70, 3.0f, false}, 300, 140);
+        check_rows({3, 1, D, 1, 2, 0, 0, false}, PREFILL_RANGE + 70, 100);
         if (all) {
-            check_rows({24, 4, D, 1, 0, 0, 0, false}, 3 * PREFILL_RANGE + 5, 700, F16_OFF);
-            check_rows({8, 2, D, 1, 0, PREFILL_RANGE + 100, 0, false}, 2 * PREFILL_RANGE + 900, 300, F16_OFF);
+            check_rows({24, 4, D, 1, 0, 0, 0, false}, 3 * PREFILL_RANGE + 5, 700);
+            check_rows({8, 2, D, 1, 0, PREFILL_RANGE + 100, 0, false}, 2 * PREFILL_RANGE + 900, 300);
         }
     }
 }

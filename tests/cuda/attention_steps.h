@@ -59,6 +59,7 @@ struct Kv {
             seq.n_replay = int(w.pending.size());
             seq.moves = 1;
             seq.pages = int(table.size());
+            seq.cells = 0;
             std::copy(w.pending.begin(), w.pending.end(), seq.pending);
             table.insert(table.end(), w.context->pages.begin(), w.context->pages.end());
             for (size_t r = 0; r < w.parents.size(); r++) {

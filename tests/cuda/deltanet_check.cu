@@ -256,6 +256,54 @@ static void check_chunks(const Shape &s, int T) {
     expect(shows, pair.name + "chunks show what is not finite");
 }
 
+// Checks that several sequences' rows that are appended by one call have the bits that they have alone.
+static void check_prompts(const Shape &s, const Ints &lengths, bool chunks) {
+    const int n = int(lengths.size()), T = std::accumulate(lengths.begin(), lengths.end(), 0);
+    Pair pair(s, 9, n + 1);
+    Layer &layer = pair.layer;
+    std::vector<Part> parts;
+    for (int i = 0; i < n; i++) { // some are new, and some have rows to replay first
+        const int slot = (i + 1) % (n + 1);
+        if (i % 3 == 0) {
+            pair.verify(slot, chain(5), "verify before prompts");
+        } else if (i % 3 == 1) {
+            pair.forget(slot);
+        }
+        parts.push_back({slot, random_rows(s, lengths[i]), {}});
+    }
+    const Snapshot before = layer.snapshot();
+    const Output together = layer.run(DELTA_APPEND, parts, T, chunks);
+    const Snapshot after = layer.snapshot();
+    layer.restore(before);
+    Output alone;
+    for (const Part &part : parts) {
+        const Output one = layer.append(part.slot, part.rows, chunks);
+        alone.conv.insert(alone.conv.end(), one.conv.begin(), one.conv.end());
+        alone.out.insert(alone.out.end(), one.out.begin(), one.out.end());
+    }
+    const std::string what =
+        pair.name + std::to_string(n) + " prompts of one call" + (chunks ? ", in chunks" : "");
+    expect(same_bits(together.conv, alone.conv), what + ": conv");
+    expect(same_bits(together.out, alone.out), what + ": out");
+    expect(same_bits(after.state, layer.state.get()), what + ": state");
+    expect(same_bits(after.window, layer.window.get()), what + ": window");
+}
+
+void check_deltanet_prompts() {
+    for (const Shape &s : {Shape{2, 6, 32}, Shape{4, 8, 64}, Shape{2, 2, 128}}) {
+        for (const Ints &lengths : {Ints{1, 2, 3, 4}, Ints{40, 1, 70}, Ints{64, 64}, Ints{33}, Ints{5, 100, 31, 2, 32}}) {
+            check_prompts(s, lengths, false);
+            if (s.S >= 64) {
+                check_prompts(s, lengths, true);
+            }
+        }
+    }
+}
+// The kernels of long prefills, on shapes that an emulated device is done with.
+void check_deltanet_chunks() {
+    check_chunks({2, 4, 64}, 70);
+}
+
 // Checks that one append and the same rows in pieces end in the same bits.
 static void check_append_pieces(const Shape &s, int T) {
     Pair pair(s, 8, 2);
@@ -443,10 +491,11 @@ void check_deltanet(bool all) {
             check_append_pieces(s, 300);
         }
         check_captured_step(s);
-        if (deltanet_chunks_scratch({1, 1, 1, s.Hk, s.Hv, s.S, DELTA_APPEND}) > 0) {
+        if (deltanet_chunks_scratch({1, 1, 1, s.Hk, s.Hv, s.S, DELTA_APPEND, 1}) > 0) {
             check_chunks(s, all ? 200 : 70);
         }
     }
+    check_deltanet_prompts();
     for (int T = 1; T <= MAX_ROWS; T++) {
         if (all || T == 1 || T % 13 == 0) {
             check_conv_parts(T, T == 1 ? 1 : 2);

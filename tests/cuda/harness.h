@@ -24,10 +24,13 @@ inline cudaStream_t stream;
 // These are in *_check.cu and *_time.cu. They do less without `all`, for a sanitizer.
 void check_deltanet(bool all);
 void check_deltanet_rows(); // it checks what needs no products, no tensor cores and no captures
+void check_deltanet_prompts();
+void check_deltanet_chunks(); // a small prompt
 void check_attention(bool all);
 void check_attention_units(bool all);
 void check_attention_block(bool all);
 void check_attention_prefill(bool all);
+void check_attention_prompts();
 void check_attention_heads(bool all);
 void check_kv_pages(bool all);
 void check_nextn(bool all);
@@ -242,7 +245,9 @@ struct Layer {
         : s(shape), R(n_rows), n_slots(int(windows.size() / window_size())), w(weights.conv), dt(weights.dt),
           a(weights.a), window(windows), state(states), log(n_slots * log_size()), timelines(n_slots) {}
 
-    DeltaShape delta_shape(int T, int mode) const { return {T, R, n_slots, s.Hk, s.Hv, s.S, mode}; }
+    DeltaShape delta_shape(int T, int mode, int n_prompts = 1) const {
+        return {T, R, n_slots, s.Hk, s.Hv, s.S, mode, n_prompts};
+    }
     size_t window_size() const { return size_t(3) * s.C(); }
     size_t state_size() const { return size_t(s.Hv) * s.S * s.S; }
     size_t log_size() const { return size_t(delta_shape(1, DELTA_VERIFY).log_size()); }
@@ -271,22 +276,23 @@ struct Layer {
         ctl.set({host});
     }
 
-    void enqueue_conv(DeltaMode mode, int T, const Device<float> &x, const Device<float> &out) const {
-        must(cuda::conv({delta_shape(T, mode), x.p, w.p, window.p, log.p, ctl.p, out.p}, stream));
+    void enqueue_conv(DeltaMode mode, int T, const Device<float> &x, const Device<float> &out,
+                      int n_prompts = 1) const {
+        must(cuda::conv({delta_shape(T, mode, n_prompts), x.p, w.p, window.p, log.p, ctl.p, out.p}, stream));
+    }
+    DeltaArgs delta_args(const DeltaShape &shape, const Device<float> &conv, const Device<float> &alpha,
+                         const Device<float> &beta, const Device<float> &out) const {
+        return {shape, conv.p, alpha.p, beta.p, dt.p, a.p, state.p, log.p, ctl.p, out.p};
     }
     void enqueue_delta(DeltaMode mode, int T, const Device<float> &conv, const Device<float> &alpha,
-                       const Device<float> &beta, const Device<float> &out) const {
-        must(cuda::deltanet(
-            {delta_shape(T, mode), conv.p, alpha.p, beta.p, dt.p, a.p, state.p, log.p, ctl.p, out.p},
-            stream));
+                       const Device<float> &beta, const Device<float> &out, int n_prompts = 1) const {
+        must(cuda::deltanet(delta_args(delta_shape(T, mode, n_prompts), conv, alpha, beta, out), stream));
     }
-
     void enqueue_chunks(int T, const Device<float> &conv, const Device<float> &alpha,
-                        const Device<float> &beta, const Device<uint8_t> &scratch,
-                        const Device<float> &out) const {
-        must(cuda::deltanet_chunks(
-            {delta_shape(T, DELTA_APPEND), conv.p, alpha.p, beta.p, dt.p, a.p, state.p, log.p, ctl.p, out.p},
-            scratch.p, stream));
+                        const Device<float> &beta, const Device<uint8_t> &scratch, const Device<float> &out,
+                        int n_prompts = 1) const {
+        const DeltaShape shape = delta_shape(T, DELTA_APPEND, n_prompts);
+        must(cuda::deltanet_chunks(delta_args(shape, conv, alpha, beta, out), scratch.p, stream));
     }
 
     // Runs a step of T rows, where those that no part fills are NaN. Afterwards no row of its sequences is
@@ -304,12 +310,13 @@ struct Layer {
         alpha.resize(size_t(T) * s.Hv, NAN);
         beta.resize(size_t(T) * s.Hv, NAN);
         Device<float> dx(x), dalpha(alpha), dbeta(beta), conv(x.size()), out(size_t(T) * s.Hv * s.S);
-        enqueue_conv(mode, T, dx, conv);
-        Device<uint8_t> scratch(chunks ? size_t(deltanet_chunks_scratch(delta_shape(T, mode))) : 0);
+        const int n_prompts = int(parts.size());
+        enqueue_conv(mode, T, dx, conv, n_prompts);
+        Device<uint8_t> scratch(chunks ? size_t(deltanet_chunks_scratch(delta_shape(T, mode, n_prompts))) : 0);
         if (chunks) {
-            enqueue_chunks(T, conv, dalpha, dbeta, scratch, out);
+            enqueue_chunks(T, conv, dalpha, dbeta, scratch, out, n_prompts);
         } else {
-            enqueue_delta(mode, T, conv, dalpha, dbeta, out);
+            enqueue_delta(mode, T, conv, dalpha, dbeta, out, n_prompts);
         }
         must(cudaStreamSynchronize(stream));
         for (const Part &part : parts) {

@@ -98,9 +98,67 @@ void check_gather(const KvShape &s) {
     }
 }
 
+// Cells of several sequences lie side by side, with room between them.
+void check_gather_of_prompts(const KvShape &s) {
+    Kv kv(s, 6);
+    std::vector<Context> contexts(3);
+    std::vector<Work> works;
+    StepCtl host;
+    const int rooms[] = {0, 40, 350}, n_kv = 400;
+    const auto control = [&](const Ints &rows, Ints &table) {
+        works.clear();
+        for (Context &c : contexts) {
+            works.push_back({&c, {}, {}});
+        }
+        host = kv.control(works, table);
+        for (int i = 0, row0 = 0; i < 3; i++) {
+            SeqCtl &seq = host.seqs[i];
+            seq.row0 = row0;
+            seq.n_rows = rows[i];
+            seq.cells = rooms[i];
+            row0 += rows[i];
+        }
+        kv.ctl.set({host});
+    };
+    for (const Ints &rows : {Ints{30, 290, 7}, Ints{2, 1, 9}}) { // they are stored by one call, too
+        int T = 0;
+        for (int i = 0; i < 3; i++) {
+            kv.grow(contexts[i], contexts[i].n + rows[i]);
+            T += rows[i];
+        }
+        const Floats k = normals(size_t(T) * s.width()), v = normals(k.size());
+        Ints table;
+        control(rows, table);
+        kv.store(Device<int32_t>(table), k, v, T, 1);
+        for (int i = 0, row0 = 0; i < 3; row0 += rows[i], i++) {
+            const auto part = [&](const Floats &x) {
+                return Floats(x.begin() + long(row0) * s.width(), x.begin() + long(row0 + rows[i]) * s.width());
+            };
+            kv.commit(contexts[i], part(k), part(v), chain(rows[i] + 1));
+        }
+    }
+    Ints table;
+    control({0, 0, 0}, table);
+    Device<int32_t> pages(table);
+    Device<float> out(size_t(n_kv) * s.width());
+    must(cuda::kv_gather({kv.pool(), n_kv, kv.ctl.p, pages.p, 0, 0, out.p}, stream));
+    must(cudaStreamSynchronize(stream));
+    const Floats found = out.get();
+    Floats expected(found.size());
+    for (int i = 0; i < 3; i++) {
+        for (int p = 0; p < contexts[i].n; p++) {
+            const std::vector<double> cell = read_cell(s, &contexts[i].k[p * s.cell_bytes()]);
+            std::copy(cell.begin(), cell.end(), expected.begin() + long(rooms[i] + p) * s.width());
+        }
+    }
+    expect(same_bits(found, expected), name_of(s) + "gathered cells of several prompts");
+}
+
 void check_mask(int T, int64_t n_kv, int first, int window) {
     Device<StepCtl> ctl(1);
     StepCtl host = blank_ctl();
+    host.n_seqs = 1;
+    host.seqs[0].row0 = 0;
     host.seqs[0].n_past = 30;
     ctl.set({host});
     Device<uint16_t> out(size_t(T) * n_kv);
@@ -123,6 +181,7 @@ void check_kv_pages(bool all) {
     for (const KvShape &s : SHAPES) {
         check_moves(s, all ? 6 : 1);
         check_gather(s);
+        check_gather_of_prompts(s);
     }
     check_mask(17, 256, 0, 0);
     check_mask(5, 301, 1, 7);

@@ -130,9 +130,10 @@ CHECKED = {
     ),
     "kv_pages_check.cu": ("check_kv_pages(false)", ["attention/kv_pages.cu"]),
     "deltanet_check.cu": (
-        "check_deltanet_rows(), lay_out_deltanet()",
-        ["deltanet/deltanet.cu", "deltanet/conv.cu"],
+        "check_deltanet_rows(), check_deltanet_prompts(), check_deltanet_chunks(), lay_out_deltanet()",
+        ["deltanet/deltanet.cu", "deltanet/conv.cu", "deltanet/chunks.cu"],
     ),
+    "attention_prefill_check.cu": ("check_attention_prompts()", ["attention/prefill.cu"]),
     "deltanet_layer_check.cu": (
         "check_deltanet_layer(false)",
         ["deltanet/deltanet.cu", "deltanet/conv.cu", "deltanet/layer.cu"]

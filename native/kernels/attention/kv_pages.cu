@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(THREADS) kv_store_kernel(KvStoreArgs a, int32_
     }
 }
 
-// Writes a prefill's rows. The grid is a cell's blocks of k and v, rows.
+// Writes a prefill's rows, of any of its sequences. The grid is a cell's blocks of k and v, rows.
 template <int TYPE>
 __global__ void __launch_bounds__(THREADS) kv_append_kernel(KvStoreArgs a, int32_t columns) {
     using Kv = KvType<TYPE>;
@@ -156,15 +156,15 @@ __global__ void __launch_bounds__(THREADS) kv_append_kernel(KvStoreArgs a, int32
     if (column >= 2 * columns) {
         return;
     }
-    const SeqCtl &seq = a.ctl->seqs[0];
     const bool value = column >= columns;
     const int at = value ? column - columns : column;
     const float *x = (value ? a.v : a.k) + int64_t(at) * Kv::VALUES;
-    const Column<TYPE> cells(a.pool, value ? a.pool.v : a.pool.k, at, a.pages + seq.pages);
     const int64_t row_size = int64_t(a.pool.Hkv) * a.pool.D;
     const int end = min(a.T, int(blockIdx.y + 1) * PREFILL_ROWS);
     for (int r = int(blockIdx.y) * PREFILL_ROWS; r < end; r++) {
-        write_values<TYPE>(x + r * row_size, cells.at(seq.n_past + r));
+        const SeqCtl &seq = a.ctl->seqs[seq_of_row(*a.ctl, r)];
+        const Column<TYPE> cells(a.pool, value ? a.pool.v : a.pool.k, at, a.pages + seq.pages);
+        write_values<TYPE>(x + r * row_size, cells.at(seq.n_past + r - seq.row0));
     }
 }
 
@@ -183,7 +183,7 @@ template <int TYPE> int store(const KvStoreArgs &a, cudaStream_t stream) {
     return int(launch_kernel(kv_store_kernel<TYPE>, grid, THREADS, 0, stream, true, a, columns));
 }
 
-// ---- for ggml's attention ----
+// ---- for attention over cells side by side ----
 
 // The grid gives each thread 8 values, over all cells of the result.
 template <int TYPE, typename Out>
@@ -194,11 +194,12 @@ __global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
     if (c >= a.n_kv) {
         return;
     }
-    const SeqCtl &seq = a.ctl->seqs[0];
+    const SeqCtl &seq = a.ctl->seqs[seq_of_cell(*a.ctl, int32_t(c))];
+    const int32_t position = int32_t(c) - seq.cells;
     float x[8] = {};
-    if (c < int64_t(seq.n_past) + seq.n_rows) {
+    if (position < seq.n_past + seq.n_rows) {
         const uint8_t *rows = a.which == 0 ? a.pool.k : a.pool.v;
-        const int64_t row = a.pool.row(a.pages[seq.pages + c / PAGE], int32_t(c), i / a.pool.D);
+        const int64_t row = a.pool.row(a.pages[seq.pages + position / PAGE], position, i / a.pool.D);
         load_row<TYPE>(rows + row * kv_bytes<TYPE>(a.pool.D), i % a.pool.D, x);
     }
     Out *out = static_cast<Out *>(a.out) + c * words * 8 + i;
@@ -231,7 +232,8 @@ __global__ void __launch_bounds__(THREADS) prefill_mask_kernel(MaskArgs a) {
     const int64_t c = int64_t(blockIdx.x) * THREADS + threadIdx.x;
     const int t = blockIdx.y;
     if (c < a.n_kv) {
-        const int32_t p = a.ctl->seqs[0].n_past + t;
+        const SeqCtl &seq = a.ctl->seqs[seq_of_row(*a.ctl, t)];
+        const int32_t p = seq.n_past + t - seq.row0;
         a.out[t * a.n_kv + c] = c >= lowest_visible(p, a.first, a.window) && c <= p ? 0 : 0xfc00; // -inf
     }
 }

@@ -1,4 +1,4 @@
-// Computes attention of a prompt's rows over the cells before them and their own, on the tensor cores (sm_80 and later).
+// Computes attention of prompts' rows over the cells before them and their own, on the tensor cores (sm_80 and later).
 //
 // A row's bits depend on its position and on what its cells hold, and on nothing else: not on how many rows a call has,
 // where they begin, or how many blocks share the work. Keys are taken in tiles of KEYS that begin at multiples of it, in
@@ -15,14 +15,6 @@
 
 namespace luce {
 namespace {
-
-// Copies so far are a group; copies_wait leaves the last GROUPS of them under way.
-__device__ __forceinline__ void copies_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int GROUPS> __device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
-}
 
 template <int D, int WARPS> struct PrefillLayout {
     static constexpr int KEYS = PREFILL_KEYS, ROWS = 16 * WARPS, THREADS = WARP * WARPS, ROW = 2 * D;
@@ -56,10 +48,13 @@ template <int D, int WARPS> struct PrefillBlock {
     uint8_t *const shared;
     const uint32_t base = shared_address(shared);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int head = blockIdx.y,
-              first_row = int(gridDim.x - 1 - blockIdx.x) * L::ROWS; // those with most keys come first
-    const int32_t first_position = a.ctl->seqs[0].n_past + first_row;
-    const int32_t end = first_position + min(L::ROWS, a.T - first_row); // a row sees no key from here on
+    const int head = blockIdx.y, group = int(gridDim.x - 1 - blockIdx.x), // those with most keys come first
+        i_seq = seq_of_group(*a.ctl, group, L::ROWS);
+    const SeqCtl &seq = a.ctl->seqs[i_seq];
+    const int begin = (group - first_group(seq, i_seq, L::ROWS)) * L::ROWS; // of the sequence's rows
+    const int n_rows = min(seq.n_rows - begin, L::ROWS), first_row = seq.row0 + begin;
+    const int32_t first_position = seq.n_past + begin;
+    const int32_t end = first_position + n_rows; // a row sees no key from here on
     float o[C][4];
     Sum sums[2];
 
@@ -75,7 +70,7 @@ template <int D, int WARPS> struct PrefillBlock {
         for (int i = threadIdx.x; i < L::ROWS * (D / 8); i += L::THREADS) {
             const int r = i / (D / 8), word = i % (D / 8);
             uint4 words = {};
-            if (first_row + r < a.T) {
+            if (r < n_rows) {
                 const auto *x = reinterpret_cast<const float4 *>(
                     a.q + (int64_t(first_row + r) * a.H + head) * D + word * 8);
                 const float4 left = x[0], right = x[1];
@@ -94,7 +89,7 @@ template <int D, int WARPS> struct PrefillBlock {
         for (int i = threadIdx.x; i < L::KEYS * (D / 8); i += L::THREADS) {
             const int key = i / (D / 8), word = i % (D / 8);
             const uint16_t *from =
-                cells + (int64_t(min(first + key, end - 1)) * a.Hkv + kv_head) * D + word * 8;
+                cells + (int64_t(seq.cells + min(first + key, end - 1)) * a.Hkv + kv_head) * D + word * 8;
             copy_async<16>(base + to + swizzle<L::ROW>(key, word), from, first + key < end);
         }
         copies_commit();
@@ -226,7 +221,7 @@ template <int D, int WARPS> struct PrefillBlock {
         sums[1].weights = warp_sum(sums[1].weights, QUAD);
     }
 
-    __device__ bool has(int half) const { return first_row + row(half) < a.T; }
+    __device__ bool has(int half) const { return row(half) < n_rows; }
 
     // Leaves the range's sums for add_ranges_kernel.
     __device__ void leave() const {
@@ -279,13 +274,17 @@ template <int D, int WARPS> struct PrefillBlock {
     }
 };
 
-// The grid is tiles of rows, heads, and the ranges there are where each has a block of its own.
+// The grid is groups of rows, heads, and the ranges there are where each has a block of its own. Those that no row of a group
+// sees are not there.
 template <int D, int WARPS>
 __global__ void __launch_bounds__(WARP *WARPS, WARPS == 4 ? 2 : 1)
     prefill_attention_kernel(const __grid_constant__ PrefillAttentionArgs a) {
     using L = PrefillLayout<D, WARPS>;
     extern __shared__ __align__(1024) uint8_t shared[];
     PrefillBlock<D, WARPS> block(a, shared);
+    if (block.n_rows <= 0 || int32_t(blockIdx.z) * PREFILL_RANGE >= block.end) {
+        return;
+    }
     int32_t first = lowest_visible(block.first_position, a.first, a.window) / L::KEYS * L::KEYS,
             end = block.end;
     if (a.apart) {
@@ -313,7 +312,8 @@ __global__ void __launch_bounds__(WARP *WARPS, WARPS == 4 ? 2 : 1)
 // The grid is rows, heads, with a thread for each column.
 __global__ void add_ranges_kernel(const __grid_constant__ PrefillAttentionArgs a) {
     const int row = blockIdx.x, head = blockIdx.y, c = threadIdx.x;
-    const int n = int(prefill_ranges(a));
+    const SeqCtl &seq = a.ctl->seqs[seq_of_row(*a.ctl, row)];
+    const int n = (seq.n_past + row - seq.row0) / PREFILL_RANGE + 1;
     const float *range = prefill_range(a, 0, row, head);
     Sum sum = {range[0], range[1]};
     float x = range[2 + c];
@@ -328,12 +328,11 @@ __global__ void add_ranges_kernel(const __grid_constant__ PrefillAttentionArgs a
 template <int D, int WARPS> int run(const PrefillAttentionArgs &a, cudaStream_t stream) {
     using L = PrefillLayout<D, WARPS>;
     const auto kernel = prefill_attention_kernel<D, WARPS>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES);
-    if (error != cudaSuccess) {
+    if (const cudaError_t error = allow_shared(kernel, L::BYTES); error != cudaSuccess) {
         return int(error);
     }
     const unsigned ranges = a.apart ? unsigned(prefill_ranges(a)) : 1;
-    const dim3 grid(unsigned((a.T + L::ROWS - 1) / L::ROWS), unsigned(a.H), ranges);
+    const dim3 grid(unsigned(groups_of(a.T, a.n_prompts, L::ROWS)), unsigned(a.H), ranges);
     kernel<<<grid, L::THREADS, L::BYTES, stream>>>(a);
     if (a.apart) {
         add_ranges_kernel<<<dim3(unsigned(a.T), unsigned(a.H)), unsigned(D), 0, stream>>>(a);
@@ -344,7 +343,7 @@ template <int D, int WARPS> int run(const PrefillAttentionArgs &a, cudaStream_t 
 } // namespace
 
 int cuda::prefill_attention(const PrefillAttentionArgs &args, void *stream) {
-    if (args.T < 0 || args.Hkv <= 0 || args.H % args.Hkv != 0) {
+    if (args.T < 0 || args.Hkv <= 0 || args.H % args.Hkv != 0 || args.n_prompts < 1) {
         return int(cudaErrorInvalidValue);
     }
     if (args.T == 0) {

@@ -1,4 +1,4 @@
-// Attention of a prompt's rows over the cells of their sequence, which lie side by side. A row's bits depend on its position
+// Attention of prompts' rows over the cells of each one's sequence, which lie side by side. A row's bits depend on its position
 // and on what the cells up to it hold, so a prompt may be cut anywhere (attention/prefill.cu says how).
 #pragma once
 
@@ -12,19 +12,20 @@ namespace luce {
 
 constexpr int PREFILL_KEYS = 64; // a tile has so many cells
 constexpr int PREFILL_RANGE = 2048; // sums begin anew at its multiples
-constexpr int PREFILL_ROWS = 64; // a block has so many, of one head
+constexpr int PREFILL_ROWS = 64; // a block has so many of one sequence, of one head
 constexpr int64_t PREFILL_RANGES_BYTES = int64_t(256) << 20; // ranges that are apart leave at most so much
 
-// The T rows of seqs[0] have positions n_past .. Row t at p sees cells first <= c <= p, and c > p - window where there is one.
+// A sequence's rows have positions n_past .. One at p sees cells first <= c <= p, and c > p - window where there is one.
 struct PrefillAttentionArgs {
     int32_t T, H, Hkv, D; // D is one of HeadSizes
-    int64_t n_kv; // there is room for so many cells
+    int32_t n_prompts; // so many sequences have rows
+    int64_t n_kv; // there is room for so many cells, of all sequences
     int32_t first, window;
     float scale, softcap;
     int32_t apart; // each range has blocks of its own, which pays where few rows have many cells
     const StepCtl *ctl;
     const float *q; // [T][H][D]
-    const uint16_t *k, *v; // F16 [n_kv][Hkv][D]
+    const uint16_t *k, *v; // F16 [n_kv][Hkv][D], as kv_gather leaves them
     float *out; // [T][H][D]
     float *ranges; // room for what each range gives, where they are apart: prefill_range_values()
 };

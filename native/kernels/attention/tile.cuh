@@ -40,6 +40,14 @@ template <int BYTES> __device__ __forceinline__ void copy_async(uint32_t to, con
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES));
     }
 }
+// Copies so far are a group; copies_wait leaves the last GROUPS of them under way.
+__device__ __forceinline__ void copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int GROUPS> __device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
 // ---- barriers in shared memory ----
 
 // Lets this thread arrive when its copies so far have arrived.

@@ -1,11 +1,11 @@
-// Computes the gated delta rule over a long chain of rows, in chunks (deltanet/chunks.cuh). What does not
+// Computes the gated delta rule over long chains of rows, in chunks of a sequence (deltanet/chunks.cuh). What does not
 // depend on the state is done for all chunks at once, and the state passes through a chunk in four products
 // on the tensor core.
 //
 // T is made in F32 by forward substitution. The products are mma_bf16.cuh's, with F32 sums. Beside the row by
-// row kernel o and the state are off by some 1e-5 of their size. A row's bits depend on its place in the
-// call, so that a prompt's prefill is a function of its chunks. What is not finite shows in its whole chunk
-// and in all that follow.
+// row kernel o and the state are off by some 1e-5 of their size. A row's bits depend on its place among the
+// call's rows of its sequence, so that a prompt's prefill is a function of its chunks. What is not finite shows in its whole
+// chunk and in all that follow.
 #include "common/overlap.cuh"
 #include "deltanet/chunks.cuh"
 #include "deltanet/launch_plan.h"
@@ -27,14 +27,15 @@ template <int S> struct PrepareShared {
 };
 
 // Loads keys and queries into shared memory, and splits them into scratch.
-template <int S> __device__ void split_rows(const ChunkParams &a, float *values, int chunk, int kh) {
+template <int S>
+__device__ void split_rows(const ChunkParams &a, float *values, int chunk, const ChunkRows &rows, int kh) {
     using C = Chunk<S>;
     uint8_t *out = a.keys + (int64_t(chunk) * a.shape.Hk + kh) * C::KEYS;
     for (int i = threadIdx.x; i < 2 * ROWS * S / 4; i += PREPARE_THREADS) {
         const int query = i / (ROWS * S / 4), row = i / (S / 4) % ROWS, c = i % (S / 4);
-        const int64_t t = int64_t(chunk) * ROWS + row;
+        const int64_t t = rows.first + row;
         float4 x = {0, 0, 0, 0};
-        if (t < a.shape.T) {
+        if (row < rows.n) {
             x = reinterpret_cast<const float4 *>(a.x + t * a.C + ((query ? 0 : a.shape.Hk) + kh) * S)[c];
         }
         reinterpret_cast<float4 *>(values + (query * ROWS + row) * PrepareShared<S>::ROW)[c] = x;
@@ -86,13 +87,14 @@ __device__ void store_split(uint8_t *high, int square, int row, int lane, float 
 
 // Prepares one v head with a warp: lane j has column j of A, T and P, and row j's gate.
 template <int S>
-__device__ void prepare_head(const ChunkParams &a, PrepareShared<S> &sh, float *A, int chunk, int h) {
+__device__ void prepare_head(const ChunkParams &a, PrepareShared<S> &sh, float *A, int chunk,
+                             const ChunkRows &rows, int h) {
     using C = Chunk<S>;
     const int lane = threadIdx.x % WARP;
-    const int64_t t = int64_t(chunk) * ROWS + lane;
+    const int64_t t = rows.first + lane;
     uint8_t *out = a.heads + (int64_t(chunk) * a.shape.Hv + h) * C::HEAD;
     float gate = 0, beta = 0;
-    if (t < a.shape.T) {
+    if (lane < rows.n) {
         gate = a.a[h] * softplus(a.alpha[t * a.shape.Hv + h] + a.dt[h]);
         beta = 1.0f / (1.0f + expf(-a.beta[t * a.shape.Hv + h]));
     }
@@ -127,18 +129,22 @@ template <int S>
 __global__ void __launch_bounds__(PREPARE_THREADS) prepare_kernel(const __grid_constant__ ChunkParams a) {
     __shared__ PrepareShared<S> sh;
     const int chunk = blockIdx.x, kh = blockIdx.y, warp = threadIdx.x / WARP;
-    split_rows<S>(a, sh.values, chunk, kh);
+    const ChunkRows rows(*a.ctl, chunk);
+    if (rows.n <= 0) {
+        return;
+    }
+    split_rows<S>(a, sh.values, chunk, rows, kh);
     __syncthreads();
     multiply_rows<S>(sh);
     __syncthreads();
     constexpr int HEADS = PrepareShared<S>::HEADS;
     for (int h = kh + warp * a.shape.Hk; warp < HEADS && h < a.shape.Hv; h += HEADS * a.shape.Hk) {
-        prepare_head<S>(a, sh, sh.values + warp * ROWS * A_ROW, chunk, h);
+        prepare_head<S>(a, sh, sh.values + warp * ROWS * A_ROW, chunk, rows, h);
         __syncwarp();
     }
 }
 
-// ---- the second kernel: a block has 64 columns (v dimensions) of one v head's state, a warp 16 ----
+// ---- the second kernel: a block has 64 columns (v dimensions) of one v head's state of a sequence, a warp 16 ----
 
 // A walker holds the state transposed, as accumulators of tiles of 16 v x 8 k. Lane 4 g + t has v = g and g +
 // 8, k = 2 t and 2 t + 1. So it is with what follows from it, with rows of the chunk in place of k. Each
@@ -148,24 +154,27 @@ template <int S> struct Walker {
     const ChunkParams &a;
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, warp = threadIdx.x / WARP;
     const int h, kh, v0; // v0 is the block's first v dimension
+    const SeqCtl &seq;
+    const int first; // the sequence's chunks have the numbers from here on
     float s[S / 8][4];
 
     __device__ Walker(const ChunkParams &args)
-        : a(args), h(blockIdx.x / (S / SPAN)), kh(h % args.shape.Hk), v0(blockIdx.x % (S / SPAN) * SPAN) {}
+        : a(args), h(blockIdx.x / (S / SPAN)), kh(h % args.shape.Hk), v0(blockIdx.x % (S / SPAN) * SPAN),
+          seq(args.ctl->seqs[blockIdx.y]), first(first_group(seq, blockIdx.y, ROWS)) {}
 
     static __device__ int part(int e) { return e / 2 * 8; } // it returns the v of element e of a tile
     __device__ int v_of(int e) const { return v0 + warp * 16 + g + part(e); }
     __device__ int k_of(int tile, int e) const { return tile * 8 + 2 * t + e % 2; }
 
-    __device__ float *state_at(int tile, int e, const SeqCtl &seq) const {
+    __device__ float *state_at(int tile, int e) const {
         return a.state + seq.slot * a.state_size + (int64_t(h) * S + k_of(tile, e)) * S + v_of(e);
     }
-    __device__ void load(const SeqCtl &seq) {
+    __device__ void load() {
 #pragma unroll
         for (int n = 0; n < S / 8; n++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                s[n][e] = seq.fresh ? 0.0f : *state_at(n, e, seq);
+                s[n][e] = seq.fresh ? 0.0f : *state_at(n, e);
             }
         }
         const float *log = a.log + seq.slot * a.log_size;
@@ -183,20 +192,20 @@ template <int S> struct Walker {
             }
         }
     }
-    __device__ void store(const SeqCtl &seq) const {
+    __device__ void store() const {
 #pragma unroll
         for (int n = 0; n < S / 8; n++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                *state_at(n, e, seq) = s[n][e];
+                *state_at(n, e) = s[n][e];
             }
         }
     }
 
-    // Asks for a chunk.
+    // Asks for a chunk of the sequence.
     __device__ void fetch(uint8_t *stage, int chunk) const {
-        const uint8_t *keys = a.keys + (int64_t(chunk) * a.shape.Hk + kh) * C::KEYS;
-        const uint8_t *head = a.heads + (int64_t(chunk) * a.shape.Hv + h) * C::HEAD;
+        const uint8_t *keys = a.keys + (int64_t(first + chunk) * a.shape.Hk + kh) * C::KEYS;
+        const uint8_t *head = a.heads + (int64_t(first + chunk) * a.shape.Hv + h) * C::HEAD;
         for (int i = threadIdx.x * 16; i < C::KEYS; i += SPAN_WARPS * WARP * 16) {
             copy_16(stage + i, keys + i, true);
         }
@@ -205,9 +214,10 @@ template <int S> struct Walker {
         }
         for (int i = threadIdx.x; i < ROWS * SPAN / 4; i += SPAN_WARPS * WARP) {
             const int row = i / (SPAN / 4), c = i % (SPAN / 4) * 4;
-            const int64_t at = int64_t(chunk) * ROWS + row;
-            const bool there = at < a.shape.T;
-            const float *v = a.x + (there ? at : 0) * a.C + (2 * a.shape.Hk + h) * S + v0 + c;
+            const int at = chunk * ROWS + row;
+            const bool there = at < seq.n_rows;
+            const float *v =
+                a.x + (there ? int64_t(seq.row0 + at) : 0) * a.C + (2 * a.shape.Hk + h) * S + v0 + c;
             copy_16(stage + C::V_AT + (row * C::V_ROW + c) * 4, v, there);
         }
     }
@@ -276,9 +286,9 @@ template <int S> struct Walker {
         for (int n = 0; n < ROWS / 8; n++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int64_t at = int64_t(chunk) * ROWS + k_of(n, e);
-                if (at < a.shape.T) {
-                    a.out[(at * a.shape.Hv + h) * S + v_of(e)] = out[n][e] * scale;
+                const int at = chunk * ROWS + k_of(n, e);
+                if (at < seq.n_rows) {
+                    a.out[(int64_t(seq.row0 + at) * a.shape.Hv + h) * S + v_of(e)] = out[n][e] * scale;
                 }
             }
         }
@@ -323,23 +333,23 @@ template <int S> struct Walker {
     }
 };
 
-// The grid is spans of v dimensions of a head, then v heads.
+// The grid is spans of v dimensions of a head, then v heads; sequences.
 template <int S>
 __global__ void __launch_bounds__(SPAN_WARPS *WARP) walk_kernel(const __grid_constant__ ChunkParams a) {
     extern __shared__ uint8_t stages[];
-    const SeqCtl &seq = a.ctl->seqs[0];
     Walker<S> walker(a);
+    const int n_chunks = (walker.seq.n_rows + ROWS - 1) / ROWS;
     walker.fetch(stages, 0);
-    walker.load(seq);
-    for (int chunk = 0; chunk < a.n_chunks; chunk++) {
+    walker.load();
+    for (int chunk = 0; chunk < n_chunks; chunk++) {
         copies_wait();
         __syncthreads(); // the chunk is here; all have left the one before
-        if (chunk + 1 < a.n_chunks) {
+        if (chunk + 1 < n_chunks) {
             walker.fetch(stages + (chunk + 1) % 2 * Chunk<S>::STAGE, chunk + 1);
         }
         walker.run(stages + chunk % 2 * Chunk<S>::STAGE, chunk);
     }
-    walker.store(seq);
+    walker.store();
 }
 
 // ---- launches ----
@@ -349,8 +359,8 @@ template <int S> int64_t scratch_bytes(const DeltaShape &s) {
 }
 
 template <int S> int launch(const DeltaArgs &args, void *scratch, cudaStream_t stream) {
-    ChunkParams a{Params(args), static_cast<uint8_t *>(scratch), nullptr, delta_chunks(args.shape)};
-    a.heads = a.keys + int64_t(a.n_chunks) * a.shape.Hk * Chunk<S>::KEYS;
+    ChunkParams a{Params(args), static_cast<uint8_t *>(scratch), nullptr};
+    a.heads = a.keys + int64_t(delta_chunks(args.shape)) * a.shape.Hk * Chunk<S>::KEYS;
     static_assert(2 * Chunk<S>::STAGE <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
     cudaError_t error = launch_kernel(prepare_kernel<S>, plan_prepare(args.shape), stream, false, a);
     if (error == cudaSuccess) {
@@ -367,7 +377,7 @@ int64_t deltanet_chunks_scratch(const DeltaShape &s) {
 
 int cuda::deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream) {
     const DeltaShape &s = args.shape;
-    if (s.T < 1 || s.n_slots < 1 || s.Hk < 1 || s.Hv % s.Hk != 0 || s.mode != DELTA_APPEND ||
+    if (s.T < 1 || s.n_slots < 1 || s.Hk < 1 || s.Hv % s.Hk != 0 || s.mode != DELTA_APPEND || s.n_prompts < 1 ||
         deltanet_chunks_scratch(s) == 0 || reinterpret_cast<uintptr_t>(scratch) % 16 != 0) {
         return int(cudaErrorInvalidValue);
     }

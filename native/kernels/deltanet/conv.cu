@@ -3,7 +3,7 @@
 // load. The norm is one butterfly sum, in the same order for every row.
 // In a verify, one block a head computes the rows of up to GROUP sequences: a step has at most MAX_ROWS rows,
 // however many sequences. It alone reads and then replaces their windows and logged rows of that head.
-// In an append, rows are split over blocks too, and a second kernel moves the window once all have read it.
+// In an append, each sequence's rows are split over blocks too, and a second kernel moves the windows once all have read them.
 #include "common/kernels.h"
 #include "common/overlap.cuh"
 #include "deltanet/launch_plan.h"
@@ -261,24 +261,29 @@ __global__ void __launch_bounds__(GROUP *WARP, 1)
     }
 }
 
-// The grid is heads, runs of APPEND_WARPS * APPEND_RUN rows.
+// The grid is heads, groups of APPEND_ROWS rows of one sequence.
 template <int S>
 __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const __grid_constant__ Params a) {
     const int lane = threadIdx.x % WARP, warp = warp_index();
     const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
     const bool normalise = blockIdx.x < 2 * a.shape.Hk;
-    const int begin = (blockIdx.y * APPEND_WARPS + warp) * APPEND_RUN;
-    const int end = min(begin + APPEND_RUN, a.shape.T);
+    const int i_seq = seq_of_group(*a.ctl, blockIdx.y, APPEND_ROWS);
+    const SeqCtl &seq = a.ctl->seqs[i_seq];
+    const int group = int(blockIdx.y) - first_group(seq, i_seq, APPEND_ROWS);
+    const int begin = group * APPEND_ROWS + warp * APPEND_RUN; // of the sequence's rows
+    const int end = min(begin + APPEND_RUN, seq.n_rows);
     if (begin >= end) {
         return;
     }
+    const float *x = a.x + seq.row0 * C + c0;
+    float *out = a.out + seq.row0 * C + c0;
     Weights<S> w;
     w.load(a.w, c0, lane);
     Channels<S> taps[1][TAPS], next;
-    next.load(a.x + begin * C + c0, lane);
+    next.load(x + begin * C, lane);
     if (begin == 0) {
         Control ctl;
-        ctl.load(*a.ctl, 0, lane);
+        ctl.load(*a.ctl, i_seq, lane);
         Committed<S> committed(a, ctl, c0);
         committed.load(lane);
 #pragma unroll
@@ -288,16 +293,16 @@ __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const _
     } else {
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
-            taps[0][i].load(a.x + (begin - WINDOW + i) * C + c0, lane);
+            taps[0][i].load(x + (begin - WINDOW + i) * C, lane);
         }
     }
 #pragma unroll 4
     for (int t = begin; t < end; t++) {
         taps[0][TAPS - 1] = next;
         if (t + 1 < end) {
-            next.load(a.x + (t + 1) * C + c0, lane);
+            next.load(x + (t + 1) * C, lane);
         }
-        conv_rows<S, 1>(w, taps, normalise, {a.out + t * C + c0}, lane);
+        conv_rows<S, 1>(w, taps, normalise, {out + t * C}, lane);
 #pragma unroll
         for (int i = 0; i < WINDOW; i++) {
             taps[0][i] = taps[0][i + 1];
@@ -305,21 +310,22 @@ __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const _
     }
 }
 
-// Writes the window after an append: the last three of the committed rows and the T new ones. The grid is
-// heads.
+// Writes a sequence's window after an append: the last three of the committed rows and the T new ones. The grid is
+// heads, sequences.
 template <int S>
 __global__ void __launch_bounds__(WARP) conv_window_kernel(const __grid_constant__ Params a) {
-    const int lane = threadIdx.x, T = a.shape.T;
+    const int lane = threadIdx.x;
     const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
+    Control ctl;
+    ctl.load(*a.ctl, blockIdx.y, lane);
+    const int T = ctl.get(offsetof(SeqCtl, n_rows)), row0 = ctl.get(offsetof(SeqCtl, row0));
     Channels<S> row[WINDOW];
 #pragma unroll
     for (int i = 0; i < WINDOW; i++) {
         if (const int t = T - WINDOW + i; t >= 0) {
-            row[i].load(a.x + t * C + c0, lane);
+            row[i].load(a.x + (row0 + t) * C + c0, lane);
         }
     }
-    Control ctl;
-    ctl.load(*a.ctl, 0, lane);
     Committed<S> committed(a, ctl, c0);
     if (T < WINDOW) {
         committed.load(lane);
@@ -380,7 +386,7 @@ int cuda::conv_parts(const ConvPartsArgs &args, void *stream) {
 
 int cuda::conv(const ConvArgs &args, void *stream) {
     const DeltaShape &s = args.shape;
-    if (s.T < 1 || s.n_slots < 1 || (s.mode == DELTA_VERIFY && s.T > MAX_ROWS)) {
+    if (s.T < 1 || s.n_slots < 1 || (s.mode == DELTA_VERIFY ? s.T > MAX_ROWS : s.n_prompts < 1)) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);

@@ -71,7 +71,7 @@ template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
 int cuda::deltanet(const DeltaArgs &args, void *stream) {
     const DeltaShape &s = args.shape;
     if (s.T < 1 || s.n_slots < 1 || s.Hk < 1 || s.Hv % s.Hk != 0 ||
-        (s.mode == DELTA_VERIFY && s.T > MAX_ROWS)) {
+        (s.mode == DELTA_VERIFY ? s.T > MAX_ROWS : s.n_prompts < 1)) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);

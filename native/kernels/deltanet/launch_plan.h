@@ -56,7 +56,7 @@ inline LaunchPlan plan_delta_layer(const DeltaShape &s) {
 // ---- the same in chunks: what does not depend on the state, then the walk through them ----
 
 inline int delta_chunks(const DeltaShape &s) {
-    return divided(s.T, CHUNK_ROWS);
+    return groups_of(s.T, s.n_prompts, CHUNK_ROWS);
 }
 inline LaunchPlan plan_prepare(const DeltaShape &s) {
     return {delta_chunks(s), s.Hk, 1, PREPARE_THREADS, 0};
@@ -64,7 +64,7 @@ inline LaunchPlan plan_prepare(const DeltaShape &s) {
 inline LaunchPlan plan_walk(const DeltaShape &s) {
     const int stage =
         ChunkedStateSizes::with(s.S, 0, [](auto S) { return ChunkLayout<decltype(S)::value>::STAGE; });
-    return {s.Hv * (s.S / SPAN), 1, 1, SPAN_WARPS * WARP, 2 * stage};
+    return {s.Hv * (s.S / SPAN), s.n_prompts, 1, SPAN_WARPS * WARP, 2 * stage};
 }
 
 // ---- the conv ----
@@ -90,10 +90,10 @@ inline LaunchPlan plan_conv_parts(const DeltaShape &s, const int32_t (&N)[3]) {
 }
 // Plans the conv of a prefill, and what moves the window behind it.
 inline LaunchPlan plan_conv_append(const DeltaShape &s) {
-    return {2 * s.Hk + s.Hv, divided(s.T, APPEND_WARPS * APPEND_RUN), 1, APPEND_WARPS * WARP, 0};
+    return {2 * s.Hk + s.Hv, groups_of(s.T, s.n_prompts, APPEND_ROWS), 1, APPEND_WARPS * WARP, 0};
 }
 inline LaunchPlan plan_conv_window(const DeltaShape &s) {
-    return {2 * s.Hk + s.Hv, 1, 1, WARP, 0};
+    return {2 * s.Hk + s.Hv, s.n_prompts, 1, WARP, 0};
 }
 
 } // namespace

@@ -4,6 +4,8 @@
 // later.
 #pragma once
 
+#include "deltanet/ptx.cuh"
+
 #include <cstdint>
 #include <cuda_bf16.h>
 
@@ -34,40 +36,6 @@ struct Left {
         }
     }
 };
-
-#ifndef LUCE_NO_PTX // a test may bring its own
-// Computes c[16 x 8] += a[16 x 16] * b[16 x 8].
-__device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// Loads four matrices of 8 x 8, whose rows are at the addresses that lanes 8 m .. 8 m + 7 give.
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const uint8_t *row) {
-    const uint32_t at = uint32_t(__cvta_generic_to_shared(row));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(at)
-                 : "memory");
-}
-__device__ __forceinline__ void load_transposed(uint32_t (&m)[4], const uint8_t *row) {
-    const uint32_t at = uint32_t(__cvta_generic_to_shared(row));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(at)
-                 : "memory");
-}
-// Copies 16 bytes to shared memory, or zeros where `there` is false. They are complete after copies_wait.
-__device__ __forceinline__ void copy_16(uint8_t *shared, const void *global, bool there) {
-    const uint32_t at = uint32_t(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global), "r"(there ? 16 : 0)
-                 : "memory");
-}
-__device__ __forceinline__ void copies_wait() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-}
-#endif
 
 // Right is two tiles of the right side, 16 x 16: words 2 j and 2 j + 1 are tile j's.
 struct Right {

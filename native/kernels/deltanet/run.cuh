@@ -120,7 +120,7 @@ template <bool SINGLY>
 __device__ bool Worker<S, APPEND, ONE>::run(Item &item) {
     const bool tree = prepare();
     item.skip(gridDim.x, L::BLOCKS * a.shape.Hv);
-    const bool more = !APPEND && item.seq < n_seqs;
+    const bool more = item.seq < n_seqs;
     if (more) {
         prefetch(item);
     }

@@ -79,16 +79,16 @@ template <int S, bool APPEND, bool ONE = false> struct Worker {
         const SeqCtl &seq = sh.ctl.seq;
         bank = seq.bank;
         n_pending = seq.n_replay;
-        row0 = APPEND ? 0 : seq.row0;
-        n_rows = APPEND ? a.shape.T : seq.n_rows;
+        row0 = seq.row0;
+        n_rows = seq.n_rows;
         x = a.x + row0 * a.C;
         q_from = x + tid / (S / 4) * a.C + kh * S + tid % (S / 4) * 4;
         v_from = x + tid / (L::W / 4) * a.C + (2 * a.shape.Hk + h) * S + j0 + tid % (L::W / 4) * 4;
         const int slot = seq.slot;
         log = a.log + slot * a.log_size;
         state += slot * a.state_size;
-        n_seqs = APPEND ? 1 : sh.ctl.n_seqs;
-        return APPEND || i < n_seqs;
+        n_seqs = sh.ctl.n_seqs;
+        return i < n_seqs;
     }
 
     __device__ Cols *state_of(int i) const {

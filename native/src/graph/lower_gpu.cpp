@@ -390,16 +390,20 @@ protected:
         a.H = int32_t(s.n_head);
         a.Hkv = int32_t(s.n_head_kv);
         a.D = int32_t(s.head_dim);
+        a.n_prompts = int32_t(plain.prompts.size());
         a.n_kv = plain.n_kv;
         a.first = of.kv.first;
         a.window = int32_t(s.window);
         a.scale = of.scale;
         a.softcap = s.softcap;
         a.apart = prefill_apart(a, limits_of(stage().device));
-        const KvCells &cells = of.kv.cells;
-        ggml_tensor *k = gathered(cells, cells.k, GGML_TYPE_F16),
-                    *v = gathered(cells, cells.v, GGML_TYPE_F16);
-        return ops::prefill_attention(ctx, {flat(n.in[0]), k, v, in->ctl}, a);
+        const auto cells = [&](ggml_tensor *pool) {
+            return ggml_reshape_3d(ctx, gathered(of.kv.cells, pool, GGML_TYPE_F16), s.head_dim, s.n_head_kv,
+                                   plain.n_kv);
+        };
+        ggml_tensor *k = cells(of.kv.cells.k), *v = cells(of.kv.cells.v);
+        ggml_tensor *q = ggml_reshape_3d(ctx, flat(n.in[0]), s.head_dim, s.n_head, n.T);
+        return ops::prefill_attention(ctx, {q, k, v, in->ctl}, a);
     }
 
     // ---- mixtures ----

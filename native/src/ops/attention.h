@@ -100,7 +100,7 @@ inline const auto &block_attention = row<AttentionArgs>("block_attention", [](au
     op.runs(cpu_attention, LUCE_CUDA(block_attention));
 });
 
-// Cells 0 .. n_kv - 1 of one sequence, of k or of v, in order.
+// Cells of a prefill's sequences, of k or of v, in order.
 inline const auto &kv_gather = row<KvGatherArgs>("kv_gather", [](auto &op, auto &a) {
     op.matrix(FIELD(pool.k), {D, PAGE, Hkv, pages}).type(a.pool.type);
     op.in(FIELD(ctl));
@@ -124,17 +124,16 @@ inline const auto &prefill_mask = row<MaskArgs>("prefill_mask", [](auto &op, aut
 });
 
 #ifdef LUCE_USE_CUDA
-// Attention of a prompt's rows over the cells of their sequence, as kv_gather puts them side by side.
+// Attention of prompts' rows over the cells of each one's sequence, as kv_gather puts them side by side.
 inline const auto &prefill_attention = row<PrefillAttentionArgs>("prefill_attention", [](auto &op, auto &a) {
-    op.in(FIELD(q), {E, T});
-    op.matrix(FIELD(k), {width, cells});
-    op.matrix(FIELD(v), {width, cells});
+    op.in(FIELD(q), {D, H, T});
+    op.matrix(FIELD(k), {D, Hkv, cells});
+    op.matrix(FIELD(v), {D, Hkv, cells});
     op.in(FIELD(ctl));
-    op.dims(a.T, T, a.n_kv, cells);
-    op.params(FIELD(H), FIELD(Hkv), FIELD(D), FIELD(first), FIELD(window), FIELD(scale), FIELD(softcap),
-              FIELD(apart));
+    op.dims(a.T, T, a.H, H, a.Hkv, Hkv, a.D, D, a.n_kv, cells);
+    op.params(FIELD(n_prompts), FIELD(first), FIELD(window), FIELD(scale), FIELD(softcap), FIELD(apart));
     op.lacks([](const auto &args) { return attention_lacks(args.D, args.H, args.Hkv, true); });
-    op.out(FIELD(out), {E, T});
+    op.out(FIELD(out), {D * H, T});
     op.room(FIELD(ranges),
             [](const auto &args) { return args.apart == 0 ? 0 : 4 * prefill_range_values(args); });
     op.runs(nullptr, cuda::prefill_attention);

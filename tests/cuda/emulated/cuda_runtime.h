@@ -94,6 +94,7 @@ inline jmp_buf launcher;
 inline std::function<void()> body;
 inline uint8_t *dynamic_shared;
 inline size_t dynamic_bytes;
+inline uint64_t n_begun; // so many blocks have begun
 
 inline void enter();
 // Goes on with thread i, which is not done.
@@ -169,6 +170,27 @@ template <typename T> T of_lane(const uint64_t (*words)[8], int lane) {
     return x;
 }
 
+// Four matrices of 8 x 8 values of two bytes, whose rows are where lanes 8 m .. 8 m + 7 say: of each a lane has two neighbours of
+// row lane / 4, or where they are transposed of column lane / 4.
+inline void load_matrices(uint32_t (&m)[4], const uint8_t *row) {
+    const auto rows = exchange(row);
+    const int lane = int(threadIdx.x) % WARP;
+    for (int i = 0; i < 4; i++) {
+        memcpy(&m[i], of_lane<const uint8_t *>(rows, i * 8 + lane / 4) + lane % 4 * 4, 4);
+    }
+}
+inline void load_transposed(uint32_t (&m)[4], const uint8_t *row) {
+    const auto rows = exchange(row);
+    const int lane = int(threadIdx.x) % WARP;
+    for (int i = 0; i < 4; i++) {
+        uint16_t values[2];
+        for (int e = 0; e < 2; e++) {
+            memcpy(&values[e], of_lane<const uint8_t *>(rows, i * 8 + lane % 4 * 2 + e) + lane / 4 * 2, 2);
+        }
+        memcpy(&m[i], values, 4);
+    }
+}
+
 template <typename F> cudaError_t launch(const void *name, dim3 grid, int threads, size_t shared, const F &kernel) {
     const int most = kind->limits.shared_block;
     if (dry) {
@@ -195,6 +217,7 @@ template <typename F> cudaError_t launch(const void *name, dim3 grid, int thread
     for (unsigned block = 0; block < grid.x * grid.y * grid.z; block++) {
         blockIdx = dim3(block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y);
         memset(room.data(), 0xff, room.size());
+        n_begun++;
         for (int i = 0; i < threads; i++) {
             Fiber &f = *fibers[size_t(i)];
             f.begun = f.done = false;

@@ -7,6 +7,7 @@ static void deltanet_layers() {
             a.shape = {T, MAX_ROWS, 16, 16, 48, S, DELTA_VERIFY};
             expect(cuda::deltanet(a, stream) == 0, at("the delta rule", S, T));
             a.shape.mode = DELTA_APPEND;
+            a.shape.n_prompts = 1;
             expect(cuda::deltanet(a, stream) == 0, at("the delta rule of a prefill", S, T));
         }
     }

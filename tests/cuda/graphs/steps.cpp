@@ -71,6 +71,8 @@ void place_inputs(const StepInputs &in) {
     put(in.pages, "pages");
     put(in.hidden_from, "hidden_from");
     put(in.hidden_to, "hidden_to");
+    put(in.first_rows, "first_rows");
+    put(in.last_rows, "last_rows");
 }
 
 // Gives a tensor that a graph makes its place, behind that of what it is a view of.
@@ -160,6 +162,7 @@ void write_step(const Model &model, const Cache &cache, Regions &regions, RamRun
 
     std::string title = "== " + kind_of(shape, cache) + " of " + std::to_string(shape.rows) + " rows";
     title += shape.prefill() ? " over " + std::to_string(shape.n_kv) + " cells" : "";
+    title += shape.prompts.empty() ? "" : " of " + std::to_string(shape.prompts.size()) + " prompts";
     title += shape.brief ? ", brief" : "";
     to.launches << title << "\n";
     to.nodes << title << ": " << size << " bytes\n";
@@ -215,6 +218,10 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
     for (const uint32_t rows : {1u, 16u, 512u}) {
         shapes.push_back({StepKind::prefill_last, rows, kv_bucket(rows + 4096)});
     }
+    const std::vector<PromptRows> wholes = {{128, 256}, {256, 512}, {128, 4096}, {1, 256}}, tails = {{1, 256}, {100, 512}};
+    shapes.push_back(prompts_shape(StepKind::prefill, wholes));
+    shapes.push_back(prompts_shape(StepKind::prefill_last, wholes));
+    shapes.push_back(prompts_shape(StepKind::prefill_tail, tails));
     for (const uint32_t rows : {1u, 2u, 4u, 5u, 8u, 16u, 32u, 64u}) {
         shapes.push_back({StepKind::verify, rows, 0});
     }
@@ -242,12 +249,18 @@ void check_fits(const Model &model, const Cache &cache, const EngineParams &para
     for (uint32_t rows = 64; rows <= c.n_chunk;
          rows += rows < TAIL ? 63 : 192) { // a tail of 127 rows is one of them
         for (uint32_t n_kv = kv_bucket(rows); n_kv <= kv_bucket(c.n_ctx); n_kv = kv_bucket(n_kv + 1)) {
-            const StepShape shape{rows < TAIL ? StepKind::prefill_tail : StepKind::prefill, rows, n_kv};
-            const auto graph = Step::Graph::build(model, cache, regions.of(shape.kind), shape);
-            const uint64_t bytes = compute_sizes(step_allocator(cache).get(), cache, *graph)[0];
-            if (bytes > measured) {
-                fail(LUCE_E_INTERNAL, "%u rows over %u cells take %llu bytes, %llu were measured", rows, n_kv,
-                     (unsigned long long) bytes, (unsigned long long) measured);
+            const StepKind kind = rows < TAIL ? StepKind::prefill_tail : StepKind::prefill_last;
+            for (const uint32_t prompts : {1u, 2u, 3u, uint32_t(MAX_PROMPTS)}) {
+                std::vector<PromptRows> alike(prompts, {rows / prompts, std::max(n_kv / prompts / PAGE, 1u) * PAGE});
+                alike[0].rows += rows % prompts;
+                alike[0].n_kv = prompts == 1 ? n_kv : alike[0].n_kv;
+                const StepShape shape = prompts_shape(kind, alike);
+                const auto graph = Step::Graph::build(model, cache, regions.of(shape.kind), shape);
+                const uint64_t bytes = compute_sizes(step_allocator(cache).get(), cache, *graph)[0];
+                if (bytes > measured) {
+                    fail(LUCE_E_INTERNAL, "%u rows of %u prompts over %u cells take %llu bytes, %llu were measured",
+                         rows, prompts, n_kv, (unsigned long long) bytes, (unsigned long long) measured);
+                }
             }
         }
     }
@@ -278,7 +291,7 @@ void run(const std::string &out, const std::string &path) {
     CacheParams &c = params.cache;
     const bool fits = options.count("fits") > 0; // the context of an engine whose prompts have to fit
     c.n_ctx = fits ? uint32_t(option("fits")) : 8192;
-    c.n_sequences = fits ? 1 : 4;
+    c.n_sequences = fits ? MAX_PROMPTS : 4;
     c.n_rows = 16;
     c.n_chunk = 2048;
     c.drafters = uses;

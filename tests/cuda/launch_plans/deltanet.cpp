@@ -23,7 +23,7 @@ void plan_deltanet(const Card &card) {
                 expect_runs(card, plan_delta_layer(s), 4 * KiB, "the layer of " + what);
             }
         }
-        const DeltaShape prompt = {2048, MAX_ROWS, 1, m.Hk, m.Hv, m.S, DELTA_APPEND};
+        const DeltaShape prompt = {2048, MAX_ROWS, 1, m.Hk, m.Hv, m.S, DELTA_APPEND, 1};
         expect_runs(card, plan_delta(device, prompt, 1), own_bytes(m.S), "a prompt's delta rule");
         expect_runs(card, plan_walk(prompt), 0, "a prompt's chunks");
         expect_runs(card, plan_conv_append(prompt), 0, "a prompt's conv");
