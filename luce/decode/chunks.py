@@ -1,4 +1,4 @@
-"""Chooses how many tokens of a prompt are read between two rounds of those that decode.
+"""Chooses how many tokens of prompts are read in one pass between two rounds of those that decode.
 
 A short chunk holds them up least, and a long one reads most tokens a second where a step has to read all weights
 whatever it computes. So chunks are as short as rounds need for their share of the time, unless such short ones are

@@ -1,15 +1,15 @@
 """One generation: the round of luce.h as a state machine of one sequence.
 
   IDLE     begin    check the request, empty the timeline
-  PREFILL  chunk    commit a chunk of the prompt; after the last one its choice is the first anchor
+  PREFILL  landed   go on behind the chunk of the prompt that was read; the choice after the last one is the first anchor
   DRAFT    offer    ask the draft source for candidates that may follow the anchor
   VERIFY            its rows are in a round, or wait for one
-  COMMIT   landed   walk along the target's own choices, append what was accepted, emit it
+  COMMIT            walk along the target's own choices, append what was accepted, emit it
   DONE, FAILED      one terminal event, Finished or Failed, and nothing after it
 
-Each call leaves a state by the table in _move(), and returns what happened. It runs no round itself: its `rows`
-are verified, and its `drafts` made before, together with those of others (loop.py, pipeline.py). Its next round
-may have begun before it is told of the last one, of which the accepted rows are then committed already.
+Each call leaves a state by the table in _move(), and returns what happened. It runs no step itself: each `chunk` of its
+prompt is read, its `drafts` are made, and its `rows` verified together with those of others (loop.py, pipeline.py). Its
+next round may have begun before it is told of the last one, of which the accepted rows are then committed already.
 
 Between rounds: `committed` tokens are the prompt and all emitted tokens but the last, which is the anchor.
 Where an end of text or a stop string cuts a round, no more is committed than was emitted, unless the next one
@@ -26,15 +26,15 @@ from typing import Protocol
 from luce.decode.choosing import Chooser
 from luce.decode.events import Event, Failed, Finished, Prefilled, Started, State, Warned
 from luce.decode.output import Output
-from luce.decode.pipeline import NOTHING_DONE, Decision, Landed
+from luce.decode.pipeline import NOTHING_DONE, Decision, Landed, Read
 from luce.decode.request import Request
 from luce.decode.stats import Tally
 from luce.errors import ArgumentError, Cancelled, ContextFull
 from luce.files.tokenizer import Tokenizer
-from luce.native import Drafts, Rows, Sequence
+from luce.native import Drafts, Prompt, Rows, Sequence
 from luce.speculate.drafting import NOTHING, Draft, DraftSource, Limits, Round
 
-Came = None | Limits | Landed | Exception
+Came = None | Limits | Read | Landed | Exception
 
 
 class Prefixes(Protocol):
@@ -63,7 +63,7 @@ class Sizes(Protocol):
     @property
     def n_rows(self) -> int: ...
     @property
-    def n_chunk(self) -> int: ...
+    def n_cut(self) -> int: ...
 
 
 class Generation:
@@ -86,8 +86,8 @@ class Generation:
         self._sizes, self._request, self._source, self._clock, self._prefixes = sizes, request, source, clock, prefixes
         self._chooser, self._output = Chooser(sequence, request), Output(request, tokenizer, sizes.n_ctx)
         self._tally = Tally(source.name if source else "plain")
-        self._most = sizes.n_chunk  # The next chunk has at most so many tokens.
         self._cached = self._read = 0  # So many tokens of the prompt a checkpoint held, and are committed.
+        self._chunk_end = 0  # The chunk that is being read ends there.
         self._ends: Items[int] = ()  # Chunks have to end there, and at the prompt's end.
         self._events = list[Event]()  # They are of the call that runs.
         self._limits = Limits(0, 0)
@@ -105,6 +105,16 @@ class Generation:
     def unread(self) -> int:
         """Returns how many tokens of the prompt are left to read."""
         return len(self._request.prompt) - self._read
+
+    def chunk(self, most: int) -> Prompt | None:
+        """Returns the next chunk of the prompt, of at most so many tokens, or None where no chunk is that short: where
+        none of the places is near enough at which one has to end, it has a multiple of n_cut."""
+        prompt, begin = self._request.prompt, self._read
+        self._chunk_end = min(next((end for end in self._ends if begin < end), len(prompt)), len(prompt))
+        if self._chunk_end - begin > most:
+            self._chunk_end = begin + most - most % self._sizes.n_cut
+        tokens = prompt[begin : self._chunk_end]
+        return Prompt(self.sequence, tokens, self._chunk_end == len(prompt)) if tokens else None
 
     @property
     def drafts(self) -> Drafts | None:
@@ -138,12 +148,6 @@ class Generation:
         """Checks the request and empties the timeline. It is called once, before all else."""
         return self._go(None)
 
-    def chunk(self, most: int | None = None) -> list[Event]:
-        """Reads the next chunk of the prompt, of at most so many tokens: a multiple of n_cut, or n_chunk, as it is
-        where nothing is said. Raises Cancelled where nothing was done."""
-        self._most = most or self._sizes.n_chunk
-        return self._go(None)
-
     def propose(self, rows: int, sequences: int) -> list[Event]:
         """Says that a round comes, in which it may have so many rows, its anchor's among them, and which so many
         sequences share. All of these are told before one of them offers."""
@@ -161,8 +165,8 @@ class Generation:
         """Asks the draft source. It has `drafts` to be made then, or its `rows` are ready."""
         return self._go(self._limits)
 
-    def landed(self, landed: Landed) -> list[Event]:
-        """Takes what its drafts or its round gave."""
+    def landed(self, landed: Landed | Read) -> list[Event]:
+        """Takes what its chunk, its drafts or its round gave."""
         return self._go(landed)
 
     def emit(self) -> list[Event]:
@@ -188,8 +192,8 @@ class Generation:
         match self.state, came:
             case State.IDLE, None:
                 return self._begin()  # PREFILL
-            case State.PREFILL, None:
-                return self._chunk()  # PREFILL, DRAFT or VERIFY, DONE
+            case State.PREFILL, Read():
+                return self._go_on(came.choice)  # PREFILL, DRAFT or VERIFY, DONE
             case State.DRAFT, Limits():
                 return self._offer(came)  # DRAFT where the device drafts, else VERIFY
             case State.DRAFT, Landed():
@@ -243,10 +247,8 @@ class Generation:
         self._ends = self._prefixes.ends(self.sequence) if self._prefixes else ()
         return State.PREFILL
 
-    def _chunk(self) -> State:
-        prompt, begin = self._request.prompt, self._read
-        end = min(next((end for end in self._ends if begin < end), len(prompt)), begin + self._most, len(prompt))
-        choice = self.sequence.prefill(prompt[begin:end], end == len(prompt))
+    def _go_on(self, choice: int | None) -> State:
+        prompt, end = self._request.prompt, self._chunk_end
         self._read = end
         if self._prefixes and end in self._ends:
             self._prefixes.reached(self.sequence, prompt)

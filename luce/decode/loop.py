@@ -1,8 +1,9 @@
 """The loop drives any number of generations in turn, with one step of the engine for all of them.
 
-Its turns alternate. In one turn a generation that has not read its whole prompt reads a chunk of it, as long as the
-rounds of the others leave time for (chunks.py). In the next turn all the others have a round: the steps that draft,
-where there are any, and then one step that verifies the rows of all of them. A single generation needs no other code.
+Its turns alternate. In one turn those that have not read their whole prompts read chunks of them in one pass, which has
+as many tokens as the rounds of the others leave time for (chunks.py). In the next turn all the others have a round: the
+steps that draft, where there are any, and then one step that verifies the rows of all of them. A single generation needs
+no other code.
 
 Where the device works while the host does something else, a turn ends with the begin of the next round, and
 text is made of the last one's tokens after that. Rounds follow each other even closer where it is known
@@ -21,7 +22,8 @@ from luce.decode.events import Event, State
 from luce.decode.generation import Generation
 from luce.decode.pipeline import Outcomes, Pipeline
 from luce.errors import Cancelled
-from luce.native import Engine
+from luce.native import Engine, Prompt
+from luce.native.structs import PAGE
 from luce.speculate.prices import MAX_ROWS
 
 Happened = list[tuple[Generation, Event]]
@@ -29,7 +31,7 @@ Happened = list[tuple[Generation, Event]]
 
 class Loop:
     """Runs generations on sequences of one engine. `clock` gives seconds. `prefill_share`, above 0 and at
-    most 1, is the part of the time that chunks of prompts may take while other generations decode: chunks are as
+    most 1, is the part of the time that passes over prompts may take while other generations decode: they are as
     long as that is between two rounds, and where such short ones would be slow there are more rounds between two."""
 
     def __init__(
@@ -39,13 +41,14 @@ class Loop:
         prefill_share: float = 1.0,
     ):
         self._engine, self._clock, self._pipeline = engine, clock, Pipeline(engine, clock)
-        # A second of chunks is followed by so many of rounds.
+        # A second of prompts is followed by so many of rounds.
         self._rounds_for = (1 - prefill_share) / prefill_share
         info = engine.info
         self._n_chunk, self._sizes = info.n_chunk, ChunkSizes(info.n_cut, info.n_chunk)
+        self._shares = info.n_cut < PAGE  # Else the core reads one prompt after the other: their bits depend on company.
         self._round = 0.0  # The last round took so many seconds.
-        self._owed = 0.0  # So many seconds of rounds are due before the next chunk.
-        self._chunk_next = self._oldest_next = True
+        self._owed = 0.0  # So many seconds of rounds are due before the next pass over prompts.
+        self._prompts_next = self._oldest_next = True
         self._running = dict[_native.Sequence, Generation]()
         self._cancelled = False
         self._happened = Happened()
@@ -72,14 +75,12 @@ class Loop:
         self._end_cancelled()
         reading, began = self._in(State.PREFILL), self._clock()
         try:
-            if reading and not self._pipeline.pending and (self._chunk_next or len(reading) == self.running):
-                self._chunk_next = False
-                self._pipeline.pause()
-                one = self._next_to_read(reading)
-                unread = one.unread
-                self._note(one, one.chunk(self._longest(alone=len(reading) == self.running)))
+            if reading and not self._pipeline.pending and (self._prompts_next or len(reading) == self.running):
+                self._prompts_next = False
+                chunks = self._chunks(reading, self._longest(alone=len(reading) == self.running))
+                self._tell(self._pipeline.read(chunks))
                 took = self._clock() - began
-                self._sizes.took(unread - one.unread, took)
+                self._sizes.took(sum(len(chunk.tokens) for chunk in chunks), took)
                 self._owed = self._rounds_for * took
             else:
                 if not self._pipeline.pending:
@@ -87,7 +88,7 @@ class Loop:
                 self._land()
                 self._round = self._clock() - began
                 self._owed -= self._round
-                self._chunk_next = self._owed <= 0
+                self._prompts_next = self._owed <= 0
             if self._engine.ahead and not self._pipeline.pending and not self._in(State.PREFILL):
                 self._enqueue()
         except Cancelled:
@@ -113,16 +114,23 @@ class Loop:
                 self._note(generation, generation.cancel())
 
     def _longest(self, alone: bool) -> int:
-        """Returns how many tokens the next chunk may have. It has all that a step may have where nothing decodes."""
+        """Returns how many tokens the next pass may have. It has all that a step may have where nothing decodes."""
         if alone or not self._rounds_for or not self._round:
             return self._n_chunk
         return self._sizes.within(self._round / self._rounds_for)
 
-    def _next_to_read(self, reading: Sequence[Generation]) -> Generation:
-        """Picks in turn the oldest generation and the one with the least left to read. So a short prompt
-        does not wait for long ones, and a long one is read all the same."""
+    def _chunks(self, reading: Sequence[Generation], most: int) -> list[Prompt]:
+        """Returns the chunks of the next pass, of so many tokens at most. Those who came first are asked first, and in the
+        next turn those with the least left to read. So a short prompt does not wait for long ones, and a long one is read
+        all the same."""
         self._oldest_next = not self._oldest_next
-        return min(reading, key=lambda each: each.unread) if self._oldest_next else reading[0]
+        order = sorted(reading, key=lambda each: each.unread) if self._oldest_next else reading
+        chunks = list[Prompt]()
+        for one in order if self._shares else order[:1]:
+            if chunk := one.chunk(most):
+                chunks.append(chunk)
+                most -= len(chunk.tokens)
+        return chunks
 
     def _enqueue(self) -> None:
         """Enqueues a round of all that have read their prompts. Some have their rows already: who drafts nothing,

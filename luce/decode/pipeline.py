@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from luce import native as _native
 from luce.errors import ArgumentError, Cancelled, ContextFull, OutOfMemory, StateError
-from luce.native import CHOSEN, Drafts, Engine, Rows, Verified
+from luce.native import CHOSEN, Drafts, Engine, Prompt, Rows, Verified
 from luce.speculate.drafting import NOTHING, Draft
 from luce.speculate.prices import MAX_ROWS
 
@@ -29,8 +29,8 @@ from luce.speculate.prices import MAX_ROWS
 # again.
 NOTHING_DONE = (ArgumentError, ContextFull, StateError, OutOfMemory)
 
-T = TypeVar("T", Drafts, Rows)
-Outcomes = dict[_native.Sequence, "Landed | Exception"]
+T = TypeVar("T", Drafts, Prompt, Rows)
+Outcomes = dict[_native.Sequence, "Landed | Read | Exception"]
 
 
 class Decision(NamedTuple):
@@ -60,6 +60,12 @@ class Landed(NamedTuple):
     period: float | None = None
 
 
+class Read(NamedTuple):
+    """What reading a chunk of a prompt gave: the choice after the prompt's last token, or None where more follows."""
+
+    choice: int | None = None
+
+
 @dataclass
 class _Round:
     """A round in flight. `live` are those of its sequences that were not dropped. `drafts` are what it was begun
@@ -87,9 +93,14 @@ class Pipeline:
         """Says whether a round is in flight."""
         return bool(self._rounds)
 
-    def pause(self) -> None:
-        """Says that something else comes between two rounds."""
-        self._last = 0.0, []
+    def read(self, items: Sequence[Prompt]) -> Outcomes:
+        """Reads chunks of several prompts in one pass. Raises Cancelled where nothing was done."""
+        self._last = 0.0, []  # It comes between two rounds.
+        found = self._together(items, self._engine.prefill)
+        return {
+            item.sequence: choice if isinstance(choice, Exception) else Read(choice)
+            for item, choice in zip(items, found, strict=True)
+        }
 
     def draft(self, items: Sequence[Drafts]) -> Outcomes:
         """Drafts on the device for the round that is enqueued next. Returns the seconds or the error of each

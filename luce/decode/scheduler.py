@@ -1,6 +1,6 @@
 """The engine's thread: requests come in from any thread, and their events go out as they happen.
 
-It runs a Loop: each turn is one chunk of a prompt, or one round of all that decode. A request waits until a
+It runs a Loop: each turn is a pass over prompts, or one round of all that decode. A request waits until a
 sequence is free and the pages of its longest possible text are there. So a request that runs never lacks a
 page.
 """
@@ -262,8 +262,8 @@ class Scheduler:
 
     def _pages_soon(self) -> int:
         """Returns the most pages that this turn and the next one take: copies that leave take a while."""
-        # A chunk begins within a page, and a checkpoint at its end has one of its own.
-        two_turns = 2 * (math.ceil(self._engine.info.n_chunk / PAGE) + 2 + len(self._jobs))
+        # Each chunk of a pass begins within a page, and a checkpoint at its end has one of its own.
+        two_turns = 2 * (math.ceil(self._engine.info.n_chunk / PAGE) + 2 * len(self._jobs))
         if self._engine.native.info.pages_free >= two_turns:
             return 0
         running = ((each, job) for each, job in self._jobs.items() if not each.over)

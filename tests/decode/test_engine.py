@@ -117,7 +117,7 @@ def test_an_engine_that_auto_drafts_in_decodes_nothing_until_it_is_asked(files, 
         raise NumericError("not finite")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_native.Sequence if failing == "prefill" else _native.Engine, failing, fail)
+        patch.setattr(_native.Engine, failing, fail)
         engine = Engine.open(files, replace(OPTIONS, spec="auto"), keep_drafters=True)
     with engine:
         assert engine.native.info.sequences_free == engine.native.info.n_sequences

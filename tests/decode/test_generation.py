@@ -54,10 +54,11 @@ def test_events_are_data(source):
 
 MOVES = {  # By what comes in which state: the states that may follow.
     ("begin", State.IDLE): {State.PREFILL, State.FAILED},
-    ("chunk", State.PREFILL): {State.PREFILL, State.DRAFT, State.VERIFY, State.DONE, State.FAILED},
+    ("landed", State.PREFILL): {State.PREFILL, State.DRAFT, State.VERIFY, State.DONE, State.FAILED},
     ("offer", State.DRAFT): {State.DRAFT, State.VERIFY, State.FAILED},
     ("landed", State.DRAFT): {State.VERIFY, State.FAILED},
     ("landed", State.VERIFY): {State.DRAFT, State.VERIFY, State.DONE, State.FAILED},
+    ("fail", State.PREFILL): {State.FAILED},
     ("fail", State.DRAFT): {State.VERIFY, State.FAILED},
     ("fail", State.VERIFY): {State.VERIFY, State.FAILED},
     ("cancel", State.PREFILL): {State.DONE},
@@ -74,7 +75,7 @@ MOVES = {  # By what comes in which state: the states that may follow.
     cancelled=st.integers(0, 30),
 )
 def test_states_follow_each_other_as_the_table_says(kind, fail, error, cancelled):
-    asked, answers, moves = ("begin", "chunk", "offer", "landed", "fail", "cancel"), itertools.count(), []
+    asked, answers, moves = ("begin", "offer", "landed", "fail", "cancel"), itertools.count(), []
     core = FakeEngine(n_chunk=3, fail={fail[0]: (fail[1], error)} if fail else {})
     source = {"plain": None, "device": OnDevice(2), "faulty": Faulty(RuntimeError("broken"), "learn"),
               "trees": Trees(core, [[(0, True), (0, False)], []])}[kind]  # fmt: skip
@@ -100,8 +101,8 @@ def test_states_follow_each_other_as_the_table_says(kind, fail, error, cancelled
 def test_prompt_is_committed_in_whole_chunks():
     core = FakeEngine(n_chunk=3)
     run(core, max_tokens=0)
-    assert [tokens for verb, tokens in core.calls if verb == "prefill"] == [
-        PROMPT[0:3], PROMPT[3:6], PROMPT[6:8],
+    assert [chunks for verb, chunks in core.calls if verb == "prefill"] == [
+        [PROMPT[0:3]], [PROMPT[3:6]], [PROMPT[6:8]],
     ]  # fmt: skip
 
 

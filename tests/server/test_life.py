@@ -19,7 +19,7 @@ from luce.data import BOX
 from luce.decode.engine import Engine
 from luce.decode.loop import Loop
 from luce.errors import DeviceError
-from luce.native import Sequence
+from luce.native import Engine as Native
 
 LONG = {"prompt": "x", "temperature": 0, "max_tokens": 49_000, "stream": True}
 ASKED = {"prompt": "import os", "temperature": 0, "max_tokens": 4}
@@ -142,7 +142,7 @@ def test_a_device_that_failed_is_told_until_it_works_again(native, monkeypatch):
     with serving({"box": BOX}) as server:
         assert server.post("/v1/completions", **ASKED).status_code == 200 and health(server) == (200, "ok")
         with monkeypatch.context() as broken:
-            broken.setattr(Sequence, "prefill", gone)
+            broken.setattr(Native, "prefill", gone)
             assert server.post("/v1/completions", **ASKED).status_code == 500
             assert health(server) == (503, "failed")
             assert server.http.get("/v1/models").json()["data"][0]["state"] == "failed"

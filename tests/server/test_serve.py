@@ -16,7 +16,7 @@ from luce.data import BOX
 from luce.decode.engine import Engine
 from luce.decode.loop import Loop
 from luce.decode.request import Request
-from luce.native import Sequence
+from luce.native import Engine as Native
 from luce.native.structs import Sampling
 from luce.planning.opened import Files
 from luce.planning.plan import Options
@@ -337,7 +337,7 @@ LIVES = {  # By API, it is what a stream says while nothing comes, and its end.
 def test_a_stream_says_that_it_lives(server, monkeypatch):
     """Its prompt is read no sooner than it has said so."""
     monkeypatch.setattr(answer, "KEEP_ALIVE", 0.001)
-    prefill = Sequence.prefill
+    prefill = Native.prefill
     for path, (lives, end) in LIVES.items():
         said = [{"role": "user", "content": f"# {path}\n{LONG[:600]}"}]
         asked = {"prompt": said[0]["content"], "input": said, "messages": said}
@@ -345,7 +345,7 @@ def test_a_stream_says_that_it_lives(server, monkeypatch):
         if path == "/v1/responses":  # A prompt is refused there: it would be one that is stored.
             del asked["prompt"]
         held = Gate(prefill)
-        monkeypatch.setattr(Sequence, "prefill", lambda *given, held=held: held(*given))
+        monkeypatch.setattr(Native, "prefill", lambda *given, held=held: held(*given))
         with server.http.stream("POST", path, json={"stream": True, **asked, **lengths}) as response:
             parts, text = response.iter_text(), ""
             while lives not in text:

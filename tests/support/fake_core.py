@@ -20,7 +20,7 @@ from luce.decode.loop import MAX_ROWS, Loop
 from luce.decode.request import Request
 from luce.errors import ArgumentError, Cancelled, ContextFull, NumericError, OutOfMemory, StateError
 from luce.files.tokenizer import Tokenizer
-from luce.native import CHOSEN, Drafts, Form, Lists, Rows, Verified, default
+from luce.native import CHOSEN, Drafts, Form, Lists, Prompt, Rows, Verified, default
 from luce.native import Source as By
 from luce.native.structs import DrafterInfo, EngineInfo, SequenceInfo
 from luce.speculate.drafting import Drafter, Fixed
@@ -139,6 +139,22 @@ class FakeEngine:
         if self.cancels:
             self.cancels = False
             raise Cancelled("cancelled")
+
+    def prefill(self, items):
+        self.called("prefill", [tuple(item.tokens) for item in items])
+        self.interruptible()
+        if not items or len({id(item.sequence) for item in items}) < len(items):
+            raise ArgumentError("items")
+        for item in items:
+            item.sequence.usable()
+            check(item.tokens)
+            if not item.tokens or len(item.tokens) > self.n_chunk:
+                raise ArgumentError("a chunk")
+            if len(item.sequence.committed) + len(item.tokens) > self.n_ctx:
+                raise ContextFull("prefill")
+        for item in items:
+            item.sequence.committed += item.tokens
+        return [self.choose(tuple(item.sequence.committed)) if item.last else None for item in items]
 
     def draft(self, items):
         self.called("draft", [(item.anchor, item.n) for item in items])
@@ -289,16 +305,7 @@ class FakeSequence:
         self.engine.called("set_sampling", sampling)
 
     def prefill(self, tokens, last=True):
-        self.engine.called("prefill", tuple(tokens))
-        self.engine.interruptible()
-        self.usable()
-        check(tokens)
-        if not tokens or len(tokens) > self.engine.n_chunk:
-            raise ArgumentError("a chunk")
-        if len(self.committed) + len(tokens) > self.engine.n_ctx:
-            raise ContextFull("prefill")
-        self.committed += tokens
-        return self.engine.choose(tuple(self.committed)) if last else None
+        return self.engine.prefill([Prompt(self, tokens, last)])[0]
 
     def drafted(self, n):
         self.engine.called("drafted", n)
