@@ -130,7 +130,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     "--chunk",
     type=click.IntRange(PAGE, MAX_CHUNK),
     callback=whole_pages,
-    help=f"Read at most so many tokens of a prompt in a step, a multiple of {PAGE}.  "
+    help=f"Read at most so many tokens of prompts in a step, a multiple of {PAGE}.  "
     f"[default: {GPU_CHUNK} on a GPU, else {CPU_CHUNK}]",
 )
 @click.option(

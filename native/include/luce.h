@@ -344,9 +344,9 @@ typedef struct luce_prompt_item {
     int32_t last; /* 1: the prompt ends with them; 0: more of it follows */
 } luce_prompt_item;
 
-/* Does luce_sequence_prefill of 1..LUCE_MAX_ROWS sequences, with the same bits, and waits. They share steps: a step has rows
- * of up to 16 of them, n_chunk in all, and takes little longer than one of the longest alone while it has few rows. Where the
- * engine's n_cut is n_chunk, rows' bits depend on how many a step has, and each item has steps of its own.
+/* Does luce_sequence_prefill of 1..LUCE_MAX_ROWS sequences, with the same bits, and waits. They share steps, each of which
+ * reads all weights: a step has rows of up to 16 sequences, n_chunk in all, and there may be several. Where the engine's n_cut
+ * is n_chunk, rows' bits depend on how many a step has, and each item has steps of its own.
  *
  * choices (n_items) gets the token after each item that is the last of its prompt. status (n_items) says of each item LUCE_OK,
  * or E_NUMERIC where its logits were not finite: its sequence is failed, and its choice is not written. The call then returns

@@ -27,7 +27,7 @@ DENSE = tiny.Config(n_layer=3, interval=2, n_embd=256, n_ff=256, n_head=4, n_hea
                     n_nextn=1)  # fmt: skip
 # The weights, their KV, and whether a DFlash drafter is loaded beside the NextN head.
 KINDS = {"F32": ("f32", True), "Q4_K": ("q8_0", False), "Q8_0 experts": ("f16", True), "F32 experts": ("f32", False)}
-N_SEQUENCES, N_CTX, N_CHUNK, TAIL = 6, 1536, 1024, 128
+N_SEQUENCES, N_CTX, N_CHUNK, TAIL = 6, 1024, 1024, 128
 SAMPLED = Sampling(temperature=0.9, top_k=30, seed=11)
 
 
@@ -93,7 +93,7 @@ lengths = st.one_of(st.integers(1, 70), st.sampled_from([63, 64, 65, 127, 128, 1
 parts_of = st.tuples(lengths, st.sampled_from([0, 0, 1, 64, 100, 128, 300]), st.sampled_from(["", "chain", "tree"]), st.booleans())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(parts=st.lists(parts_of, min_size=1, max_size=N_SEQUENCES), source=st.sampled_from([Source.NEXTN, Source.DFLASH]))
 @example(parts=[(128, 0, "", True)] * 6, source=Source.NEXTN)
 @example(parts=[(1, 0, "", True)] * 6, source=Source.DFLASH)
