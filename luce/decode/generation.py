@@ -1,7 +1,7 @@
 """One generation: the round of luce.h as a state machine of one sequence.
 
   IDLE     begin    check the request, empty the timeline
-  PREFILL  landed   go on behind the chunk of the prompt that was read; the choice after the last one is the first anchor
+  PREFILL  landed   go on behind the chunk of the prompt that was read; the choice after the last is the first anchor
   DRAFT    offer    ask the draft source for candidates that may follow the anchor
   VERIFY            its rows are in a round, or wait for one
   COMMIT            walk along the target's own choices, append what was accepted, emit it

@@ -1,9 +1,9 @@
 """The loop drives any number of generations in turn, with one step of the engine for all of them.
 
-Its turns alternate. In one turn those that have not read their whole prompts read chunks of them in one pass, which has
-as many tokens as the rounds of the others leave time for (chunks.py). In the next turn all the others have a round: the
-steps that draft, where there are any, and then one step that verifies the rows of all of them. A single generation needs
-no other code.
+Its turns alternate. In one turn those that have not read their whole prompts read chunks of them in one pass, which
+has as many tokens as the rounds of the others leave time for (chunks.py). In the next turn all the others have a
+round: the steps that draft, where there are any, and then one step that verifies the rows of all of them. A single
+generation needs no other code.
 
 Where the device works while the host does something else, a turn ends with the begin of the next round, and
 text is made of the last one's tokens after that. Rounds follow each other even closer where it is known
@@ -45,7 +45,7 @@ class Loop:
         self._rounds_for = (1 - prefill_share) / prefill_share
         info = engine.info
         self._n_chunk, self._sizes = info.n_chunk, ChunkSizes(info.n_cut, info.n_chunk)
-        self._shares = info.n_cut < PAGE  # Else the core reads one prompt after the other: their bits depend on company.
+        self._shares = info.n_cut < PAGE  # Else bits depend on company, and the core reads one prompt after the other.
         self._round = 0.0  # The last round took so many seconds.
         self._owed = 0.0  # So many seconds of rounds are due before the next pass over prompts.
         self._prompts_next = self._oldest_next = True
@@ -120,9 +120,9 @@ class Loop:
         return self._sizes.within(self._round / self._rounds_for)
 
     def _chunks(self, reading: Sequence[Generation], most: int) -> list[Prompt]:
-        """Returns the chunks of the next pass, of so many tokens at most. Those who came first are asked first, and in the
-        next turn those with the least left to read. So a short prompt does not wait for long ones, and a long one is read
-        all the same."""
+        """Returns the chunks of the next pass, of so many tokens at most. Those who came first are asked first, and in
+        the next turn those with the least left to read. So a short prompt does not wait for long ones, and a long one
+        is read all the same."""
         self._oldest_next = not self._oldest_next
         order = sorted(reading, key=lambda each: each.unread) if self._oldest_next else reading
         chunks = list[Prompt]()

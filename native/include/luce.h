@@ -354,8 +354,8 @@ typedef struct luce_prompt_item {
  *
  * E_ARG, E_CONTEXT, E_MEMORY, E_STATE: nothing was done, and the message names the first item that is to blame: "item 2: ..".
  * E_CANCELLED: nothing was done. E_DEVICE, E_INTERNAL: all sequences of the call are failed. */
-LUCE_API luce_status luce_engine_prefill(luce_engine *engine, const luce_prompt_item *items,
-                                         uint32_t n_items, int32_t *choices, luce_status *status);
+LUCE_API luce_status luce_engine_prefill(luce_engine *engine, const luce_prompt_item *items, uint32_t n_items,
+                                         int32_t *choices, luce_status *status);
 
 /* The anchor of a round item without tokens, if it is no token. */
 enum {

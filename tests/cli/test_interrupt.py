@@ -106,12 +106,13 @@ def test_ctrl_c_in_a_call_of_the_core_is_not_lost(luce_, monkeypatch, press, cal
 
     def interrupted(self, *args):
         result = original(self, *args)
-        monkeypatch.setattr(_native.Sequence, call, original)
+        monkeypatch.setattr(of, call, original)
         press()
         return result
 
-    original = getattr(_native.Sequence, call)
-    monkeypatch.setattr(_native.Sequence, call, interrupted)
+    of = _native.Engine if call == "prefill" else _native.Sequence
+    original = getattr(of, call)
+    monkeypatch.setattr(of, call, interrupted)
     result = luce_("generate", "--gguf", "{}", "ab", "-n", budget, "--json")
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
     found = json.loads(result.stdout)

@@ -169,7 +169,8 @@ void check_attention_prompts() {
     check_rows({1, 1, 64, 1, 1, 0, 0, false}, PREFILL_RANGE + 3, 8);
     check_prompts({2, 1, 64, 1, 0, 0, 0, false}, {{70, 70}, {1, 1}, {200, 3}, {65, 64}});
     check_prompts({2, 2, 64, 1, 1, 40, 3.0f, false}, {{5, 5}, {130, 65}, {64, 64}});
-    check_prompts({1, 1, 64, 1, 0, 0, 0, false}, {{20, 20}, {PREFILL_RANGE + 9, 70}, {PREFILL_RANGE, 1}, {90, 10}});
+    check_prompts({1, 1, 64, 1, 0, 0, 0, false},
+                  {{20, 20}, {PREFILL_RANGE + 9, 70}, {PREFILL_RANGE, 1}, {90, 10}});
     check_prompts({1, 1, 128, 1, 2, 0, 0, false}, {{33, 33}, {3, 1}});
     check_prompts({1, 1, 256, 1, 0, 0, 0, false}, {{17, 17}, {66, 2}});
 }

@@ -291,7 +291,8 @@ static void check_prompts(const Shape &s, const Ints &lengths, bool chunks) {
 
 void check_deltanet_prompts() {
     for (const Shape &s : {Shape{2, 6, 32}, Shape{4, 8, 64}, Shape{2, 2, 128}}) {
-        for (const Ints &lengths : {Ints{1, 2, 3, 4}, Ints{40, 1, 70}, Ints{64, 64}, Ints{33}, Ints{5, 100, 31, 2, 32}}) {
+        for (const Ints &lengths :
+             {Ints{1, 2, 3, 4}, Ints{40, 1, 70}, Ints{64, 64}, Ints{33}, Ints{5, 100, 31, 2, 32}}) {
             check_prompts(s, lengths, false);
             if (s.S >= 64) {
                 check_prompts(s, lengths, true);

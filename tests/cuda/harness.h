@@ -312,7 +312,8 @@ struct Layer {
         Device<float> dx(x), dalpha(alpha), dbeta(beta), conv(x.size()), out(size_t(T) * s.Hv * s.S);
         const int n_prompts = int(parts.size());
         enqueue_conv(mode, T, dx, conv, n_prompts);
-        Device<uint8_t> scratch(chunks ? size_t(deltanet_chunks_scratch(delta_shape(T, mode, n_prompts))) : 0);
+        Device<uint8_t> scratch(chunks ? size_t(deltanet_chunks_scratch(delta_shape(T, mode, n_prompts)))
+                                       : 0);
         if (chunks) {
             enqueue_chunks(T, conv, dalpha, dbeta, scratch, out, n_prompts);
         } else {

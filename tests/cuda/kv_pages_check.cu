@@ -132,7 +132,8 @@ void check_gather_of_prompts(const KvShape &s) {
         kv.store(Device<int32_t>(table), k, v, T, 1);
         for (int i = 0, row0 = 0; i < 3; row0 += rows[i], i++) {
             const auto part = [&](const Floats &x) {
-                return Floats(x.begin() + long(row0) * s.width(), x.begin() + long(row0 + rows[i]) * s.width());
+                return Floats(x.begin() + long(row0) * s.width(),
+                              x.begin() + long(row0 + rows[i]) * s.width());
             };
             kv.commit(contexts[i], part(k), part(v), chain(rows[i] + 1));
         }

@@ -43,6 +43,9 @@ class PaperEngine:
     def cancel(self):
         pass
 
+    def prefill(self, items):
+        return [item.sequence.prefill(item.tokens, item.last) for item in items]
+
     def verified(self, items):
         for item in items:  # The core has a position's page before it verifies there.
             item.sequence.take(len(item.tokens))

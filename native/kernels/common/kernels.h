@@ -45,7 +45,8 @@ struct SeqCtl {
     // So many of the positions before n_past have KV of the drafter that links of the same graph write: no launch may read
     // them before it has waited for what is ahead of it.
     int32_t n_new;
-    int32_t cells; // in a prefill its cells begin here, among those of all sequences side by side (KvGatherArgs)
+    int32_t
+        cells; // in a prefill its cells begin here, among those of all sequences side by side (KvGatherArgs)
     int32_t reserved; // pending is aligned to 16 bytes
     // pending has the rows of the last verify that were accepted, counted from that verify's first row of
     // this sequence, in commit order: pending[i] >= i. They are committed positions n_past - n_replay .. n_past - 1.

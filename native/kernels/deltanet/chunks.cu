@@ -377,8 +377,9 @@ int64_t deltanet_chunks_scratch(const DeltaShape &s) {
 
 int cuda::deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream) {
     const DeltaShape &s = args.shape;
-    if (s.T < 1 || s.n_slots < 1 || s.Hk < 1 || s.Hv % s.Hk != 0 || s.mode != DELTA_APPEND || s.n_prompts < 1 ||
-        deltanet_chunks_scratch(s) == 0 || reinterpret_cast<uintptr_t>(scratch) % 16 != 0) {
+    if (s.T < 1 || s.n_slots < 1 || s.Hk < 1 || s.Hv % s.Hk != 0 || s.mode != DELTA_APPEND ||
+        s.n_prompts < 1 || deltanet_chunks_scratch(s) == 0 ||
+        reinterpret_cast<uintptr_t>(scratch) % 16 != 0) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);

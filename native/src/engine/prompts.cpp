@@ -105,7 +105,8 @@ bool Prompts::fit(const Piece *pieces, size_t n, StepKind kind) const {
         rows += pieces[i].n;
         n_kv += kv_bucket(of(pieces[i]).line().n_past() + pieces[i].n);
     }
-    return n == 1 || (engine_.cache().n_cut < PAGE && n <= most.prompts && rows <= most.rows && n_kv <= most.n_kv);
+    return n == 1 ||
+           (engine_.cache().n_cut < PAGE && n <= most.prompts && rows <= most.rows && n_kv <= most.n_kv);
 }
 
 void Prompts::read(const std::vector<Piece> &pieces, bool tails) {
@@ -174,7 +175,8 @@ void Prompts::tell(int32_t *choices, luce_status *status) const {
 
 } // namespace
 
-void read_prompts(Engine &engine, const PromptItem *items, uint32_t n, int32_t *choices, luce_status *status) {
+void read_prompts(Engine &engine, const PromptItem *items, uint32_t n, int32_t *choices,
+                  luce_status *status) {
     Prompts prompts(engine, items, n);
     prompts.check();
     prompts.read();

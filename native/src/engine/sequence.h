@@ -65,7 +65,8 @@ private:
     bool closed_ = false;
     bool chooses_ = false; // its rows' logits come to the host with each step
     std::vector<float> logits_; // they are those of one row
-    std::vector<float> kept_; // of its last step where others have followed in the same call; else there are none
+    std::vector<float>
+        kept_; // of its last step where others have followed in the same call; else there are none
     std::unique_ptr<Lookup> lookup_; // it is over line_'s tokens, and made on its first use
     std::string failure_; // it says why it is failed; empty while it is not
     uint64_t serial_ = 0; // it names the step that has its logits

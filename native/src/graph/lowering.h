@@ -64,7 +64,8 @@ protected:
     ggml_tensor *gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type);
     ggml_tensor *pages_of(const KvCells &cells) const { return cells.sliding ? in->window_pages : in->pages; }
     ggml_tensor *last_rows(ggml_tensor *x); // {n, T} -> {n, prompts}
-    ggml_tensor *of_prompts(ggml_tensor *input) const; // the entries of its sequences in an input of a prefill
+    ggml_tensor *
+    of_prompts(ggml_tensor *input) const; // the entries of its sequences in an input of a prefill
 
     // What is emitted runs on this stage, and `in` is there.
     const Stage &stage() const { return plain.cache.stages()[outputs_.first_nodes.size() - 1]; }

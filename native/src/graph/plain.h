@@ -171,7 +171,8 @@ public:
     Plain(const Model &model, const Cache &cache, StepKind kind, int64_t rows, int64_t n_kv, bool brief,
           uint32_t drafter, std::vector<PromptRows> prompts = {})
         : model(model), cache(cache), kind(kind), T(rows), n_kv(n_kv), brief(brief), drafter(drafter),
-          prompts(std::move(prompts)), stage_(kind == StepKind::draft || kind == StepKind::feed ? last_stage() : 0) {}
+          prompts(std::move(prompts)),
+          stage_(kind == StepKind::draft || kind == StepKind::feed ? last_stage() : 0) {}
     Plain(const Plain &) = delete;
     Plain &operator=(const Plain &) = delete;
 

@@ -57,7 +57,8 @@ StepShape prompts_shape(StepKind kind, const std::vector<PromptRows> &prompts) {
 
 // There is room for as many short prompts as there may be, however short the context.
 PromptLimits prompt_limits(const CacheParams &p, StepKind kind) {
-    const uint32_t prompts = std::min(uint32_t(MAX_PROMPTS), p.n_sequences), rows = std::min(p.n_chunk, p.n_ctx);
+    const uint32_t prompts = std::min(uint32_t(MAX_PROMPTS), p.n_sequences),
+                   rows = std::min(p.n_chunk, p.n_ctx);
     return {prompts, kind == StepKind::prefill_tail ? std::min(rows, TAIL - 1) : rows,
             std::max(kv_bucket(p.n_ctx), prompts * PAGE)};
 }
