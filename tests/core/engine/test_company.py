@@ -2,9 +2,9 @@
 tokens that it has alone, bit for bit.
 
 Hypothesis makes schedules: up to 16 sequences with different prompts and sampling, plain, with chains of
-drafts, blocks or trees, are started and stopped at random. Prefills come between rounds, sequences fork,
-checkpoints move, calls are cancelled, junk runs beside, rows are NaN, and pages are nearly out. Scratch is
-NaN before each draft, verify and prefill, and so are pages and slots that nobody holds. Alone means plain
+drafts, blocks or trees, are started and stopped at random. Prompts are read between rounds, alone or together,
+sequences fork, checkpoints move, calls are cancelled, junk runs beside, rows are NaN, and pages are nearly out.
+Scratch is NaN before each draft, verify and prefill, and so are pages and slots that nobody holds. Alone means plain
 decoding in an engine with one sequence and no head.
 """
 
@@ -28,7 +28,7 @@ from tiny import Config
 
 from luce.convert.gemma4_layout import Config as Gemma4
 from luce.errors import Cancelled, NumericError, OutOfMemory, StateError
-from luce.native import Checkpoint, Drafts, Engine, Library, Model, Rows, Source
+from luce.native import Checkpoint, Drafts, Engine, Library, Model, Prompt, Rows, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import Sampling
 
@@ -154,12 +154,14 @@ class Runner:
         assert found.tobytes() == expected.tobytes(), f"token {at}: logits differ by {worst}"
         assert token == self.text.tokens[at]
 
-    def prefill(self) -> None:
+    @property
+    def chunk(self) -> Prompt:
         done = self.sequence.info.n_past
         end = min(done + 256 - done % 256, len(self.prompt))
-        choice = self.sequence.prefill(self.prompt[done:end], last=end == len(self.prompt))
-        if choice is not None:
-            self.check(choice, 0)
+        return Prompt(self.sequence, self.prompt[done:end], last=end == len(self.prompt))
+
+    def prefill(self) -> None:
+        read([self])
 
     def candidates(self, rng: np.random.Generator, most: int) -> tuple[list[int], list[int]]:
         """Makes a tree of junk after the anchor, which may hold the true continuation and near misses of it.
@@ -175,6 +177,15 @@ class Runner:
             row = int(rng.choice(children))
             tokens[row] = following.pop(0)
         return tokens, parents
+
+
+def read(runners: Sequence[Runner]) -> None:
+    """Reads the next chunks of their prompts in one call."""
+    choices = runners[0].sequence.engine.prefill([runner.chunk for runner in runners])
+    for runner, choice in zip(runners, choices, strict=True):
+        if choice is not None:
+            assert not isinstance(choice, NumericError)
+            runner.check(choice, 0)
 
 
 class Junk:
@@ -275,7 +286,8 @@ class Company:
         reading = [runner for runner in self.runners if runner.reading]
         if reading:
             poison(self.engine)
-            self.attempt(reading[int(rng.integers(len(reading)))].prefill, rng)
+            some = rng.permutation(np.array(reading, object))[: int(rng.integers(1, len(reading) + 1))]
+            self.attempt(lambda: read(list(some)), rng)
 
     def keep(self, rng: np.random.Generator) -> None:
         """Takes a checkpoint of a sequence that is at the end of a chunk; of a new one, if there is none."""
