@@ -18,7 +18,7 @@ import tiny_gemma4
 from depth import deeper_but
 
 from luce.convert.gemma4_layout import Config as Gemma4
-from luce.native import Library, Source
+from luce.native import Library, Prompt, Source
 
 pytestmark = pytest.mark.parametrize("device", ["cpu"])  # Nothing crosses from one GPU to another yet.
 
@@ -59,12 +59,14 @@ def files(folder: Path, name: str) -> tuple[Path, Path | None]:
 
 def run(native: Library, device: str, name: str, made: tuple[Path, Path | None]) -> list[bytes]:
     """Returns all that a model computes: logits of a prompt, of a row, a tree and verified drafts, and what a sequence
-    holds; then the same again from a checkpoint, over scratch, pages and slots that are poisoned."""
+    holds, and another one beside it; then the same again from a checkpoint, over scratch, pages and slots that are
+    poisoned."""
     path, drafter = made
     head = drafter is None and not isinstance(MODELS[name][0], Gemma4)
     model = drive.open_model(native, path, device, head=head, drafter=drafter, **MODELS[name][2])
     params = {"blocks": 1, "n_top": 2} if drafter else {"n_draft": 3, "n_part": 128, "n_top": 2} if head else {}
-    sequence = drive.open_sequence(model, n_ctx=1024, n_rows=16, n_checkpoints=1, **params)
+    sequence = drive.open_sequence(model, n_ctx=1024, n_sequences=2, n_rows=16, n_checkpoints=1, **params)
+    other = sequence.engine.sequence()
     prompt = [7 + 3 * i % 200 for i in range(256)]
     drive.prefill(sequence, prompt)
     found = [sequence.logits(0).tobytes()]
@@ -75,7 +77,9 @@ def run(native: Library, device: str, name: str, made: tuple[Path, Path | None])
             sequence.reset()
             op_run.poison(sequence.engine)
             sequence.resume(checkpoint)
-        drive.prefill(sequence, [9, 8, 7])
+        other.reset()
+        sequence.engine.prefill([Prompt(other, prompt[:200]), Prompt(sequence, [9, 8, 7])])
+        found.append(bytes(other.dump()))
         found.append(drive.step(sequence, 11).tobytes())
         drive.verify(sequence, [5, 9, 8, 6], [-1, 0, 0, 2])
         found += [sequence.logits(row).tobytes() for row in range(4)]
