@@ -29,7 +29,7 @@ from luce.speculate.prices import MAX_ROWS
 # again.
 NOTHING_DONE = (ArgumentError, ContextFull, StateError, OutOfMemory)
 
-T = TypeVar("T", Drafts, Prompt, Rows)
+T = TypeVar("T", Drafts, Rows)
 Outcomes = dict[_native.Sequence, "Landed | Read | Exception"]
 
 
@@ -94,9 +94,18 @@ class Pipeline:
         return bool(self._rounds)
 
     def read(self, items: Sequence[Prompt]) -> Outcomes:
-        """Reads chunks of several prompts in one pass. Raises Cancelled where nothing was done."""
+        """Reads chunks of several prompts in one pass. Where one of them alone is to blame for an error, the others are
+        read one after the other; those that a cancel then keeps from being read are not in what it returns. Raises
+        Cancelled where nothing was done."""
         self._last = 0.0, []  # It comes between two rounds.
-        found = self._together(items, self._engine.prefill)
+        try:
+            found: Sequence[int | None | Exception] = self._engine.prefill(items)
+        except Cancelled:
+            raise
+        except Exception as error:
+            if isinstance(error, NOTHING_DONE) and len(items) > 1:
+                return self._read_apart(items)
+            found = [error] * len(items)
         return {
             item.sequence: choice if isinstance(choice, Exception) else Read(choice)
             for item, choice in zip(items, found, strict=True)
@@ -182,6 +191,17 @@ class Pipeline:
         for each in self._rounds:
             each.live.discard(sequence)
         self._rounds = deque(each for each in self._rounds if each.live)
+
+    def _read_apart(self, items: Sequence[Prompt]) -> Outcomes:
+        read = Outcomes()
+        for item in items:
+            try:
+                read |= self.read([item])
+            except Cancelled:
+                if not read:
+                    raise
+                break
+        return read
 
     def _results(self, landing: _Round) -> Sequence[Verified | Exception]:
         if landing.error:

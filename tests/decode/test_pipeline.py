@@ -7,7 +7,7 @@ import pytest
 from fake_core import FakeEngine, expected, hashed
 
 import luce
-from luce.decode.pipeline import Decision, Landed, Pipeline
+from luce.decode.pipeline import Decision, Landed, Pipeline, Read
 from luce.errors import ArgumentError, Cancelled, DeviceError, StateError
 from luce.native import Drafts, Prompt, Rows
 from luce.speculate.drafting import NOTHING, Draft
@@ -175,6 +175,24 @@ def test_a_round_counts_from_the_one_before_it_unless_something_came_between():
     assert [period(2), period(2), period(1), period(1)] == [None, 0.5, None, 0.5]
     pipeline.read([Prompt(sequences[1], (1,), last=False)])
     assert [period(1), period(1)] == [None, 0.5]
+
+
+def test_chunks_that_were_read_are_told_where_a_cancel_keeps_others_from_it():
+    """One of them is to blame for an error, so that they are read one after the other."""
+    for cancelled in (0, 1, 2):
+        core, pipeline, sequences, _ = opened(3)
+        chunks = [Prompt(each, (9,) if at != 2 else (-1,), last=False) for at, each in enumerate(sequences)]
+        before = [list(each.committed) for each in sequences]
+        at = 3 + 2 + cancelled  # Three prompts were read, and then all chunks are asked for at once.
+        core.on_call = lambda verb, core=core, at=at: core.cancel() if core.count("prefill") == at else None
+        if cancelled == 0:
+            with pytest.raises(Cancelled):
+                pipeline.read(chunks)
+        else:
+            found = pipeline.read(chunks)
+            assert list(found) == sequences[:cancelled] and set(found.values()) == {Read(None)}
+        read = [each.committed == [*ahead, 9] for each, ahead in zip(sequences, before, strict=True)]
+        assert read == [at < cancelled for at in range(3)]
 
 
 def test_a_wait_that_fails_is_told_to_all():
