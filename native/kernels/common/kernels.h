@@ -108,7 +108,7 @@ struct DeltaShape {
     int32_t n_slots;
     int32_t Hk, Hv, S;
     int32_t mode;
-    int32_t n_prompts; // a prefill has so many sequences, 1 or more
+    int32_t n_prompts = 1; // a prefill has so many sequences
 
     int64_t conv_dim() const { return int64_t(2 * Hk + Hv) * S; }
     // Returns the most sequences that a step of T rows has, which is no more than there are slots. (A step
