@@ -292,8 +292,8 @@ LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info 
 /* An entry of the engine's list of drafters. E_ARG: there is none of this index. */
 LUCE_API luce_status luce_engine_get_drafter(luce_engine *engine, uint32_t index, luce_drafter_info *out);
 
-/* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first, after
- * a step at most. Any thread and signal handlers may call it, also while the engine works. It sets no last error. */
+/* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first, which
+ * may take a prefill several steps. Any thread and signal handlers may call it, also while the engine works. It sets no last error. */
 LUCE_API luce_status luce_engine_cancel(luce_engine *engine);
 
 /* ---- sequence: one timeline ------------------------------------------------------------------- */
