@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash
+import tiny_gemma4
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nan_model import BAD
 from op_run import Fault, counts, fault, poison
+from tiny_gemma4 import Config as Gemma4
 
 from luce.errors import ArgumentError, Cancelled, ContextFull, DeviceError, Error, NumericError, OutOfMemory, StateError
 from luce.native import Engine, Library, Model, Prompt, Rows, Source
+from luce.native import Sequence as Timeline
 from luce.native.structs import PAGE, Penalties, Sampling
 
 DENSE = tiny.Config(n_layer=3, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, n_v_head=4, state_size=64,
@@ -161,7 +164,7 @@ def test_prompts_share_steps(engine: Engine) -> None:
 
 def test_the_cells_of_a_step_are_bounded(engine: Engine) -> None:
     """Prompts that go on from far on share no step where their cells would not fit, and have the same bits."""
-    past = N_CTX - 100
+    past = N_CTX - TAIL  # Elsewhere than at such a multiple a GPU's rows have other bits.
     prompts = [tokens_of(past + 30, seed) for seed in range(3)]
     expected = read_alone(engine, prompts)
     sequences = [engine.sequence() for _ in prompts]
@@ -222,6 +225,41 @@ def test_checkpoints_begin_where_shared_steps_end(engine: Engine) -> None:
         each.close()
 
 
+def test_prompts_of_sliding_layers_have_the_bits_that_they_have_alone(native: Library, tmp_path: Path) -> None:
+    """Some are longer than the window, whose pages behind it are free by then, and some go on from there."""
+    config = Gemma4(sliding=(True, True, False, True, False), window=300, n_embd=256, n_head_kv_swa=1, n_shared_kv=2,
+                    n_embd_per_layer=32)  # fmt: skip
+    weights = tiny_gemma4.layout(config, 7)
+    path = tiny_gemma4.write(tmp_path / "model.gguf", config, weights, "Q8_0", quantize=native.quantize)
+    model = drive.open_model(native, path)
+    engine = drive.open_engine(model, n_ctx=N_CTX, n_sequences=N_SEQUENCES, n_rows=6, n_chunk=N_CHUNK)
+    lengths = [(40, 0), (700, 0), (256, 512), (90, 640), (129, 0), (1, 320)]  # Rows that are read, and those ahead.
+
+    def begun(at: int) -> tuple[Timeline, list[int]]:
+        n, past = lengths[at]
+        sequence, tokens = engine.sequence(), [token % config.n_vocab for token in tokens_of(past + n, at)]
+        if past:
+            drive.prefill(sequence, tokens[:past], last=False)
+        return sequence, tokens[past:]
+
+    def found(sequence: Timeline, choice: object) -> tuple[object, ...]:
+        out = drive.go_on(sequence, drive.Decoded([int(str(choice))]), 6)
+        return sequence.logits(0).tobytes(), out.tokens, sequence.dump()
+
+    expected = []
+    for at in range(len(lengths)):
+        sequence, rest = begun(at)
+        expected.append(found(sequence, sequence.prefill(rest)))
+        sequence.close()
+    for order in ([0, 1, 2], [3, 4, 5, 0], [5, 2, 1]):
+        together = [begun(at) for at in order]
+        poison(engine)
+        choices = engine.prefill([Prompt(sequence, rest) for sequence, rest in together])
+        for at, (sequence, _), choice in zip(order, together, choices, strict=True):
+            assert found(sequence, choice) == expected[at], at
+            sequence.close()
+
+
 # ---- what fails
 
 
@@ -256,13 +294,13 @@ def test_any_bad_item_refuses_all_and_is_named(model: Model, small: Engine) -> N
 
 
 def test_one_without_pages_is_named_and_the_others_can_go_on(small: Engine) -> None:
-    prompts = [nan_model.tokens_of(n, n) for n in (290, 291, 120)]
+    prompts = [nan_model.tokens_of(n, n) for n in (290, 291, 200)]
     expected = read_alone(small, prompts)
     sequences, fourth = [small.sequence() for _ in prompts], small.sequence()
     for sequence, prompt in zip(sequences, prompts, strict=True):
-        drive.prefill(sequence, prompt[:64], last=False)
-    fourth.prefill(prompts[0][:64], last=False)  # All have a page, and one is left.
-    items = [Prompt(each, prompt[64:]) for each, prompt in zip(sequences, prompts, strict=True)]
+        drive.prefill(sequence, prompt[:TAIL], last=False)
+    fourth.prefill(prompts[0][:TAIL], last=False)  # All have a page, and one is left.
+    items = [Prompt(each, prompt[TAIL:]) for each, prompt in zip(sequences, prompts, strict=True)]
     before = nan_model.state_of(small, *sequences)
     with pytest.raises(OutOfMemory, match="item 1: 2 KV pages of 256 positions are needed, 1 of 5 are free"):
         small.prefill(items)
