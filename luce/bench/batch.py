@@ -97,7 +97,8 @@ def together(
     if cancelled():
         return None
     if not window.tokens:
-        raise ArgumentError(f"{requests[0].max_tokens} tokens each are too few for {len(requests)} sequences")
+        n = requests[0].max_tokens
+        raise ArgumentError(f"{len(requests)} sequences of {n} new tokens never decode together: ask for more")
     rate = window.tokens / (ended - began)
     return Together(
         mode=mode,
