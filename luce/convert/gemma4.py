@@ -10,7 +10,7 @@ from luce.convert import hf_gemma4
 from luce.convert.gemma4_layout import add_keys
 from luce.convert.gguf_output import Written, require_free
 from luce.convert.hf_config import read_config
-from luce.convert.model_file import Model, Say, write_model
+from luce.convert.model_file import NewModel, Say, write_model
 from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT
 
@@ -38,5 +38,5 @@ def convert(
         add_keys(w, c, called, file_type)
 
     beside = f"an assistant: it drafts for a Gemma 4 model of width {c.n_embd_out}" if c.n_embd_out else None
-    model = Model(c.arch, plan.tensors, keys, c.tied, c.n_vocab, f"{c.n_layer} blocks", beside)
+    model = NewModel(c.arch, plan.tensors, keys, c.tied, c.n_vocab, f"{c.n_layer} blocks", beside)
     return write_model(model, folder, out, kind, tokenizer, name, threads, say, replace)

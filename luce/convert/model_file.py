@@ -19,7 +19,7 @@ Say = Callable[[str], None]  # It tells the user.
 
 
 @dataclass(frozen=True)
-class Model:
+class NewModel:
     """What a checkpoint becomes. `add_keys` takes the writer, a name and the file's type; `tied` says that the
     embedding is the output matrix too. `parts` names what the file has, in a line; a file that does not run alone says
     `beside` what it does."""
@@ -34,7 +34,7 @@ class Model:
 
 
 def write_model(
-    model: Model,
+    model: NewModel,
     folder: Path,
     out: Path,
     kind: str,

@@ -9,7 +9,7 @@ import gguf
 from luce.convert import hf_qwen35
 from luce.convert.gguf_output import Written, require_free
 from luce.convert.hf_config import read_config
-from luce.convert.model_file import Model, Say, write_model
+from luce.convert.model_file import NewModel, Say, write_model
 from luce.convert.qwen35_layout import add_keys
 from luce.convert.safetensors_reader import Checkpoint
 from luce.convert.weight_types import DEFAULT
@@ -48,5 +48,5 @@ def convert(
     alone = any(t.name.startswith("blk.0.") for t in plan)
     parts = f"{c.n_layer} blocks" + (", NextN head" if c.n_nextn else "")
     beside = None if alone else "a NextN head alone: it drafts for the trunk that it was made with"
-    model = Model(c.arch, plan, keys, c.tied, c.n_vocab, parts, beside)
+    model = NewModel(c.arch, plan, keys, c.tied, c.n_vocab, parts, beside)
     return write_model(model, folder, out, kind, tokenizer, name, threads, say, replace)

@@ -187,4 +187,4 @@ def test_the_conv_of_deltanet_alone_is_refused(size: int, hk: int, hv: int, said
     window, logs = np.zeros((1, 3, channels), np.float32), np.zeros((1, log), np.float32)
     args = [x, w, window, logs, step_ctl(Seq(parents=(-1,)))]
     with pytest.raises(UnsupportedError, match=said):
-        op_run(native, "cpu", "deltanet_conv", args, (1, 1, hk, hv, size, 0), shape=x.shape)
+        op_run(native, "cpu", "deltanet_conv", args, (1, 1, hk, hv, size, 0, 1), shape=x.shape)
