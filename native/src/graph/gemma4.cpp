@@ -128,17 +128,24 @@ Moe read_moe(WeightReader &r, const std::string &p, const MoeShape &shape, int64
     return m;
 }
 
-// E_FILE: no layer ahead of the first n_own has keys and values for layer il, which has none.
+// E_FILE: none of the first n_own layers, which have keys and values, is of the kind of layer il, which has none, or the last
+// of them has other heads of these.
 void check_has_source(const GgufFile &file, const HParams &hp, uint32_t n_own, uint32_t il) {
-    const auto window = [&](uint32_t layer) { return std::get<AttentionShape>(hp.mixers[layer]).window; };
-    for (uint32_t source = 0; source < n_own; source++) {
-        if (window(source) == window(il)) {
-            return;
-        }
+    const auto shape = [&](uint32_t layer) { return std::get<AttentionShape>(hp.mixers[layer]); };
+    uint32_t source = n_own;
+    while (source > 0 && shape(source - 1).window != shape(il).window) {
+        source--;
     }
-    fail(LUCE_E_FILE,
-         "%s: keys shared_kv_layers and sliding_window_pattern: layer %u, a %s one, has no layer to read",
-         file.path().c_str(), il, window(il) > 0 ? "sliding" : "global");
+    if (source == 0) {
+        fail(LUCE_E_FILE,
+             "%s: keys shared_kv_layers and sliding_window_pattern: layer %u, a %s one, has no layer to read",
+             file.path().c_str(), il, shape(il).window > 0 ? "sliding" : "global");
+    }
+    if (shape(source - 1).n_head_kv != shape(il).n_head_kv) {
+        fail(LUCE_E_FILE,
+             "%s: key attention.head_count_kv is %u of layer %u, which reads those of layer %u, expected %u",
+             file.path().c_str(), shape(il).n_head_kv, il, source - 1, shape(source - 1).n_head_kv);
+    }
 }
 
 Weights read_trunk(WeightReader &r, const HParams &hp) {

@@ -103,6 +103,12 @@ KEYS: dict[str, tuple[str, dict[str, GGUFValue | None], type[Error], str]] = {
                   r"shared_kv_layers is 5, expected 0 to 4"),
     "none to share with": ("shared", {"attention__shared_kv_layers": number(4)}, FileError,
                            r"layer 1, a global one, has no layer to read"),
+    "other heads than those it reads": (
+        "shared", {"attention__head_count_kv": array([1, 1, 1, 2, 1])}, FileError,
+        r"attention\.head_count_kv is 2 of layer 3, which reads those of layer 0, expected 1"),
+    "other heads of a global layer": (
+        "shared", {"attention__head_count_kv": array([1, 1, 1, 1, 2])}, FileError,
+        r"attention\.head_count_kv is 2 of layer 4, which reads those of layer 1, expected 1"),
     "heads": ("dense", {"attention__key_length_swa": number(80)}, UnsupportedError, r"key_length is 80"),
     "groups": ("dense", {"attention__head_count_kv": array([3, 1, 3, 1])}, UnsupportedError,
                r"head_count is 4, no multiple of attention\.head_count_kv, which is 3"),
