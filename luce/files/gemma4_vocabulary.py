@@ -15,6 +15,8 @@ BLANK = "▁"
 # These end a text whatever the keys say: the end of all, of a turn, and of a call, which waits for its answer.
 ENDS = {"<eos>": 1, "<turn|>": 106, "<|tool_response>": 50}
 BOS = "<bos>", 2
+# The marks of thoughts, calls and strings are of what a model says, although some files call them control tokens.
+SAID = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
 _UNKNOWN = "<unk>"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Lines are cut off where runs of line ends begin or end, since no token spans such a place.

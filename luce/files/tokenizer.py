@@ -47,7 +47,11 @@ class Tokenizer:
         # Python's collector looks through large lists each time, which takes 20 ms beside a text's steps. It
         # leaves such tuples out.
         self._tokens: tuple[str, ...] = tuple(fact(metadata, "tokenizer.ggml.tokens", list))
-        self._types = tuple(_token_types(metadata, len(self._tokens)))
+        types = _token_types(metadata, len(self._tokens))
+        if self._spells:  # A control token has no text, and calls would be lost without a word.
+            said = {i for i, token in enumerate(self._tokens) if token in gemma4_vocabulary.SAID}
+            types = [_USER_DEFINED if i in said and kind == _CONTROL else kind for i, kind in enumerate(types)]
+        self._types = tuple(types)
         self._bytes = dict[int, bytes]()  # These tokens were printed before.
         self.n_vocab = len(self._tokens)
         vocabulary = {token: index for index, token in enumerate(self._tokens)}

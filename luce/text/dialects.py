@@ -22,6 +22,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from luce.files import gemma4_vocabulary
 from luce.files.tokenizer import Tokenizer
 
 BLANK = " \t\r\n"
@@ -210,10 +211,8 @@ GEMMA = Dialect(
     call=("<|tool_call>", "<tool_call|>"),
     turn=("<|turn>", "<turn|>"),
     assistant="model",
-    guarded=(
-        "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'
-    ),
-)  # fmt: skip
+    guarded=gemma4_vocabulary.SAID,
+)
 THINKS = "<|think|>"  # Gemma 4's templates write this control token where thinking is on.
 
 

@@ -13,6 +13,9 @@ from luce.bench.oracle_tokenizer import GEMMA4_MARKS, GEMMA4_MERGES, GEMMA4_SHOW
 from luce.errors import FileError
 from luce.files import gemma4_vocabulary as particular
 from luce.files.tokenizer import Detokenizer, Tokenizer
+from luce.text.dialects import GEMMA
+from luce.text.gemma import GemmaParser
+from luce.text.pieces import Call, Reasoning
 
 N_VOCAB = 384
 TOKENS, TYPES = gemma4_vocabulary(N_VOCAB)
@@ -107,6 +110,40 @@ def test_user_defined_marks_have_text_and_control_tokens_have_none():
     for i, mark in GEMMA4_MARKS.items():
         assert MADE.decode([i]) == (mark if i in GEMMA4_SHOWN else "")
         assert MADE.decode([i], special=True) == mark
+
+
+CALLING = '<|channel>thought\nhm\n<channel|><|tool_call>call:look{at:<|"|>sea<|"|>}<tool_call|>'
+
+
+def all_control():
+    """Returns metadata in which all of the marks are control tokens, as some files have it."""
+    kinds = [3 if token in GEMMA4_MARKS.values() else int(kind) for token, kind in zip(TOKENS, TYPES, strict=True)]
+    return metadata(token_type=np.array(kinds, np.int32).data)
+
+
+def test_a_call_is_read_where_its_marks_are_control_tokens():
+    made = Tokenizer(all_control())
+    ids = made.encode(CALLING)
+    assert {TOKENS.index(mark) for mark in GEMMA.guarded if mark in CALLING} <= set(ids)
+    stream, parser = Detokenizer(made), GemmaParser({"look": {"type": "object"}})
+    pieces = [piece for token in ids for piece in parser.push(stream.push(token))] + list(parser.flush())
+    assert [each for each in pieces if isinstance(each, Call)] == [Call("look", '{"at": "sea"}')]
+    assert "".join(each.text for each in pieces if isinstance(each, Reasoning)).strip() == "hm"
+
+
+@given(text=TEXTS)
+def test_files_that_call_all_marks_control_tokens_read_and_write_as_others_do(text):
+    assert CONTROLLED.encode(text, special=False) == MADE.encode(text, special=False)
+    assert CONTROLLED.encode(text) == MADE.encode(text)
+    assert CONTROLLED.decode(MADE.encode(text)) == MADE.decode(MADE.encode(text))
+
+
+CONTROLLED = Tokenizer(all_control())
+
+
+def test_marks_of_turns_stay_control_tokens():
+    assert CONTROLLED.control == MADE.control and "<|turn>" in MADE.control and "<|tool_call>" not in MADE.control
+    assert CONTROLLED.eos_ids == {1, 106, 50}
 
 
 # ---- what begins and ends a text
