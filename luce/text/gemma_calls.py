@@ -26,9 +26,10 @@ QUOTE = '<|"|>'
 OPEN, CLOSE = GEMMA.call
 ANSWER = "<|tool_response>"  # A model that has called ends its text with this token.
 DEEPEST = 64  # Values are nested at most so deep.
-_HEAD = re.compile(r"""\s*(call\s*:\s*)?([^\s{}()<>\[\]"'`,=$]{1,256})\s*""")
+_NAME, _BLANKS = r"""[^\s{}()<>\[\]"'`,=$]""", r"\s{0,64}"  # Without bounds a regex takes hours for many blanks.
+_HEAD = re.compile(rf"{_BLANKS}(call{_BLANKS}:{_BLANKS})?({_NAME}{{1,256}}){_BLANKS}")
 _HEAD_END = re.compile(r"[{(<]")
-_HEAD_BEGUN = re.compile(r"""\s*(call\s*:?\s*)?[^\s{}()<>\[\]"'`,=$]{0,256}\s*""")
+_HEAD_BEGUN = re.compile(rf"{_BLANKS}(call{_BLANKS}(:{_BLANKS})?)?{_NAME}{{0,256}}{_BLANKS}")
 _BARE_KEY = re.compile(r"""[^\s:=,{}\[\]()<>"'`][^:=,{}\[\]()<>"'`\n]{0,255}""")
 # A comma in a string without quotes ends it where such a key follows.
 _KEY_AHEAD = re.compile(r"""[^\s:=,{}\[\]()<>"'`][^:=,{}\[\]()<>"'`\n]{0,63}[:=]""")

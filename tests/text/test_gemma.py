@@ -229,6 +229,17 @@ def test_a_call_follows_what_cannot_be_read():
           [Text("See <|tool_call>example<tool_call|>. Now:"), NOW])  # fmt: skip
 
 
+@pytest.mark.parametrize("head", ["", "call", "call:", "call:put", "put", "call "])
+@pytest.mark.parametrize("blank", [" ", "\n", "\t ", "\u3000"])
+def test_blanks_around_a_name_are_of_a_call_up_to_a_bound(head, blank):
+    """A regex that tried every way of parting so many blanks would never end."""
+    for behind in ("", "{n:5}<tool_call|>", "[", "$", ":", "put{n:5}"):
+        text = f"<|tool_call>{head}{blank * 3000}{behind}"
+        assert read([text])[0] == read([text[:70], text[70:]])[0] == [Text(text)]
+    few = blank[0] * 40
+    check(f"<|tool_call>{few}call{few}:{few}put{few}{{n:5}}<tool_call|>", [put(n=5)])
+
+
 def test_values_are_nested_so_deep_at_most():
     deep = written(f"put{{list:{'[' * 60}{']' * 60}}}")
     assert [type(piece) for piece in read([deep])[0]] == [Call]
