@@ -22,7 +22,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from luce.files import gemma4_vocabulary
+from luce.files.gemma4_vocabulary import SAID
 from luce.files.tokenizer import Tokenizer
 
 BLANK = " \t\r\n"
@@ -211,7 +211,7 @@ GEMMA = Dialect(
     call=("<|tool_call>", "<tool_call|>"),
     turn=("<|turn>", "<turn|>"),
     assistant="model",
-    guarded=gemma4_vocabulary.SAID,
+    guarded=SAID,
 )
 THINKS = "<|think|>"  # Gemma 4's templates write this control token where thinking is on.
 
