@@ -52,6 +52,9 @@ class Speech(ABC):
         self._trim = True
 
     def _say(self, text: str) -> Iterator[Piece]:
+        if self._blank and not text.strip(BLANK):
+            self._blank += text  # Looking at all of many blanks each time would take ever longer.
+            return
         text, self._blank = self._blank + text, ""
         if not self._said and self._trim:
             text = text.lstrip(BLANK if self._reasoning else "\r\n")
