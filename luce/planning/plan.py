@@ -357,11 +357,14 @@ def _drafting(
         length = "as asked" if options.budget else f"by default {budget} a round"
         return Lookup(budget), f"what followed earlier in the text, {length}"
     if head is not None and not _has_head(head):
-        raise UnsupportedError(f"the head's file holds no NextN head: {_missing(head)}")
+        why = f"it {_ASSISTANT}" if head.kind == "assistant" else _missing(head)
+        raise UnsupportedError(f"the head's file holds no NextN head: {why}")
     where: Where | None = "separate" if head is not None else "embedded" if _has_head(facts) else None
     if spec == "mtp":
         if asked == 0 and (where is not None or options.spec is None):
             return Plain(), "no drafts, as asked"
+        if where is None and facts.layers is not None:  # Some have a window, as in no other model that luce runs.
+            raise UnsupportedError(f"no NextN head to draft with: Gemma 4 has none. {_LOOKUPS}")
         if where is None:
             raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}", concerns="nextn_head")
         length = "as asked" if asked else f"by default {DEFAULT_GAMMA} a round"
@@ -370,6 +373,8 @@ def _drafting(
     return _auto(options, where if asked != 0 else None, drafter)
 
 
+_LOOKUPS = "Without one, drafts are of what followed earlier in the text"
+_ASSISTANT = f"is an assistant of Gemma 4, with which luce does not draft yet. {_LOOKUPS}"
 _OF_FILE = {"embedded": "the head in the model's file", "separate": "the head of its own file"}
 
 
@@ -401,6 +406,8 @@ def _dflash(options: Options, drafter: tuple[str, Facts] | None) -> tuple[Drafti
 def _block_of(drafter: tuple[str, Facts]) -> int:
     """Returns the number of drafts in a block."""
     path, facts = drafter
+    if facts.kind == "assistant":
+        raise UnsupportedError(f"{path} {_ASSISTANT}")
     if facts.dflash is None:
         raise UnsupportedError(f"{path} is no DFlash drafter: its architecture is {facts.architecture}")
     if facts.dflash.drafts is None:

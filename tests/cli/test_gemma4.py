@@ -37,6 +37,23 @@ def generate(native, files):
     return run
 
 
+@pytest.mark.parametrize("flags", [["--mtp-gguf"], ["--draft"], ["--spec", "dflash", "--draft"]])
+def test_an_assistant_is_refused_by_what_it_is(native, files, tmp_path, flags):
+    tensors = tiny_gemma4.layout(tiny_gemma4.ASSISTANT, tiny_gemma4.ASSISTANT_SEED)
+    path = tiny_gemma4.write(tmp_path / "assistant.gguf", tiny_gemma4.ASSISTANT, tensors)
+    result = CliRunner().invoke(cli, ["generate", "--gguf", str(files["dense"]), *flags, str(path), PROMPT], input="")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "is an assistant of Gemma 4, with which luce does not draft yet" in result.stderr
+    assert result.stderr.count("\n") == 1 and "--mtp-gguf" not in result.stderr
+
+
+@pytest.mark.parametrize("flags", [["--spec", "mtp"], ["--mtp-gamma", "2"]])
+def test_no_head_is_asked_for_that_gemma_4_does_not_have(native, files, flags):
+    result = CliRunner().invoke(cli, ["generate", "--gguf", str(files["dense"]), *flags, PROMPT], input="")
+    assert result.exit_code == 1 and "Gemma 4 has none" in result.stderr
+    assert "--mtp-gguf" not in result.stderr and "nextn_predict_layers" not in result.stderr
+
+
 @pytest.mark.parametrize("sampling", [[], ["--temp", "0.5", "--top-k", "20", "--seed", "3"]])
 @pytest.mark.parametrize("model", MODELS)
 def test_drafts_change_no_token(generate, model, sampling):
