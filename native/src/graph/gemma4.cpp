@@ -44,7 +44,7 @@ struct Gemma4 : OwnWeights {
 
 // ---- hyperparameters ----
 
-HParams hparams(const GgufFile &file) {
+HParams gemma4_hparams(const GgufFile &file) {
     const std::string p = prefix_of(file);
     const auto u = [&](const char *key, int64_t lo, int64_t hi) {
         return uint32_t(file.integer(p + key, lo, hi));
@@ -148,7 +148,7 @@ void check_has_source(const GgufFile &file, const HParams &hp, uint32_t n_own, u
     }
 }
 
-Weights read_trunk(WeightReader &r, const HParams &hp) {
+Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
     const GgufFile &file = r.file();
     const std::string keys = prefix_of(file);
     const int64_t E = hp.n_embd, L = hp.n_layer;
@@ -260,7 +260,7 @@ Val layer_embeddings(Val x, const Gemma4 &w, float eps) {
     return scale(add(made, scale(embed(*x.graph, w.ple_embd), std::sqrt(P))), 1 / std::sqrt(2.0f));
 }
 
-void build(Plain &g) {
+void build_gemma4(Plain &g) {
     const Weights &w = g.model.weights();
     const Gemma4 &own = static_cast<const Gemma4 &>(*w.own);
     const float eps = g.model.hparams().rms_eps;
@@ -292,7 +292,7 @@ void build(Plain &g) {
 
 } // namespace
 
-const Architecture GEMMA4 = {
-    "gemma4", /*on_gpu=*/false, /*layer_nodes=*/128, hparams, read_trunk, /*read_head=*/nullptr, build};
+const Architecture GEMMA4 = {"gemma4",     /*on_gpu=*/false,      /*layer_nodes=*/128, gemma4_hparams,
+                             gemma4_trunk, /*read_head=*/nullptr, build_gemma4};
 
 } // namespace luce
