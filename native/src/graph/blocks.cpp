@@ -26,6 +26,24 @@ Ffn read_ffn(WeightReader &r, const std::string &p, int64_t E, int64_t FF, const
     return f;
 }
 
+Moe read_mixture(WeightReader &r, const std::string &p, const MoeShape &shape, int64_t E, bool in_ram,
+                 bool scaled) {
+    const int64_t FF = shape.n_ff, n = shape.n_expert;
+    Moe m{};
+    m.shape = shape;
+    m.in_ram = in_ram;
+    m.router = r.router(p + "ffn_gate_inp.weight", E, n);
+    if (r.has(p + "ffn_gate_up_exps.weight")) {
+        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, in_ram, 2);
+    } else {
+        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n, in_ram);
+        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n, in_ram);
+    }
+    const std::string down = p + "ffn_down_exps.weight";
+    m.down = scaled ? r.scaled_experts(down, FF, E, n, in_ram) : r.experts(down, FF, E, n, in_ram);
+    return m;
+}
+
 // ---- graphs ----
 
 Val write_kv(Val x, const Attention &w, const KvLayer &kv, float eps) {

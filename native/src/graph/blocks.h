@@ -10,6 +10,10 @@ namespace luce {
 Attention read_attention(WeightReader &reader, const std::string &prefix, const AttentionShape &shape,
                          int64_t E, bool gated);
 Ffn read_ffn(WeightReader &reader, const std::string &prefix, int64_t E, int64_t FF, const char *suffix = "");
+// Takes the router and the experts of a mixture. `scaled`: the file has a number for each expert, by which its part is
+// multiplied.
+Moe read_mixture(WeightReader &reader, const std::string &prefix, const MoeShape &shape, int64_t E,
+                 bool in_ram, bool scaled = false);
 
 // Attention of rows x {E, T}, which are normed -> {E, T}. Their K and V go into their cells first. `block`: the rows of a
 // sequence all see each other.

@@ -110,24 +110,6 @@ Attention read_attention(WeightReader &r, const std::string &p, const AttentionS
     return a;
 }
 
-Moe read_moe(WeightReader &r, const std::string &p, const MoeShape &shape, int64_t E, bool in_ram) {
-    const int64_t FF = shape.n_ff, n = shape.n_expert;
-    Moe m{};
-    m.shape = shape;
-    m.activation = GELU;
-    m.in_ram = in_ram;
-    m.router = r.router(p + "ffn_gate_inp.weight", E, n);
-    if (r.has(p + "ffn_gate_up_exps.weight")) {
-        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, in_ram, 2);
-    } else {
-        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n, in_ram);
-        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n, in_ram);
-    }
-    // The expert's scale, by which the file has its share multiplied, is one of its products.
-    m.down = r.scaled_experts(p + "ffn_down_exps.weight", FF, E, n, in_ram);
-    return m;
-}
-
 // E_FILE: none of the first n_own layers, which have keys and values, is of the kind of layer il, which has none, or the last
 // of them has other heads of these.
 void check_has_source(const GgufFile &file, const HParams &hp, uint32_t n_own, uint32_t il) {
@@ -192,7 +174,9 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
         g.attn_post_norm = norm("post_attention_norm");
         b.post_norm = norm("ffn_norm");
         if (hp.moe.n_expert > 0) {
-            b.ffn = read_moe(r, p, hp.moe, E, r.in_ram(il));
+            Moe moe = read_mixture(r, p, hp.moe, E, r.in_ram(il), /*scaled=*/true);
+            moe.activation = GELU;
+            b.ffn = moe;
             g.dense = read_ffn(r, p, E, n_ff[il]);
             g.router_norm = r.f32(p + "ffn_gate_inp.scale", {E});
             g.experts_norm = norm("pre_ffw_norm_2");

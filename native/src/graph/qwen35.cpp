@@ -149,18 +149,8 @@ HParams read(const GgufFile &file) {
 }
 
 Moe read_moe(WeightReader &r, const HParams &hp, const std::string &p, bool in_ram) {
-    const int64_t E = hp.n_embd, FF = hp.moe.n_ff, n = hp.moe.n_expert;
-    Moe m{};
-    m.shape = hp.moe;
-    m.in_ram = in_ram;
-    m.router = r.router(p + "ffn_gate_inp.weight", E, n);
-    if (r.has(p + "ffn_gate_up_exps.weight")) {
-        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, in_ram, 2);
-    } else {
-        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n, in_ram);
-        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n, in_ram);
-    }
-    m.down = r.experts(p + "ffn_down_exps.weight", FF, E, n, in_ram);
+    const int64_t E = hp.n_embd;
+    Moe m = read_mixture(r, p, hp.moe, E, in_ram);
     if (r.has(p + "ffn_gate_inp_shexp.weight")) {
         m.shared_gate = r.router(p + "ffn_gate_inp_shexp.weight", E, 1);
         m.shared = read_ffn(r, p, E, hp.moe.n_ff_shared, "_shexp");

@@ -191,6 +191,29 @@ inline void load_transposed(uint32_t (&m)[4], const uint8_t *row) {
     }
 }
 
+// The tensor core's m16n8k16 of the PTX manual, over pairs of 16-bit values, of which `split` makes two floats. Lane (g = lane /
+// 4, t = lane % 4) has rows g and g + 8 of a and c, k 2 t, 2 t + 1 and 8 more, columns 2 t and 2 t + 1 of c, and column g of b:
+// its words are a's four and b's two.
+template <typename Pair, typename Split> void mma_16x8x16(float (&c)[4], const uint32_t (&words)[6], Split split) {
+    struct Operands { Pair a[4], b[2]; } mine;
+    static_assert(sizeof(mine) == sizeof(words));
+    memcpy(static_cast<void *>(&mine), words, sizeof(mine));
+    const auto all = exchange(mine);
+    const int g = int(threadIdx.x % 32) / 4, t = int(threadIdx.x) % 4;
+    for (int i = 0; i < 4; i++) {
+        double sum = c[i];
+        for (int s = 0; s < 4; s++) {
+            const Operands row = of_lane<Operands>(all, g * 4 + s);
+            const Operands column = of_lane<Operands>(all, (t * 2 + i % 2) * 4 + s);
+            for (int half = 0; half < 2; half++) {
+                const auto x = split(row.a[i / 2 + 2 * half]), y = split(column.b[half]);
+                sum += double(x.x) * y.x + double(x.y) * y.y;
+            }
+        }
+        c[i] = float(sum);
+    }
+}
+
 template <typename F> cudaError_t launch(const void *name, dim3 grid, int threads, size_t shared, const F &kernel) {
     const int most = kind->limits.shared_block;
     if (dry) {

@@ -16,24 +16,8 @@ template <typename T> void store_back(void *to, T from) {
 inline void prefetch_line(const void *) {}
 
 inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    struct Operands { __nv_bfloat162 a[4], b[2]; } mine;
-    const uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
-    static_assert(sizeof(mine) == sizeof(words));
-    memcpy(static_cast<void *>(&mine), words, sizeof(mine));
-    const auto all = emulated::exchange(mine);
-    const int g = int(threadIdx.x % 32) / 4, t = int(threadIdx.x) % 4;
-    for (int i = 0; i < 4; i++) {
-        double sum = c[i];
-        for (int s = 0; s < 4; s++) {
-            const Operands row = emulated::of_lane<Operands>(all, g * 4 + s);
-            const Operands column = emulated::of_lane<Operands>(all, (t * 2 + i % 2) * 4 + s);
-            for (int half = 0; half < 2; half++) {
-                const float2 x = __bfloat1622float2(row.a[i / 2 + 2 * half]), y = __bfloat1622float2(column.b[half]);
-                sum += double(x.x) * y.x + double(x.y) * y.y;
-            }
-        }
-        c[i] = float(sum);
-    }
+    emulated::mma_16x8x16<__nv_bfloat162>(c, {a[0], a[1], a[2], a[3], b0, b1},
+                                          [](__nv_bfloat162 pair) { return __bfloat1622float2(pair); });
 }
 inline void load_matrices(uint32_t (&m)[4], const uint8_t *row) {
     emulated::load_matrices(m, row);

@@ -21,27 +21,8 @@ namespace luce {
 
 constexpr int COPY_LANES = ROWMM_BULK ? 1 : 32;
 
-// Lane (g = lane / 4, t = lane % 4) has rows g and g + 8 of a and c, k 2 t, 2 t + 1 and 8 more, columns 2 t and 2 t + 1 of
-// c, and column g of b.
 inline void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    struct Operands { __half2 a[4], b[2]; } mine;
-    const uint32_t words[6] = {a0, a1, a2, a3, b0, b1};
-    static_assert(sizeof(mine) == sizeof(words));
-    memcpy(static_cast<void *>(&mine), words, sizeof(mine));
-    const auto all = emulated::exchange(mine);
-    const int g = int(threadIdx.x % 32) / 4, t = int(threadIdx.x) % 4;
-    for (int i = 0; i < 4; i++) {
-        double sum = c[i];
-        for (int s = 0; s < 4; s++) {
-            const Operands row = emulated::of_lane<Operands>(all, g * 4 + s);
-            const Operands column = emulated::of_lane<Operands>(all, (t * 2 + i % 2) * 4 + s);
-            for (int half = 0; half < 2; half++) {
-                const float2 x = __half22float2(row.a[i / 2 + 2 * half]), y = __half22float2(column.b[half]);
-                sum += double(x.x) * y.x + double(x.y) * y.y;
-            }
-        }
-        c[i] = float(sum);
-    }
+    emulated::mma_16x8x16<__half2>(c, {a0, a1, a2, a3, b0, b1}, [](__half2 pair) { return __half22float2(pair); });
 }
 
 inline void hold(int &) {}
