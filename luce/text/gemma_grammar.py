@@ -223,10 +223,11 @@ class _Spelling:
 
 
 def _key(name: str) -> str:
-    """Returns a property's name and what separates it from its value."""
+    """Returns a property's name and what separates it from its value: two lexemes, for of one with both the lexer,
+    which takes the longest, would leave nothing to an alternative where the name is not listed."""
     if QUOTE in name:
         raise _Unspelled(name)
-    return text_rule(f"{name}:" if re.fullmatch(_BARE, name) else f"{QUOTE}{name}{QUOTE}:")
+    return f"{text_rule(name if re.fullmatch(_BARE, name) else f'{QUOTE}{name}{QUOTE}')} \":\""
 
 
 def _again(item: str, least: int, most: int | None) -> str:

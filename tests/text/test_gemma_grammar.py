@@ -263,6 +263,7 @@ def test_what_the_grammar_of_a_random_schema_forces_is_read_back_and_fits(schema
 @examples(60)
 @given(schema=SCHEMAS, value=st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3))
 @example({"type": "object", "additionalProperties": {}}, {"a": []})
+@example({"anyOf": [{}, {"const": {"b": None}}]}, {"b": ""})  # Only the second lists b.
 def test_a_tool_that_is_not_strict_takes_all_that_fits(schema, value):
     made = calls(schema | OBJECT, closed=False)
     if fits(schema | OBJECT, value):
