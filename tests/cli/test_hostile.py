@@ -331,6 +331,7 @@ drive.decode(sequence, [1, 2, 3], 4)
     ]
 
 
+@pytest.mark.long
 def test_threads_that_cannot_be_had_are_no_error(wide):
     """Each thread would want a stack of more than the address space, so fewer threads do the work."""
     program = WIDE + """

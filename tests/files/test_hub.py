@@ -141,6 +141,7 @@ def test_what_the_cache_has_needs_no_hub(hub, nobody, impatient, reference):
             fetch(lacking, nobody)
 
 
+@pytest.mark.long
 def test_offline_is_believed_without_asking(command, hub, tmp_path, tiny_gguf):
     url, asked = hub({"m.gguf": tiny_gguf.read_bytes()})
     folder = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": url}

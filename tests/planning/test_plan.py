@@ -300,6 +300,7 @@ def test_a_part_of_the_vocabulary_is_for_chains_that_are_asked_for(facts):
 COMMAND_LINE = {"cli.py", "flags.py", "hub.py", "serve_cli.py"}  # And all of luce/cli.
 
 
+@pytest.mark.long
 def test_only_the_command_line_speaks_of_flags():
     """Lower layers raise errors about values, and what runs a command adds the remedy. What luce bench,
     convert and serve run may start programs with flags, but raises nothing that speaks of any."""

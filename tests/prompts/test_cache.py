@@ -82,6 +82,7 @@ def cold(engine, prompt):
 PARTS = [words(1, 300), words(2, 520), words(3, 40), words(4, 700)]
 
 
+@pytest.mark.long
 @examples(8)
 @given(
     prompts=st.lists(st.lists(st.sampled_from(range(4)), min_size=1, max_size=2), min_size=2, max_size=7),
@@ -138,6 +139,7 @@ def test_pages_come_back_when_they_are_needed(opened, tokenizer):
             sequence.reset()
 
 
+@pytest.mark.long
 def test_files_outlive_the_cache_and_damaged_and_foreign_ones_are_evicted(opened, tokenizer, tmp_path, last_cut):
     prompt, kept = words(9, 1000), last_cut(1000)
 
@@ -343,6 +345,7 @@ def test_a_server_that_is_killed_leaves_files_that_are_right_or_refused(command,
         until(lambda: path.exists() and path.read_bytes() == whole, "it is written again")
 
 
+@pytest.mark.long
 def test_files_fit_the_next_server_whatever_its_steps_cost(native, tmp_path, monkeypatch):
     """Drafts that did not pay when it was opened may pay the next time, and the other way round."""
     cached = []
@@ -386,6 +389,7 @@ def test_what_waits_to_be_written_is_written_at_the_end(opened, tokenizer, tmp_p
     save.opened.set()
 
 
+@pytest.mark.long
 def test_a_server_that_is_asked_to_end_leaves_what_it_keeps(command, tmp_path):
     process, url = start(tmp_path, command)
     for n in range(3):

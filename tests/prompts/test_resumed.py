@@ -100,6 +100,7 @@ CONVERSATIONS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4), mi
 SIZES = st.lists(st.integers(1, 4), max_size=3)  # Chunks have so many times n_cut, in turn.
 
 
+@pytest.mark.long
 @examples(5)
 @given(
     conversations=CONVERSATIONS,
@@ -152,6 +153,7 @@ def test_a_turn_goes_on_at_the_last_cut_of_the_one_before(
     cache.close()
 
 
+@pytest.mark.long
 def test_it_is_known_what_is_read_again(opened: Callable[[int], Engine], tokenizer: Tokenizer) -> None:
     engine, words = opened(256), [int(word) for word in np.random.default_rng(5).integers(0, 4000, 1400)]
     cache = PrefixCache(engine, tokenizer)
@@ -184,6 +186,7 @@ def tokens_and_logprobs(events: list[Event]) -> list[tuple[int, Any]]:
     return [pair for event in brought for pair in zip(event.ids, event.logprobs, strict=True)]
 
 
+@pytest.mark.long
 def test_answers_beside_others_are_those_alone(tokenizer: Tokenizer, device: str) -> None:
     """Prompts are read in chunks that depend on how long rounds take, and go on from each other's beginnings."""
     options = Options(device=device, threads=1, spec="off", ctx=N_CTX, chunk=512, checkpoints=4, sequences=3)

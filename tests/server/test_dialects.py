@@ -5,6 +5,7 @@ import re
 
 import pytest
 import scripted_model
+from depth import deeper
 from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, GEMMA_SCRIPT, SCRIPTS, TOOL
 from serving import serving, settings
 
@@ -98,7 +99,7 @@ def asked(server, model, api, said, stream, **more):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", ["hello", "read", "twice"])
+@pytest.mark.parametrize("name", ["read", *deeper("hello", "twice")])
 @pytest.mark.parametrize("api", APIS)
 def test_both_dialects_give_the_same_events(server, api, name, stream):
     qwen, gemma = (asked(server, model, api, say(name), stream) for model in ("qwen", "gemma"))

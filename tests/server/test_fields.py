@@ -214,7 +214,7 @@ def same(server, api, given):
     return said(found) == plain(server, api) and HEADER not in found.headers
 
 
-@pytest.mark.parametrize("api", deeper_but(ROWS, CHAT, COMPLETIONS, MESSAGES, OLLAMA_CHAT))
+@pytest.mark.parametrize("api", deeper_but(ROWS, CHAT))
 def test_values_that_ask_for_nothing_are_taken(server, api):
     rows = rows_of(api, State.REFUSED)
     for at in range(max((len(row.neutral) for row in rows), default=0)):
@@ -253,7 +253,7 @@ def test_honoured_fields_act(server, api):
     assert not wrong
 
 
-@pytest.mark.parametrize("api", deeper_but(ROWS, *(api for api in ROWS if api != RESPONSES)))
+@pytest.mark.parametrize("api", deeper_but(ROWS, CHAT, OLLAMA_CHAT))
 def test_other_names_mean_what_the_first_one_does(server, api):
     wrong = []
     for row in rows_of(api, State.HONOURED):
@@ -278,7 +278,7 @@ def test_without_a_seed_the_filters_leave_the_most_probable_token(server, api):
         assert said(server.http.post(api, json=BASE[api] | {"temperature": 1.5} | filtered)) == greedy
 
 
-@pytest.mark.parametrize("api", deeper_but(ROWS, COMPLETIONS, RESPONSES, MESSAGES, OLLAMA_CHAT))
+@pytest.mark.parametrize("api", deeper_but(ROWS, RESPONSES))
 def test_whole_numbers_may_be_written_with_a_point(server, api):
     whole = [row for row in rows_of(api, State.HONOURED) if row.whole and not row.target]
     for row in whole:

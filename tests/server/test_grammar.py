@@ -163,7 +163,7 @@ TOOLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", ["required", "mix", "stop"])
+@pytest.mark.parametrize("choice", ["required", *deeper("mix", "stop")])
 def test_required_calls(both, choice):
     named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
 
@@ -210,6 +210,7 @@ def test_a_required_call_fits_its_pydantic_model(both, seed):
     assert type(both(ask)) is Put
 
 
+@pytest.mark.long
 def test_tools_may_be_called_before_an_answer_of_a_schema(both, claude, tokens):
     """What the text begins with says which of them it is; a bias keeps the other one out."""
     tool = openai.pydantic_function_tool(Put)

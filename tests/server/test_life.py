@@ -212,6 +212,7 @@ def test_a_signal_while_it_loads_ends_it_at_once(number, code):
         assert said == ("Error: interrupted\n" if code == 130 else "") and process.returncode == code
 
 
+@pytest.mark.long
 def test_ctrl_c_several_times_never_leaves_models_open():
     with running("") as process:
         assert process.stderr.readline().startswith("luce serves box at ")
@@ -246,6 +247,7 @@ def test_sigterm_drains_and_exits_with_0(endless):
     assert [line["status"] for line in told if line.get("path") == "/v1/completions"] == [200]
 
 
+@pytest.mark.long
 def test_a_single_model_that_does_not_load_ends_it(native, tmp_path):
     """It listens by then, and says why on stderr in one line."""
     path = tmp_path / "cut.gguf"

@@ -148,6 +148,7 @@ def test_sampling_of_a_file_that_is_none_is_named(key, value, said):
         defaults.sampling_of({f"general.sampling.{key}": value})
 
 
+@pytest.mark.long
 def test_a_file_of_odd_sampling_is_one_line(command, tmp_path, monkeypatch):
     def add_keys(writer, *args, **options):
         tiny_keys(writer, *args, **options)
@@ -165,6 +166,7 @@ def test_a_file_of_odd_sampling_is_one_line(command, tmp_path, monkeypatch):
     assert running.returncode == 1 and said.startswith(f"Error: {path}: key general.sampling.temp: "), said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("missing", ["uvicorn", *deeper("starlette", "prometheus_client")])
 def test_without_its_extra_the_command_says_what_to_install(missing, tmp_path):
     """Its help needs no extra. A process of its own has imported none of them yet."""

@@ -4,6 +4,7 @@ import msgspec
 import openai
 import pytest
 import scripted_model
+from depth import deeper
 from said_calls import FUNCTION, SCRIPTS
 from serving import serving, settings
 
@@ -199,7 +200,7 @@ def test_an_item_that_was_said_is_referred_to(client, server):
     assert by_value.usage.input_tokens == by_reference.usage.input_tokens
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [True, *deeper(False)])
 def test_a_response_that_was_given_is_gone_on_from(client, stream):
     asked = {"model": "m", "tools": [FUNCTION], "instructions": "Be brief.", **GREEDY}
     if stream:

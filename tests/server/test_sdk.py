@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 import scripted_model
+from depth import deeper
 from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCRIPTS, SYSTEM, TOOL
 from serving import each_event_alone, serving, settings
 
@@ -288,7 +289,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", ["hello", "read", "twice", "broken"])
+@pytest.mark.parametrize("name", ["read", *deeper("hello", "twice", "broken")])
 @pytest.mark.parametrize("path", KINDS)
 def test_every_answer_and_event_is_of_the_published_types(server, path, name):
     whole, event = (pydantic.TypeAdapter(kind) for kind in KINDS[path])

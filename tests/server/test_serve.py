@@ -374,6 +374,7 @@ def test_the_command_listens_and_ends_with_ctrl_c(command, foreground):
         assert process.communicate()[1] == "Error: interrupted\n" and process.returncode == 130
 
 
+@pytest.mark.long
 def test_ctrl_c_several_times_is_one_line(command, foreground):
     """uvicorn would leave its tasks at the second one, and say so in forty lines."""
     with command("serve", "--port", "0", "--threads", "1", text=True) as process:

@@ -141,6 +141,7 @@ def spelled(server, **asked):
     return tokens, choice["message"], usage["reasoning_tokens"]
 
 
+@pytest.mark.long
 def test_thoughts_end_with_their_budget(servers):
     server, plain = servers["3.8"], servers["3.6"]
     tokenizer = server.models.slots["box"].served.tokenizer

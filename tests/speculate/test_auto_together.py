@@ -65,6 +65,7 @@ def lost(costs, texts):
             lost -= accepted + 1
 
 
+@pytest.mark.long
 @examples(60)
 @given(
     steps=st.lists(st.floats(0.0, 1.2), min_size=6, max_size=6),

@@ -226,7 +226,7 @@ def company(device, sequences, source=None):
     return [events[-1].stats.decode_s for events in drive(device, texts)], sources
 
 
-@pytest.mark.parametrize("name", ["27b", "27b, a busy host"])
+@pytest.mark.parametrize("name", ["27b, a busy host", *deeper("27b")])
 def test_the_host_s_part_is_counted_for_each_sequence_of_a_company(name):
     """Where it was counted once, four texts without a right draft took up to 4.6% longer than plain ones."""
     device = Device(**DEVICES[name], n_sequences=4)

@@ -43,8 +43,10 @@ STRIDE = 37  # A piece of so many letters holds several marks, and ends at any p
 
 
 def cuts(text):
-    """Returns the text whole, by letters, and in pieces of STRIDE, so that one of them ends at each place."""
-    pieces = ([text[:at], *(text[i : i + STRIDE] for i in range(at, len(text), STRIDE))] for at in range(1, STRIDE + 1))
+    """Returns the text whole, by letters, and in pieces of STRIDE, of which one ends at every third place; which
+    these are depends on the text's length."""
+    begins = range(1 + len(text) % 3, STRIDE + 1, 3)
+    pieces = ([text[:at], *(text[i : i + STRIDE] for i in range(at, len(text), STRIDE))] for at in begins)
     return [[text], list(text), *pieces]
 
 

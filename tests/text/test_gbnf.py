@@ -152,6 +152,7 @@ NODES = st.recursive(
 )
 
 
+@pytest.mark.long
 @examples(200)
 @given(
     rules=st.fixed_dictionaries({"root": NODES, "x": NODES, "y": NODES}),

@@ -51,7 +51,8 @@ def read(parts, cut=False, tools=TOOLS, **how):
 
 
 def check(text, found, cut=False, was_cut=False, **how):
-    for parts in ([text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))):
+    """Reads the text whole, by letters, and cut at every third place; which these are depends on its length."""
+    for parts in ([text], list(text), *([text[:at], text[at:]] for at in range(1 + len(text) % 3, len(text), 3))):
         assert read(parts, cut, **how) == (found, was_cut), parts
 
 

@@ -133,6 +133,7 @@ def test_an_answer_begins_in_the_vocabularys_dialect():
         assert type(Held().parser(opening)) is parser
 
 
+@pytest.mark.long
 def test_what_users_write_is_text():
     marks = [*CONTROL, *GEMMA.guarded]
     for text in (*marks, "".join(marks), f"a{GEMMA.guarded[-1]}b", "<|channel<channel|>>"):

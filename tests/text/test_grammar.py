@@ -164,6 +164,7 @@ def test_without_llguidance_the_remedy_is_named(monkeypatch, engines, luce_, tmp
     assert result.exit_code == 1 and "[grammar]" in result.stderr
 
 
+@pytest.mark.long
 def test_the_command_line_takes_them(luce_, tmp_path):
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text(json.dumps(RECORD))

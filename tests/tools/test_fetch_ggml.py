@@ -148,6 +148,7 @@ def test_unwritable_cache_is_one_line(archive, tmp_path, capsys):
     assert len(err) == 1 and "cannot write to the cache" in err[0] and "--cache" in err[0]
 
 
+@pytest.mark.long
 def test_offline_says_what_failed_and_the_remedy(tmp_path):
     hidden = {key: value for key, value in os.environ.items() if not key.upper().startswith("PIP_")}
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": str(tmp_path)}

@@ -142,6 +142,7 @@ def test_a_racecheck_that_reports_a_ring_in_which_every_lane_arrives_fails(tmp_p
     assert done.returncode != 0 and "rings failed or was cut" in done.stdout
 
 
+@pytest.mark.long
 def test_racecheck_has_its_build_where_a_stage_needs_it_alone(tmp_path: Path) -> None:
     done = tmp_path / "work" / "done"
     done.mkdir(parents=True)

@@ -126,6 +126,7 @@ def moved(checkpoint: Checkpoint, where: str, engine: Engine) -> Checkpoint:
     return checkpoint
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(
     n=st.integers(1, N_MOST),

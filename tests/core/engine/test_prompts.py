@@ -101,6 +101,7 @@ MIXED = [(1, 1, "chain", True), (200, 0, "", True), (256, 128, "tree", False), (
 LATER = [(400, 300, "", True), (1, 300, "tree", True), (64, 0, "", False), (192, 64, "", True)]
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(parts=st.lists(parts_of, min_size=1, max_size=N_SEQUENCES), source=sources)
 @example(parts=[(128, 0, "", True)] * 6, source=Source.NEXTN)
