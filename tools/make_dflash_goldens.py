@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/dflash-*.npz: what a DFlash drafter computes by the arithmetic of its published
 PyTorch code, F32 on the CPU, for the random drafters of tests/support/tiny_dflash.py and for that in the box. Needs
-torch and transformers; run it after changing CASES: python tools/make_dflash_goldens.py
+torch and transformers; run it after changing CASES or GEMMA4: python tools/make_dflash_goldens.py
 
 DFlashDraftModel below has the published model's names and order of operations over transformers' Qwen3 parts
-(z-lab/dflash, dflash/model.py). The residual streams are those of transformers' Qwen3_5ForCausalLM, of
-the box those of tests/support/ref.py, which is checked against it.
+(z-lab/dflash, dflash/model.py). The residual streams are those of transformers' Qwen3_5ForCausalLM or Gemma4ForCausalLM,
+of the box those of tests/support/ref.py, which is checked against it. Beside Gemma 4, embeddings are what the target's own
+module gives, which scales them, and logits are capped as the target caps its own.
 
 Each file: prompt (T,), anchor; positions `at`, where k and v (layers, len(at), Hkv, D) of the context are
 kept; logits (rows, V or the drafter's own vocabulary) of the block's rows `rows`.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,8 +40,9 @@ import numpy as np
 import ref
 import tiny_dflash
 import torch
+from make_gemma4_goldens import build as build_gemma4
 from make_goldens import build
-from tiny_dflash import CASES, Case
+from tiny_dflash import CASES, GEMMA4, Case
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Config,
@@ -51,6 +54,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from luce.convert import hf_dflash
+from luce.convert.gemma4_layout import Config as Gemma4
 from luce.convert.hf_dflash import DFlash
 
 N_PROMPT = 40
@@ -175,8 +179,8 @@ def golden(
     ends: tuple[np.ndarray, np.ndarray],
     keep: tuple[list[int], list[int]],
 ) -> dict[str, np.ndarray]:
-    """Makes a golden. `streams` are those of the target's blocks over the prompt, and `ends` the target's
-    embedding and head."""
+    """Makes a golden. `streams` are those of the target's blocks over the prompt, and `ends` what the target embeds a
+    token as (V, E), and its head."""
     model = DFlashDraftModel(c).eval().float()
     model.load_state_dict(published(tensors), strict=True)
     embedding = torch.from_numpy(tensors.get("token_embd.weight", ends[0]))
@@ -194,7 +198,8 @@ def golden(
 
 
 def of_case(case: Case) -> dict[str, np.ndarray]:
-    target = build(case.target, case.seed)
+    gemma4 = isinstance(case.target, Gemma4)
+    target = build_gemma4(case.target, case.seed) if gemma4 else build(case.target, case.seed)
     raw = np.random.PCG64(2000 + case.seed).random_raw(N_PROMPT + 1)
     tokens = (raw % np.uint64(256)).astype(np.int32)
     streams: list[Tensor] = []
@@ -202,11 +207,16 @@ def of_case(case: Case) -> dict[str, np.ndarray]:
         layer.register_forward_hook(lambda module, args, out: streams.append(out[0]))
     with torch.no_grad():
         target(torch.from_numpy(tokens[:-1]).long()[None])
-    ends = target.model.embed_tokens.weight.detach().numpy(), target.lm_head.weight.detach().numpy()
+        embedded = target.model.embed_tokens(torch.arange(case.target.n_vocab))
+    ends = embedded.detach().numpy(), target.lm_head.weight.detach().numpy()
     keep = [0, 1, N_PROMPT - 2, N_PROMPT - 1], list(range(case.drafter.block_size))
     flat = [stream.reshape(N_PROMPT, -1) for stream in streams]
-    tensors = tiny_dflash.weights(case)
-    return golden(case.drafter, tensors, tokens[:-1], int(tokens[-1]), flat, ends, keep)
+    tensors, drafter = tiny_dflash.weights(case), case.drafter
+    if "token_embd.weight" in case.own:  # Without a head of its own it is its head too.
+        tensors.setdefault("output.weight", tensors["token_embd.weight"])
+    elif gemma4:
+        drafter = replace(drafter, softcap=case.target.softcap)
+    return golden(drafter, tensors, tokens[:-1], int(tokens[-1]), flat, ends, keep)
 
 
 def of_box() -> dict[str, np.ndarray]:
@@ -229,6 +239,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, case in CASES.items():
         save(out / f"dflash-{name}.npz", of_case(case))
+    for name, case in GEMMA4.items():
+        save(out / f"dflash-gemma4-{name}.npz", of_case(case))
     save(out / "dflash-box.npz", of_box())
 
 

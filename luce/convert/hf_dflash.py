@@ -96,6 +96,8 @@ _HEADS = {
     "rnn": "a recurrent Markov head, whose bias depends on all drafts before",
 }
 _DOMINO = "a Domino drafter, whose GRU over a block's drafts corrects their logits"
+# What architectures are that have these in their names.
+_NAMED = {"domino": _DOMINO, "gemma4dspark": "a DSpark drafter with layers like Gemma 4's own"}
 # Tensors by which drafters are told that no key names.
 _TELLING = {
     "markov_head.gate_proj": _HEADS["gated"],
@@ -251,9 +253,9 @@ def _named_kind(config: Section, both: Section) -> str:
     named = config.get("architectures", list, [])
     for name in named:
         if name not in _DRAFTERS:
-            is_domino = f", {_DOMINO}," if "domino" in str(name).lower() else ""
+            what = next((f", {what}," for word, what in _NAMED.items() if word in str(name).lower()), "")
             raise UnsupportedError(
-                f"{config.where}: key architectures: {name}{is_domino} is not DFlashDraftModel, DFlash2DraftModel, "
+                f"{config.where}: key architectures: {name}{what} is not DFlashDraftModel, DFlash2DraftModel, "
                 "DSparkDraftModel or Qwen3DSparkModel"
             )
     found = {_DRAFTERS[name] for name in named}

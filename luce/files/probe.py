@@ -49,7 +49,8 @@ class DFlash:
     """These are a drafter's settings as its file gives them; None where it does not. `target_layers` are the
     layers whose outputs are tapped, counted from 1. `causal` holds for all layers, `causal_pattern` for each.
 
-    `target_embedding`, `target_vocabulary` and `target_blocks` (the fewest) say which models it drafts for.
+    `target_architecture` (which older files' own architecture begins with), `target_embedding`, `target_vocabulary` and
+    `target_blocks` (the fewest) say which models it drafts for.
     `kv_bytes_per_position` is that of its context, in F16.
 
     `kind` is "DFlash", "DFlash2" (with convolutions and a selector) or "DSpark" (with a Markov head), and `drafts`
@@ -67,6 +68,7 @@ class DFlash:
     causal_pattern: list[bool] | None
     final_logit_softcapping: float | None
     embedding_scale: float | None
+    target_architecture: str | None
     target_embedding: int | None
     target_vocabulary: int | None
     target_blocks: int | None
@@ -119,7 +121,8 @@ class DFlash:
         ]
         if self.target_blocks is not None:
             said.append(f"{self.target_blocks:,} blocks or more")
-        return f"models with {', '.join(said)}" if said else "unknown: the file does not say"
+        of = f"{self.target_architecture} models" if self.target_architecture else "models"
+        return f"{of} with {', '.join(said)}" if said else "unknown: the file does not say"
 
 
 @dataclass(frozen=True)
@@ -508,6 +511,7 @@ def _dflash(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
     taps = whole_numbers(kv, key("target_layers"), None)
     if taps is None and (older := whole_numbers(kv, key("target_layer_ids"), None)) is not None:
         taps = [layer + 1 for layer in older]
+    older = architecture.endswith("-dflash-draft")
     shape = ("block_count", "attention.head_count_kv", "attention.key_length")
     sizes = [setting(name, int) for name in shape]
     mask = _number(kv, "tokenizer.ggml.mask_token_id")
@@ -543,6 +547,7 @@ def _dflash(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
         causal_pattern=pattern("attention.causal_pattern"),
         final_logit_softcapping=setting("final_logit_softcapping", float),
         embedding_scale=setting("embedding_scale", float),
+        target_architecture=architecture.removesuffix("-dflash-draft") if older else None,
         target_embedding=setting("embedding_length", int),
         target_vocabulary=_vocab_size(kv, architecture, tensors),
         target_blocks=max(taps) if taps else None,

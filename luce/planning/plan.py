@@ -351,7 +351,7 @@ def _drafting(
         chains = f"chains of {asked} drafts were asked for (gamma), which the NextN head makes"
         raise ArgumentError(f"{chains}, and drafts of {spec}: leave one out")
     if spec == "dflash":
-        return _dflash(options, drafter)
+        return _dflash(facts, options, drafter)
     if spec == "lookup":
         budget = options.budget or DEFAULT_BUDGET
         length = "as asked" if options.budget else f"by default {budget} a round"
@@ -370,7 +370,7 @@ def _drafting(
         length = "as asked" if asked else f"by default {DEFAULT_GAMMA} a round"
         chosen = Mtp(asked or DEFAULT_GAMMA, where, options.budget, options.part)
         return chosen, f"{_OF_FILE[where]}, {length}"
-    return _auto(options, where if asked != 0 else None, drafter)
+    return _auto(facts, options, where if asked != 0 else None, drafter)
 
 
 _LOOKUPS = "Without one, drafts are of what followed earlier in the text"
@@ -378,11 +378,13 @@ _ASSISTANT = f"is an assistant of Gemma 4, with which luce does not draft yet. {
 _OF_FILE = {"embedded": "the head in the model's file", "separate": "the head of its own file"}
 
 
-def _auto(options: Options, where: Where | None, drafter: tuple[str, Facts] | None) -> tuple[Auto, str]:
+def _auto(
+    facts: Facts, options: Options, where: Where | None, drafter: tuple[str, Facts] | None
+) -> tuple[Auto, str]:
     """Decides what auto may draft. Sequences that draft together share the rows of a step."""
     share = (MAX_BUDGET + 1) // max(options.sequences, 1) - 1
     gamma = 0 if where is None else options.gamma or MAX_GAMMA
-    path, block = (None, 0) if drafter is None else (drafter[0], _block_of(drafter))
+    path, block = (None, 0) if drafter is None else (drafter[0], _block_of(facts, drafter))
     budget = options.budget or max(min(AUTO_BUDGET, share), gamma, block, 1)
     gamma = min(gamma, budget)
     who = "as asked" if options.spec else "the default"
@@ -395,24 +397,32 @@ def _auto(options: Options, where: Where | None, drafter: tuple[str, Facts] | No
     return Auto(gamma, where, budget, path, block), why
 
 
-def _dflash(options: Options, drafter: tuple[str, Facts] | None) -> tuple[Drafting, str]:
+def _dflash(facts: Facts, options: Options, drafter: tuple[str, Facts] | None) -> tuple[Drafting, str]:
     if drafter is None:
         raise UnsupportedError("there is no DFlash drafter to draft with", concerns="drafter")
-    block = _block_of(drafter)
+    block = _block_of(facts, drafter)
     length = f"a tree of {options.budget}, as asked" if options.budget else f"all {block} drafts of its block"
     return Dflash(drafter[0], block, options.budget), f"the DFlash drafter that was given, {length}"
 
 
-def _block_of(drafter: tuple[str, Facts]) -> int:
-    """Returns the number of drafts in a block."""
+def _block_of(model: Facts, drafter: tuple[str, Facts]) -> int:
+    """Returns the number of drafts in a block of a drafter, which has to fit the model."""
     path, facts = drafter
     if facts.kind == "assistant":
         raise UnsupportedError(f"{path} {_ASSISTANT}")
-    if facts.dflash is None:
+    dflash = facts.dflash
+    if dflash is None:
         raise UnsupportedError(f"{path} is no DFlash drafter: its architecture is {facts.architecture}")
-    if facts.dflash.drafts is None:
+    if dflash.drafts is None:
         raise FileError(f"{path}: the drafter's block_size is missing")
-    return facts.dflash.drafts
+    blocks = None if model.block_count is None else model.block_count - model.nextn_predict_layers
+    own, other = (dflash.target_embedding, dflash.target_vocabulary), (model.embedding_length, model.vocab_size)
+    unlike = any(None not in pair and pair[0] != pair[1] for pair in zip(own, other, strict=True))
+    if unlike or (dflash.target_blocks is not None and blocks is not None and blocks < dflash.target_blocks):
+        parts = zip(("embedding", "vocabulary"), other, strict=True)
+        found = ", ".join(f"{label} {value:,}" for label, value in parts if value is not None)
+        raise FileError(f"{path} drafts for {dflash.fits}, and this model has {found}, {blocks} blocks")
+    return dflash.drafts
 
 
 def _has_head(facts: Facts) -> bool:

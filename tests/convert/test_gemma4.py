@@ -243,7 +243,8 @@ def test_what_a_drafter_s_config_says_wins(tmp_path):
 def test_dspark_s_backbone_of_gemma_4_is_refused_by_name(tmp_path, capsys):
     config = dflash_checkpoint.config_with(architectures=["Gemma4DSparkModel"], markov_rank=8)
     args = [str(dflash_checkpoint.save(tmp_path, config)), str(tmp_path / "out.gguf")]
-    assert "architectures: Gemma4DSparkModel is not" in hf.failure(args, capsys)
+    message = hf.failure(args, capsys)
+    assert "architectures: Gemma4DSparkModel, a DSpark drafter with layers like Gemma 4's own, is not DFlash" in message
 
 
 # ---- RoPE's factors, assistants, types

@@ -237,6 +237,7 @@ def test_a_drafter_tells_its_settings(facts_of, tmp_path, prefix):
         "causal_pattern": None,
         "final_logit_softcapping": None,
         "embedding_scale": None,
+        "target_architecture": prefix.split("-")[0] if "-dflash-draft" in prefix else None,
         "target_embedding": None,
         "target_vocabulary": None,
         "target_blocks": 62,

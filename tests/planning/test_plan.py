@@ -11,7 +11,7 @@ import pytest
 
 import luce
 from luce.decode.loop import MAX_ROWS
-from luce.errors import ArgumentError, ContextFull, UnsupportedError
+from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
 from luce.files.probe import probe
 from luce.native import File
 from luce.native.structs import EngineParams, Memory
@@ -136,11 +136,30 @@ def files(facts):
 @pytest.mark.parametrize("drafts", [6, 7, 8])
 def test_a_block_has_as_many_drafts_as_its_file_says(files, drafts):
     """A drafter whose anchor's row drafts too has one more than others with the same rows."""
-    block = SimpleNamespace(block_size=8, drafts=drafts)
+    unsaid = dict.fromkeys(("target_embedding", "target_vocabulary", "target_blocks"))
+    block = SimpleNamespace(block_size=8, drafts=drafts, **unsaid)
     drafter = "d.gguf", replace(files["drafter"], dflash=block)
     made = plan(files["plain"], Options(spec="dflash"), drafter=drafter)
     assert made.draft.block == drafts and f"all {drafts} drafts of its block" in made.reasons["draft"]
     assert plan(files["plain"], Options(), drafter=drafter).draft.block == drafts
+
+
+def test_a_drafter_of_another_model_is_refused_with_what_it_fits(files):
+    """Whatever of it is unlike the model's, the error says all that it drafts for, and what the model is."""
+    model = files["plain"]
+    like = {"target_embedding": model.embedding_length, "target_vocabulary": model.vocab_size,
+            "target_blocks": model.block_count}  # fmt: skip
+    for key in (None, *like):
+        block = SimpleNamespace(drafts=7, fits="models of some kind", **like | ({key: like[key] + 1} if key else {}))
+        drafter = "d.gguf", replace(files["drafter"], dflash=block)
+        for options in (Options(spec="dflash"), Options()):
+            if key is None:
+                assert plan(model, options, drafter=drafter).draft.block == 7
+                continue
+            with pytest.raises(FileError) as error:
+                plan(model, options, drafter=drafter)
+            found = f"embedding {model.embedding_length:,}, vocabulary {model.vocab_size:,}, {model.block_count} blocks"
+            assert str(error.value) == f"d.gguf drafts for models of some kind, and this model has {found}"
 
 
 GAMMAS = (None, 0, 1, 2, MAX_GAMMA)

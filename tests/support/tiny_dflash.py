@@ -11,10 +11,12 @@ import box_model
 import gguf
 import numpy as np
 import tiny
+import tiny_gemma4
 from tiny import Config, Weights
 
-from luce.bench.oracle_tokenizer import add_tokenizer
+from luce.bench.oracle_tokenizer import add_gemma4_tokenizer, add_tokenizer
 from luce.convert import hf_dflash
+from luce.convert.gemma4_layout import Config as Gemma4
 from luce.convert.hf_dflash import DFlash, Yarn
 
 MASK = 300  # No text has this token.
@@ -25,13 +27,13 @@ class Case:
     """A case is a target and a drafter of it. `own` says which of token_embd.weight, output.weight and d2t it
     has."""
 
-    target: Config
+    target: Config | Gemma4
     drafter: DFlash
     seed: int
     own: tuple[str, ...] = ()
 
 
-def drafter(target: Config, **changes: object) -> DFlash:
+def drafter(target: Config | Gemma4, **changes: object) -> DFlash:
     """Returns a drafter of two layers over the second and the last but one block, with blocks of 16 that are
     not causal."""
     made = DFlash(
@@ -64,6 +66,17 @@ CASES: dict[str, Case] = {
                         yarn=Yarn(2.5, 64, 1.7, 16.0, 2.0)), 24),
 }  # fmt: skip
 
+# As z-lab's for Gemma 4: windows in all layers but the last, which are causal, and neither scale nor cap in the file.
+_SLIDING = {"sliding": (True, True, False), "causal": (True, True, False), "window": 9, "n_layer": 3, "block_size": 8}
+_DENSE, _PER_LAYER, _UNTIED = (tiny_gemma4.CASES[name] for name in ("dense", "per-layer", "untied"))
+GEMMA4: dict[str, Case] = {
+    "dense": Case(_DENSE[0], drafter(_DENSE[0], target_layer_ids=(1, 3, 5), **_SLIDING), _DENSE[1]),
+    "per-layer": Case(_PER_LAYER[0], drafter(_PER_LAYER[0], target_layer_ids=(0, 2, 5, 8), n_head=4, n_head_kv=2,
+                                             head_dim=128, rope_dim=128, n_layer=2, causal=(False,)), _PER_LAYER[1]),
+    "untied": Case(_UNTIED[0], drafter(_UNTIED[0], target_layer_ids=(0, 1, 3), **_SLIDING), _UNTIED[1],
+                   ("token_embd.weight",)),
+}  # fmt: skip
+
 # This is the drafter in the box, as its file says (test_dflash_goldens).
 BOX = drafter(
     box_model.CONFIG, n_layer=4, n_ff=768, n_head=4, n_head_kv=2, target_layer_ids=(1, 4, 6, 9),
@@ -84,7 +97,20 @@ def weights(case: Case) -> Weights:
             made[name] = rng.uniform(-0.5, 0.5, *shape)
         else:
             made[name] = rng.matrix(*shape, gain=2.0 if name.startswith("output") else 1.0)
+    if isinstance(case.target, Gemma4):
+        _suit(made, case.target)
     return made
+
+
+def _suit(made: Weights, target: Gemma4) -> None:
+    """Makes the largest logits be about the target's cap, which has small embeddings, and what layers add large beside
+    the mask's embedding."""
+    for name in made:
+        if name.endswith(("attn_output.weight", "ffn_down.weight")):
+            made[name] *= 3
+    made["output_norm.weight"] *= np.float32(0.25 * (target.softcap or 12.0) / (0.8 * 3**-0.5))
+    if "token_embd.weight" in made:  # It is used as the output matrix too.
+        made["token_embd.weight"] *= np.float32(1.6 * target.n_embd**-0.5)
 
 
 def write(
@@ -101,8 +127,13 @@ def write(
     changes what is written."""
     w = gguf.GGUFWriter(path, arch)
     c = case.drafter
-    hf_dflash.add_keys(w, c, f"tiny-{path.stem}", file_type=0, m_rope=True)
-    add_tokenizer(w, c.n_vocab)
+    gemma4 = isinstance(case.target, Gemma4)
+    hf_dflash.add_keys(w, c, f"tiny-{path.stem}", file_type=0, m_rope=not gemma4)
+    if gemma4:
+        add_gemma4_tokenizer(w, c.n_vocab)
+    else:
+        add_tokenizer(w, c.n_vocab)
+    w.kv_data[0].pop(gguf.Keys.Tokenizer.MASK_ID, None)  # Gemma 4's tokenizer has one.
     w.add_mask_token_id(c.mask_token_id or 0)
     keys(w.kv_data[0])
     for name, x in tensors.items():
@@ -118,7 +149,12 @@ def write(
     return path
 
 
+def write_target(path: Path, case: Case) -> Path:
+    if isinstance(case.target, Gemma4):
+        return tiny_gemma4.write(path, case.target, tiny_gemma4.layout(case.target, case.seed))
+    return tiny.write(path, case.target, tiny.layout(case.target, case.seed))
+
+
 def files(folder: Path, case: Case) -> tuple[Path, Path]:
     """Returns the target's file and the drafter's."""
-    target = tiny.write(folder / "target.gguf", case.target, tiny.layout(case.target, case.seed))
-    return target, write(folder / "drafter.gguf", case, weights(case))
+    return write_target(folder / "target.gguf", case), write(folder / "drafter.gguf", case, weights(case))

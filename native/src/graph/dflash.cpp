@@ -1,7 +1,8 @@
 // Reads a DFlash, DFlash2 or DSpark drafter from a file's names to hyperparameters and checked tensors. It reads
 // llama.cpp's layout (architecture dflash) and the older ones (dflash-draft, which the target's architecture and a dash
 // may precede), whose keys may have `dflash.` before their name and whose tensors may begin with it. Nothing that a file
-// leaves out is guessed. What luce does not implement is refused by name: dropped in silence, it would show as low
+// leaves out is guessed: what it has no key for is as its target has it, or in the older layouts as the checkpoints have it
+// that they are made of. What luce does not implement is refused by name: dropped in silence, it would show as low
 // acceptance and nothing else.
 //
 // The graphs stand at the end:
@@ -97,6 +98,10 @@ struct Found {
         return arch + "." + name;
     }
     bool has(const char *name) const { return file.find(key(name)) != nullptr; }
+    float number_or(const char *name, float fallback) const {
+        return has(name) ? float(file.number(key(name))) : fallback;
+    }
+    bool older() const { return arch != "dflash"; } // the layout
     uint32_t size(const char *name, int64_t hi) const { return uint32_t(file.integer(key(name), 1, hi)); }
     // Returns a tensor's full name: the first of these that the file has, else the first.
     std::string tensor(std::initializer_list<const char *> names) const {
@@ -115,6 +120,10 @@ struct Found {
     }
 };
 
+bool is_end_of(const std::string &name, const std::string &end) {
+    return name.size() > end.size() && name.compare(name.size() - end.size(), end.size(), end) == 0;
+}
+
 // Refuses keys of kin of DFlash and of features that luce has no graph for, unless they have the value that
 // means none.
 void refuse_keys(const Found &f) {
@@ -132,6 +141,21 @@ void refuse_keys(const Found &f) {
     if (f.has("hidden_act") && f.file.string(f.key("hidden_act")) != "silu") {
         f.refuse("key " + f.key("hidden_act") + " is '" + f.file.string(f.key("hidden_act")) +
                  "': luce implements silu");
+    }
+}
+
+// Refuses drafters whose layers are like Gemma 4's own (DeepSpec has DSpark with them): normed behind attention and FFN too.
+void refuse_layers(const Found &f) {
+    for (const GgufTensor &t : f.file.tensors()) {
+        for (const char *name :
+             {".post_attention_norm.weight", ".post_ffw_norm.weight", ".layer_output_scale.weight"}) {
+            if (is_end_of(t.name, name)) {
+                f.refuse("tensor " + t.name +
+                         ": the drafter has layers like Gemma 4's own, with norms behind attention " +
+                         "and FFN: luce drafts with layers like Qwen3's alone, as DFlash drafters of Gemma 4 "
+                         "have them");
+            }
+        }
     }
 }
 
@@ -182,9 +206,10 @@ std::vector<bool> pattern(const Found &f, const char *name, uint32_t n_layer) {
     return std::vector<bool>(values.begin(), values.end());
 }
 
-// Says which layers' blocks are causal, by one key for all or by a pattern. Without either none is, as in
-// llama.cpp.
-std::vector<bool> causal_layers(const Found &f, uint32_t n_layer) {
+// Says which layers' blocks are causal, by one key for all or by a pattern. Without either none is, as in llama.cpp. The
+// older layouts have no such key: as their checkpoints' code has it, layers with a window are causal.
+std::vector<bool> causal_layers(const Found &f, const std::vector<uint32_t> &window) {
+    const uint32_t n_layer = uint32_t(window.size());
     if (f.has("attention.causal_pattern")) {
         if (f.has("attention.causal")) {
             f.bad("keys " + f.key("attention.causal") + " and " + f.key("attention.causal_pattern") +
@@ -192,19 +217,28 @@ std::vector<bool> causal_layers(const Found &f, uint32_t n_layer) {
         }
         return pattern(f, "attention.causal_pattern", n_layer);
     }
+    if (f.older() && !f.has("attention.causal")) {
+        return std::vector<bool>(window.begin(), window.end());
+    }
     return std::vector<bool>(n_layer, f.file.integer_or(f.key("attention.causal"), 0, 0, 1) != 0);
 }
 
-// Returns the window of each layer, which is 0 where it sees everything.
+// Returns the window of each layer, which is 0 where it sees everything. Where a file of an older layout does not say which
+// layers slide, all but the last do, as in the checkpoints.
 std::vector<uint32_t> windows(const Found &f, uint32_t n_layer) {
     std::vector<uint32_t> out(n_layer, 0);
     const int64_t window = f.file.integer_or(f.key("attention.sliding_window"), 0, 0, int64_t(1) << 30);
     if (window > 0) {
-        if (!f.has("attention.sliding_window_pattern")) {
+        const bool said = f.has("attention.sliding_window_pattern");
+        if (!said && !f.older()) {
             f.bad("key " + f.key("attention.sliding_window_pattern") +
                   " is missing, and attention.sliding_window is not 0");
         }
-        const std::vector<bool> sliding = pattern(f, "attention.sliding_window_pattern", n_layer);
+        std::vector<bool> sliding(n_layer, true);
+        sliding.back() = false;
+        if (said) {
+            sliding = pattern(f, "attention.sliding_window_pattern", n_layer);
+        }
         for (uint32_t i = 0; i < n_layer; i++) {
             out[i] = sliding[i] ? uint32_t(window) : 0;
         }
@@ -365,10 +399,8 @@ void read_ends(WeightReader &r, const Found &f, const HParams &trunk, const Weig
 // Says whether general.architecture is that of a DFlash drafter, in any of its layouts.
 bool is_dflash(const GgufFile &file) {
     const std::string architecture = file.string("general.architecture");
-    const std::string older = "dflash-draft", end = "-" + older;
-    return architecture == "dflash" || architecture == older ||
-           (architecture.size() > end.size() &&
-            architecture.compare(architecture.size() - end.size(), end.size(), end) == 0);
+    return architecture == "dflash" || architecture == "dflash-draft" ||
+           is_end_of(architecture, "-dflash-draft");
 }
 
 std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams &trunk,
@@ -377,6 +409,7 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     if (!is_dflash(file)) {
         f.bad("architecture " + f.arch + " is not that of a DFlash drafter");
     }
+    refuse_layers(f);
     refuse_keys(f);
     check_target(f, trunk);
     auto d = std::make_shared<DFlash>();
@@ -389,22 +422,12 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     d->taps = read_taps(f, trunk.n_layer);
     d->mask_token = read_mask_token(f, trunk.n_vocab);
     d->rms_eps = float(file.number(f.key("attention.layer_norm_rms_epsilon")));
-    // This file has to give scales and caps: no default stands for them.
-    const bool gemma = f.arch == "gemma4-dflash-draft";
-    d->embedding_scale =
-        gemma || f.has("embedding_scale") ? float(file.number(f.key("embedding_scale"))) : 1.0f;
-    d->softcap = gemma || f.has("final_logit_softcapping")
-                     ? float(file.number(f.key("final_logit_softcapping")))
-                     : 0.0f;
-    d->logit_scale = f.has("logit_scale") ? float(file.number(f.key("logit_scale"))) : 1.0f;
-    if (!(d->rms_eps > 0) || d->softcap < 0) {
-        f.bad("the RMS epsilon must be positive and final_logit_softcapping not negative");
-    }
+    d->logit_scale = f.number_or("logit_scale", 1);
     const uint32_t n_layer = f.size("block_count", 1024);
     const int64_t E = trunk.n_embd, FF = f.size("feed_forward_length", 1 << 20);
     const AttentionShape shape = read_attention(f);
-    const std::vector<bool> causal = causal_layers(f, n_layer);
     const std::vector<uint32_t> window = windows(f, n_layer);
+    const std::vector<bool> causal = causal_layers(f, window);
     const auto [taps, group] = conv_sizes(f, trunk.n_embd);
     for (uint32_t il = 0; il < n_layer && taps > 0; il++) { // DFlash2's windows end ahead of a row, too
         if (!causal[il] && window[il] > 0 && window[il] < d->n_block) {
@@ -431,6 +454,13 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     }
     d->norm = r.f32(f.tensor({"output_norm.weight", "dflash.output_norm.weight", "dflash.norm.weight"}), {E});
     read_ends(r, f, trunk, weights, *d);
+    // The target's embedding and output matrix are used as the target uses them.
+    const bool has_embedding = d->token_embd != weights.token_embd, has_output = d->output != weights.output;
+    d->embedding_scale = f.number_or("embedding_scale", has_embedding ? 1 : trunk.embedding_scale);
+    d->softcap = f.number_or("final_logit_softcapping", has_output ? 0 : trunk.logit_softcap);
+    if (!(d->rms_eps > 0) || d->softcap < 0) {
+        f.bad("the RMS epsilon must be positive and final_logit_softcapping not negative");
+    }
     d->pairs = read_pairs(r, f, E, d->output->ne[1], trunk.n_vocab);
     d->form = d->pairs ? Candidates::conditional : Candidates::independent;
     d->n_list = d->pairs ? d->pairs->k : 0;

@@ -54,6 +54,7 @@ HParams gemma4_hparams(const GgufFile &file) {
     hp.n_layer = u("block_count", 1, 1024);
     hp.n_ctx_train = u("context_length", 1, int64_t(1) << 30);
     hp.n_embd = u("embedding_length", 1, 1 << 20);
+    hp.embedding_scale = std::sqrt(float(hp.n_embd));
     hp.rms_eps = float(file.number(p + "attention.layer_norm_rms_epsilon"));
     const std::string cap = p + "final_logit_softcapping";
     hp.logit_softcap = file.find(cap) != nullptr ? float(file.number(cap)) : 0;
@@ -248,7 +249,7 @@ void build_gemma4(Plain &g) {
     const Weights &w = g.model.weights();
     const Gemma4 &own = static_cast<const Gemma4 &>(*w.own);
     const float eps = g.model.hparams().rms_eps;
-    Val x = scale(embed(g, w.token_embd), std::sqrt(float(g.model.hparams().n_embd))); // {E, T}
+    Val x = scale(embed(g, w.token_embd), g.model.hparams().embedding_scale); // {E, T}
     const Val embeddings = own.P > 0 ? layer_embeddings(x, own, eps) : Val{};
     std::map<bool, Val> cells; // those that sliding layers, and global ones, read last
     std::vector<Val> outputs; // of the blocks

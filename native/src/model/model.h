@@ -130,6 +130,7 @@ struct HParams {
     // What luce has to have kernels for: of each block, the trunk's and then the heads', its mixer.
     std::vector<std::variant<AttentionShape, DeltaNetShape>> mixers;
     uint32_t n_ff = 0; // the FF of a dense block, where all have the same
+    float embedding_scale = 1; // it multiplies embeddings of tokens ahead of the first block
     float logit_softcap = 0; // logits z become softcap * tanh(z / softcap); 0 means that they do not
     MoeShape moe; // with n_expert 0 the model is dense
 };

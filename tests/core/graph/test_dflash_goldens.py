@@ -3,7 +3,7 @@ the K and V of the context, and the logits of a block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import box_model
@@ -15,11 +15,12 @@ import ref
 import tiny_dflash
 from checkout import GOLDENS
 from tiny import Config
-from tiny_dflash import BOX, CASES
+from tiny_dflash import BOX, CASES, GEMMA4
 
+from luce.convert.gemma4_layout import Config as Gemma4
 from luce.convert.hf_dflash import DFlash
 from luce.files.probe import probe
-from luce.native import File, Library, Source
+from luce.native import File, Library, Model, Source
 from luce.native import Sequence as Timeline
 
 # It is the largest error with F32 weights and f32 KV, of logits with standard deviations of 1.7 to 3.
@@ -46,14 +47,15 @@ def files(tmp_path: Path) -> Callable[[str], Files]:
     return make
 
 
-def context_of(sequence: Timeline, target: Config, c: DFlash, n: int) -> np.ndarray:
+def context_of(sequence: Timeline, target: Config | Gemma4, c: DFlash, n: int) -> np.ndarray:
     """Returns (layers, 2, n, Hkv, D) F32 of a dump, which comes before the recurrent state, the last part.
     The n positions are of one page, which is dumped head by head."""
     size = c.n_layer * 2 * n * c.n_head_kv * c.head_dim
-    recurrent = sum(target.is_recurrent(i) for i in range(target.n_layer))
-    state = target.state_size**2 * target.n_v_head + 3 * target.conv_dim
-    data = np.frombuffer(sequence.dump()[: -4 * recurrent * state], np.uint8)
-    heads = data[-4 * size :].view(np.float32).reshape(c.n_layer, 2, c.n_head_kv, n, c.head_dim)
+    data, state = np.frombuffer(sequence.dump(), np.uint8), 0
+    if isinstance(target, Config):
+        recurrent = sum(target.is_recurrent(i) for i in range(target.n_layer))
+        state = recurrent * (target.state_size**2 * target.n_v_head + 3 * target.conv_dim)
+    heads = data[len(data) - 4 * (size + state) : len(data) - 4 * state].view(np.float32).reshape(c.n_layer, 2, c.n_head_kv, n, c.head_dim)
     return heads.swapaxes(2, 3)
 
 
@@ -81,11 +83,32 @@ def test_context_and_blocks_are_those_of_the_published_code(
     golden = dict(np.load(GOLDENS / f"dflash-{name}.npz"))
     target, c, model_path, drafter_path = files(name)
     model = drive.open_model(native, model_path, device, drafter=drafter_path)
-    sequence = drive.open_sequence(model, n_ctx=128, blocks=1)
-    prompt, anchor, at = golden["prompt"].tolist(), int(golden["anchor"]), golden["at"]
     tensors = tiny_dflash.weights(CASES[name]) if name in CASES else {}
     expected = full(c, golden["logits"], tensors.get("d2t"))
     bound = CPU_BOUND if device == "cpu" else drive.CUDA_BOUND
+    worst, worst_context = errors_of(model, target, c, golden, expected)
+    record_property("max_abs_logit_error", worst)
+    record_property("max_abs_context_error", worst_context)
+    assert worst <= bound and worst_context <= bound
+
+
+@pytest.mark.parametrize("name", GEMMA4)
+def test_drafters_beside_gemma_4_are_those_of_the_published_code(name: str, native: Library, tmp_path: Path) -> None:
+    """Their files say neither how embeddings are scaled nor how logits are capped: both are as the target does it. It
+    runs on a CPU alone."""
+    golden, case = dict(np.load(GOLDENS / f"dflash-gemma4-{name}.npz")), GEMMA4[name]
+    target, drafter = tiny_dflash.files(tmp_path, case)
+    model = drive.open_model(native, target, drafter=drafter)
+    errors = errors_of(model, case.target, case.drafter, golden, golden["logits"])
+    assert max(errors) <= CPU_BOUND
+
+
+def errors_of(
+    model: Model, target: Config | Gemma4, c: DFlash, golden: Mapping[str, np.ndarray], expected: np.ndarray
+) -> tuple[float, float]:
+    """Returns the largest error of a block's logits, and that of the context's K and V."""
+    sequence = drive.open_sequence(model, n_ctx=128, blocks=1)
+    prompt, anchor, at = golden["prompt"].tolist(), int(golden["anchor"]), golden["at"]
     worst_context = worst = 0.0
     for width in (0, 1, 7):  # It is a prefill, or verifies of so many rows.
         sequence.reset()
@@ -103,9 +126,7 @@ def test_context_and_blocks_are_those_of_the_published_code(
         drafts = [0, *sequence.drafted(c.block_size - 1)]  # The anchor's row has none.
         best = zip(golden["rows"], logits.argmax(-1), strict=True)
         assert all(row == 0 or drafts[row] == token for row, token in best)
-    record_property("max_abs_logit_error", worst)
-    record_property("max_abs_context_error", worst_context)
-    assert worst <= bound and worst_context <= bound
+    return worst, worst_context
 
 
 def test_cases_differ_where_it_matters() -> None:
@@ -117,6 +138,12 @@ def test_cases_differ_where_it_matters() -> None:
     assert len({c.block_size for c in drafters}) == 3
     assert any("d2t" in case.own for case in CASES.values())
     assert any(case.drafter.target_layer_ids[-1] == case.target.n_layer - 1 for case in CASES.values())
+    beside_gemma = GEMMA4.values()
+    assert all(case.drafter.embedding_scale is case.drafter.softcap is None for case in beside_gemma)
+    assert any(case.target.n_shared_kv for case in beside_gemma) and any(case.own for case in beside_gemma)
+    for name, case in GEMMA4.items():
+        if not case.own:  # The cap bends the largest logits.
+            assert np.abs(np.load(GOLDENS / f"dflash-gemma4-{name}.npz")["logits"]).max() > 0.6 * case.target.softcap
 
 
 def test_the_box_is_as_its_golden_takes_it() -> None:
@@ -130,13 +157,14 @@ def test_the_box_is_as_its_golden_takes_it() -> None:
         assert np.isclose(reader.fields[f"dflash.{key}"].contents(), value, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(f"gemma4-{name}" for name in GEMMA4)])
 def test_goldens_are_what_torch_computes(name: str) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     import make_dflash_goldens
 
-    made, golden = make_dflash_goldens.of_case(CASES[name]), dict(np.load(GOLDENS / f"dflash-{name}.npz"))
+    case = CASES[name] if name in CASES else GEMMA4[name.removeprefix("gemma4-")]
+    made, golden = make_dflash_goldens.of_case(case), dict(np.load(GOLDENS / f"dflash-{name}.npz"))
     assert made.keys() == golden.keys()
     for key, value in golden.items():
         assert np.allclose(made[key], value, atol=1e-4), key
