@@ -4,9 +4,9 @@ PyTorch code, F32 on the CPU, for the random drafters of tests/support/tiny_dfla
 torch and transformers; run it after changing CASES or GEMMA4: python tools/make_dflash_goldens.py
 
 DFlashDraftModel below has the published model's names and order of operations over transformers' Qwen3 parts
-(z-lab/dflash, dflash/model.py). The residual streams are those of transformers' Qwen3_5ForCausalLM or Gemma4ForCausalLM,
-of the box those of tests/support/ref.py, which is checked against it. Beside Gemma 4, embeddings are what the target's own
-module gives, which scales them, and logits are capped as the target caps its own.
+(z-lab/dflash, dflash/model.py). The residual streams are those of transformers' Qwen3_5ForCausalLM or
+Gemma4ForCausalLM, of the box those of tests/support/ref.py, which is checked against it. Beside Gemma 4, embeddings are
+what the target's own module gives, which scales them, and logits are capped as the target caps its own.
 
 Each file: prompt (T,), anchor; positions `at`, where k and v (layers, len(at), Hkv, D) of the context are
 kept; logits (rows, V or the drafter's own vocabulary) of the block's rows `rows`.

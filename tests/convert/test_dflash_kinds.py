@@ -477,7 +477,7 @@ def test_an_embedding_alone_would_serve_as_the_head(tmp_path, target, capsys):
         ("RadixArk", {"inside": {"projector_type": "domino"}}, "projector_type is 'domino': a Domino drafter, whose"),
         ("RadixArk", {"inside": {"projector_type": "other"}}, "key projector_type is 'other'"),
         ("z-lab", {"architectures": ["DominoDraftModel"]}, "DominoDraftModel, a Domino drafter"),
-        ("deepseek-ai", {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel, a DSpark drafter with layers like"),
+        ("deepseek-ai", {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel, a DSpark drafter with layers"),
         ("RadixArk", {"architectures": ["Lfm2DSparkDraftModel"]}, "Lfm2DSparkDraftModel is not DFlashDraftModel"),
         ("RadixArk", {"model_type": "deepseek_v4"}, "key model_type is 'deepseek_v4': luce implements 'qwen3'"),
         ("RedHatAI", {"speculators_model_type": "eagle3"}, "key speculators_model_type is 'eagle3'"),

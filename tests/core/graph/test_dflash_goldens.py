@@ -55,8 +55,8 @@ def context_of(sequence: Timeline, target: Config | Gemma4, c: DFlash, n: int) -
     if isinstance(target, Config):
         recurrent = sum(target.is_recurrent(i) for i in range(target.n_layer))
         state = recurrent * (target.state_size**2 * target.n_v_head + 3 * target.conv_dim)
-    heads = data[len(data) - 4 * (size + state) : len(data) - 4 * state].view(np.float32).reshape(c.n_layer, 2, c.n_head_kv, n, c.head_dim)
-    return heads.swapaxes(2, 3)
+    heads = data[len(data) - 4 * (size + state) : len(data) - 4 * state].view(np.float32)
+    return heads.reshape(c.n_layer, 2, c.n_head_kv, n, c.head_dim).swapaxes(2, 3)
 
 
 def error(found: np.ndarray, expected: np.ndarray) -> float:

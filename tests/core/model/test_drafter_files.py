@@ -87,8 +87,8 @@ def test_older_layouts_draft_the_same(arch: str, native: Library, target: Path, 
 
 
 def luceboxs(keys: Keys) -> None:
-    """Leaves what lucebox's files for Gemma 4 have: a window without a pattern, taps counted from 0, the mask token, and
-    neither a tokenizer nor a key of causality, nor a scale of embeddings."""
+    """Leaves what lucebox's files for Gemma 4 have: a window without a pattern, taps counted from 0, the mask token,
+    and neither a tokenizer nor a key of causality, nor a scale of embeddings."""
     taps, mask = keys["dflash.target_layers"], keys[MASK_KEY]
     gone = ("target_layers", "attention.causal_pattern", "attention.sliding_window_pattern")
     for key in [key for key in keys if key.startswith("tokenizer.") or key in [f"dflash.{name}" for name in gone]]:
