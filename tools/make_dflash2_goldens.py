@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/dflash2*.npz and dspark*.npz: what DFlash2 and DSpark drafters compute, F32 on the CPU, for the
-random drafters of tests/support/tiny_dflash2.py. Needs torch and transformers; run it after changing CASES:
+random drafters of tests/support/tiny_dflash2.py. Needs torch and transformers; run it after changing them:
 python tools/make_dflash2_goldens.py
 
 The equations are those of z-lab's dflash 0.1.0 (DFlash2DraftModel) and of DeepSpec (Qwen3DSparkModel), which agree with
-them to 2e-5. The target's residual streams are those of transformers' Qwen3_5ForCausalLM.
+them to 2e-5; attention sinks are as in transformers' GptOss. The target's residual streams are those of transformers'
+Qwen3_5ForCausalLM.
 
 Each file: prompt (T,), anchor; positions `at`, where k and v (layers, len(at), Hkv, D) of the context are kept; logits
 (rows, V or the drafter's own vocabulary) of the block, before what a draft adds to those of the next; path (n,), the
@@ -38,7 +39,7 @@ import tiny_dflash2
 import torch
 import torch.nn.functional as F
 from make_goldens import build
-from tiny_dflash2 import CASES, More
+from tiny_dflash2 import CASES, CPU_CASES, More
 from torch import Tensor
 
 N_PROMPT = 40
@@ -105,6 +106,9 @@ class Block:
         if c.sliding[layer]:
             hidden = hidden | ((query - key).abs() >= c.window)
         scores = (q @ k.transpose(1, 2) / c.head_dim**0.5).masked_fill(hidden, -torch.inf)
+        if self.case.sinks:  # A score more of each head, whose share of the softmax has no value.
+            sinks = self.w[f"{p}sinks.weight"].view(-1, 1, 1).expand(-1, len(x), 1)
+            scores, v = torch.cat([scores, sinks], -1), torch.cat([v, torch.zeros_like(v[:, :1])], 1)
         return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ self.w[f"{p}output.weight"].T
 
     def ffn(self, x: Tensor, layer: int) -> Tensor:
@@ -172,7 +176,7 @@ def of_case(case: More) -> dict[str, np.ndarray]:
 def main() -> None:
     out = arguments().out
     torch.set_num_threads(1)
-    for name, case in CASES.items():
+    for name, case in (CASES | CPU_CASES).items():
         made, path = of_case(case), out / f"{name}.npz"
         np.savez_compressed(path, **made)
         unlike = made["path"] != made["candidates"][:, 0]

@@ -25,7 +25,7 @@ U32, F32, BOOL = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.FLOAT32, gguf.GGU
 class Parts:
     """What a file has beside a DFlash drafter: convolutions of so many `taps` over groups of `group` values; a selector
     of this `rank` over the `top_k` best, or with `markov` a Markov head of the rank; whether it says that the anchor's
-    row drafts; a scale of logits; a confidence head."""
+    row drafts; a scale of logits; a confidence head; attention sinks."""
 
     rank: int = 0
     taps: int = 0
@@ -35,6 +35,7 @@ class Parts:
     from_anchor: bool | None = None
     logit_scale: float = 1.0
     confidence: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,13 @@ CASES: dict[str, More] = {
              ("token_embd.weight", "output.weight", "d2t")),
         rank=32, markov=True, from_anchor=False, confidence=True),
 }  # fmt: skip
+# No GPU runs these.
+CPU_CASES: dict[str, More] = {
+    "dspark-sinks": More(
+        base=Case(WIDE, drafter(WIDE, n_layer=3, n_head=6, n_head_kv=2, target_layer_ids=(1, 2, 4), block_size=7,
+                           causal=(True, False, False), window=9, sliding=(True, True, False)), 37),
+        rank=16, markov=True, sinks=True),
+}  # fmt: skip
 
 
 def tensor_shapes(parts: Parts, c: DFlash) -> dict[str, tuple[int, ...]]:
@@ -88,6 +96,8 @@ def tensor_shapes(parts: Parts, c: DFlash) -> dict[str, tuple[int, ...]]:
         for part in ("attn", "ffn"):
             shapes[f"blk.{i}.{part}_conv_base"] = (2, parts.taps, e)
             shapes[f"blk.{i}.{part}_conv_proj.weight"] = (2 * parts.taps * e // parts.group, e)
+    if parts.sinks:
+        shapes |= {f"blk.{i}.attn_sinks.weight": (c.n_head,) for i in range(c.n_layer)}
     if parts.markov:
         shapes |= {"markov_w1.weight": (c.n_vocab, rank), "markov_w2.weight": (c.n_vocab_draft, rank)}
     elif rank:
@@ -105,6 +115,8 @@ def weights(case: More) -> Weights:
             made[name][:, 0] += 0.8
         elif name.endswith("_conv_proj.weight"):
             made[name] = rng.matrix(*shape, gain=0.4)
+        elif name.endswith("attn_sinks.weight"):  # Scores are of about this size.
+            made[name] = rng.uniform(-1, 4, *shape)
         elif name.startswith("conf_proj"):
             made[name] = rng.uniform(-0.1, 0.1, *shape)
         elif name == "selector_hidden.weight":

@@ -309,6 +309,8 @@ struct AttentionArgs {
     // So many layers of the step have taken the plan before this one, fewer than PLAN_LAYERS. A plan serves one launch for each
     // number: a second one would find that all units were taken.
     int32_t layer;
+    // Null, or [H] of each head a score without a value, which takes its part of the softmax. No CUDA kernel has it.
+    const float *sinks;
 };
 // Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages, and pool.D
 // and .type alone.

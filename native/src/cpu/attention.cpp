@@ -302,11 +302,20 @@ struct Unit {
     void finish() const {
         for (int p = begin; p < end; p++) {
             const int row = seq.row0 + p / G, q_head = head * G + p % G;
-            const float sum = sums[end - begin + p - begin].sum;
+            const Sums &s = sums[end - begin + p - begin];
             const float *in = total + int64_t(p - begin) * D;
             float *out = a.out + (int64_t(row) * a.H + q_head) * D;
-            for (int d = 0; d < D; d++) {
-                out[d] = sum == 0 ? 0.0f : in[d] / sum;
+            if (a.sinks == nullptr) {
+                for (int d = 0; d < D; d++) {
+                    out[d] = s.sum == 0 ? 0.0f : in[d] / s.sum;
+                }
+            } else {
+                const float sink = a.sinks[q_head], most = s.max > sink ? s.max : sink;
+                const float shrink = exponential(s.max - most);
+                const float sum = std::fma(s.sum, shrink, exponential(sink - most));
+                for (int d = 0; d < D; d++) {
+                    out[d] = in[d] * shrink / sum;
+                }
             }
             if (a.gate != nullptr) {
                 const float *gate = a.gate + row * a.gate_row + q_head * a.gate_head;

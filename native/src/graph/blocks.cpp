@@ -56,7 +56,7 @@ Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, bool bloc
     if (!w.gated) {
         const Val cells = write_kv(x, w, kv, eps);
         const Val q = rope(head_norm(matmul(x, w.q), w.q_norm, eps), w.shape); // {D*H, T}
-        return matmul(attend(q, cells, w.shape, block), w.out); // {E, T}
+        return matmul(attend(q, cells, w.shape, block, w.sinks), w.out); // {E, T}
     }
     const auto [q_gate, k, v] = matmul(x, {w.q, w.k, w.v});
     const auto [q, gate] = split_heads(q_gate, w.shape); // {D*H, T} each

@@ -9,7 +9,7 @@
 //   context   F = RMS(fc [outputs of the tapped blocks]) * hidden_norm of each committed position; a layer's K and V
 //             are k_norm(Wk F), rotated to the position, and Wv F, without the layer's own norm
 //   block     rows [anchor, mask, mask ..] at the anchor's position and those after it; a layer's rows see the context
-//             and, where it is not causal, all of the block; row i predicts the token at its own position, or where the
+//             and, where it is not causal, all of the block, and a layer may have sinks; row i predicts the token at its own position, or where the
 //             anchor's row drafts too, at the next one
 //   DFlash2   has convolutions over a block's rows around attention and FFN, and a selector: of each row the K best logits
 //             z, of which one is taken by z(b) + A[a] . U . B[b] behind the token a of the row before, U of the row itself
@@ -298,6 +298,7 @@ DFlashLayer read_layer(WeightReader &r, const AttentionShape &shape, int64_t E, 
     layer.attn_norm = r.f32(p + "attn_norm.weight", {E});
     layer.ffn_norm = r.f32(p + "ffn_norm.weight", {E});
     layer.attention = read_attention(r, p, shape, E, /*gated=*/false);
+    layer.attention.sinks = r.f32(p + "attn_sinks.weight", {shape.n_head}, false);
     layer.ffn = read_ffn(r, p, E, FF);
     return layer;
 }
@@ -446,6 +447,10 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     for (uint32_t il = 0; il < n_layer; il++) {
         d->layers.push_back(read_layer(r, shape, E, FF, il));
         const std::string prefix = "blk." + std::to_string(il);
+        if (d->layers.back().attention.sinks != nullptr && model.gpu()) {
+            f.refuse("tensor " + prefix + ".attn_sinks.weight: luce has no attention sinks on a GPU yet: " +
+                     "device \"cpu\" runs the drafter; else take one without them");
+        }
         d->layers.back().attn_conv = read_conv(r, prefix + ".attn", E, taps, group);
         d->layers.back().ffn_conv = read_conv(r, prefix + ".ffn", E, taps, group);
         d->layers.back().causal = causal[il];

@@ -237,9 +237,9 @@ OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_t
     a.scale = attends.scale;
     a.softcap = attends.shape->softcap;
     const KvCells &cells = attends.kv.cells;
-    std::vector<ggml_tensor *> args = {flat(n.in[0]), n.in.size() > 2 ? gate_of(n.in[2]) : nullptr,
-                                       cells.k,       cells.v,
-                                       in->ctl,       pages_of(cells)};
+    std::vector<ggml_tensor *> args = {
+        flat(n.in[0]),   n.in.size() > 2 ? gate_of(n.in[2]) : nullptr,         cells.k, cells.v, in->ctl,
+        pages_of(cells), n.op == Op::attend && !n.w.empty() ? n.w[0] : nullptr};
     if (plan != nullptr) {
         args.push_back(plan);
         a.layer = layer;

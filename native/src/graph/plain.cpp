@@ -176,17 +176,19 @@ std::array<Val, 2> split_heads(Val x, const AttentionShape &s) {
     const Val q = x.graph->add({Op::split_heads, {x}, {}, {n, n}, x.graph->at(x).T, &s});
     return {q, Val{q.graph, q.node, 1}};
 }
+static std::vector<ggml_tensor *> one_or_none(ggml_tensor *w) {
+    return w == nullptr ? std::vector<ggml_tensor *>{} : std::vector{w};
+}
 Val rope(Val x, const AttentionShape &s, ggml_tensor *factors) {
-    return like(Op::rope, x, {x}, factors == nullptr ? std::vector<ggml_tensor *>{} : std::vector{factors},
-                &s);
+    return like(Op::rope, x, {x}, one_or_none(factors), &s);
 }
 Val kv_write(const KvLayer &kv, Val k, Val v) {
     return like(Op::kv_write, k, {k, v}, {}, kv);
 }
-Val attend(Val q, Val kv, const AttentionShape &s, bool block) {
+Val attend(Val q, Val kv, const AttentionShape &s, bool block, ggml_tensor *sinks) {
     const KvLayer &layer = std::get<KvLayer>(kv.graph->at(kv).params);
     const float scale = s.scale > 0 ? s.scale : 1.0f / std::sqrt(float(s.head_dim));
-    return like(Op::attend, q, {q, kv}, {}, Attends{&s, layer, scale, block});
+    return like(Op::attend, q, {q, kv}, one_or_none(sinks), Attends{&s, layer, scale, block});
 }
 
 Val conv(Val qkv, const DeltaNet &w, const DeltaState &state) {

@@ -63,6 +63,7 @@ struct Attention {
     ggml_tensor *q_norm; // {D}
     ggml_tensor *k_norm; // {D}
     ggml_tensor *rope_factors = nullptr; // {rope_dim / 2}, by which RoPE's frequencies are divided, or null
+    ggml_tensor *sinks = nullptr; // {H}: a score without a value in each head's softmax, or null
 
     bool has_cells() const { return k != nullptr; }
 };

@@ -66,11 +66,14 @@ template <class Row, class A> void attends(Row &op, A &a) {
           args.gate = reinterpret_cast<const float *>(at) + args.gate_head - args.pool.D;
       }).maybe();
     takes_pool(op, a);
+    op.in(FIELD(sinks), {H}).maybe();
     op.dims(a.T, T, a.H, H);
     // max_pages is 0 on a CPU, which needs no room for partial results
     op.params(FIELD(first), FIELD(window), FIELD(max_pages), FIELD(scale), FIELD(softcap));
     op.lacks([](const auto &args) {
-        return attention_lacks(args.pool.D, args.H, args.pool.Hkv, args.max_pages > 0);
+        const bool gpu = args.max_pages > 0;
+        return gpu && args.sinks != nullptr ? std::string("no kernel has attention sinks")
+                                            : attention_lacks(args.pool.D, args.H, args.pool.Hkv, gpu);
     });
 }
 #ifdef LUCE_USE_CUDA

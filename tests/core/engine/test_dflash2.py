@@ -14,7 +14,7 @@ import pytest
 import tiny
 import tiny_dflash2
 from depth import deeper_but
-from tiny_dflash2 import CASES, More
+from tiny_dflash2 import CPU_CASES, More
 
 from luce.decode.engine import Engine
 from luce.decode.events import Finished, Warned
@@ -32,6 +32,7 @@ SAMPLINGS = {
     "hot": Sampling(temperature=1.3, min_p=0.02, seed=2),
 }
 N = 40  # So many tokens are decoded.
+CASES = tiny_dflash2.CASES | CPU_CASES
 
 
 def tokens_of(n: int, seed: int = 1) -> list[int]:
@@ -60,7 +61,8 @@ def opened(native: Library, device: str, tmp_path: Path) -> Opened:
             case, made = tiny_dflash2.remembering(room, text)
         target = tiny.write(tmp_path / f"{name}.gguf", case.base.target, tiny.layout(case.base.target, case.base.seed))
         drafter = tiny_dflash2.write(tmp_path / f"{name}-{len(text)}.gguf", case, made)
-        return Pair(drive.open_model(native, target, device, head=True, drafter=drafter), case)
+        where = "cpu" if name in CPU_CASES else device
+        return Pair(drive.open_model(native, target, where, head=True, drafter=drafter), case)
 
     return open_
 
@@ -107,7 +109,7 @@ def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
         assert sum(chains) >= len(chains) and sum(found.accepted[n:]) > 3
 
 
-@pytest.mark.parametrize("name", ["dflash2-causal", "dspark", "dflash2-windows"])
+@pytest.mark.parametrize("name", ["dflash2-causal", "dspark", "dflash2-windows", "dspark-sinks"])
 def test_sequences_in_company_draft_what_they_draft_alone(name: str, opened: Opened) -> None:
     """There are more blocks than fit into one step, of sequences of different lengths and settings."""
     model, case = opened(name, ())

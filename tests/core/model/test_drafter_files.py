@@ -193,7 +193,7 @@ def test_a_drafter_that_does_not_fit_is_refused_with_both_values(
 
 
 ZERO = np.zeros((2, 128), np.float32)
-MORE = ("selector_hidden.weight", "blk.0.attn_conv_base", "blk.0.attn_sinks.weight", "conf_proj.weight",
+MORE = ("selector_hidden.weight", "blk.0.attn_conv_base", "conf_proj.weight",
         "markov_gate_proj.weight", "markov_joint_proj.weight", "prefix_gru.weight_ih_l0", "embed_proj.0.weight",
         "rope_freqs.weight")  # fmt: skip
 
@@ -280,6 +280,7 @@ OF_TENSORS: dict[str, tuple[str, str, tuple[int, ...] | None, str]] = {
         ("dspark", "markov_w1.weight", (383, 8), r"expected shape \{8, 384\}, found \{8, 383\}"),
         ("dspark-reduced", "conf_proj.weight", (1, 129), r"expected shape \{160\}, found \{129, 1\}"),
         ("dspark-reduced", "conf_proj.bias", (2,), r"expected shape \{1\}, found \{2\}"),
+        ("dspark-sinks", "blk.1.attn_sinks.weight", (5,), r"expected shape \{6\}, found \{5\}"),
     )
 }  # fmt: skip
 
@@ -303,7 +304,7 @@ def test_a_tensor_of_a_later_generation_that_is_missing_or_wrong_is_named(
     what: str, native: Library, tmp_path: Path
 ) -> None:
     name, tensor, shape, message = OF_TENSORS[what]
-    case = tiny_dflash2.CASES[name]
+    case = (tiny_dflash2.CASES | tiny_dflash2.CPU_CASES)[name]
     weights = tiny_dflash2.weights(case)
     weights.pop(tensor)
     if shape is not None:
@@ -324,6 +325,21 @@ def test_an_alignment_is_read_and_not_guessed(native: Library, tmp_path: Path) -
         info = drive.open_model(native, target_of(case, tmp_path), drafter=path).info.drafters[0]
         assert (info.n_draft, info.n_block) == (n_draft, case.base.drafter.block_size)
         assert (info.form, info.n_list) == (Form.CONDITIONAL, case.candidates)
+
+
+def test_a_cpu_alone_has_attention_sinks(native: Library, device: str, tmp_path: Path) -> None:
+    """Any kind of drafter may have them, in some of its layers."""
+    case, plain = tiny_dflash2.CPU_CASES["dspark-sinks"], CASES["plain"]
+    files = [tiny_dflash2.files(tmp_path, case)]
+    sinks = {"blk.1.attn_sinks.weight": np.array([1.0, -1.0], np.float32)}
+    files.append((tiny_dflash.write_target(tmp_path / "t.gguf", plain),
+                  tiny_dflash.write(tmp_path / "d.gguf", plain, tiny_dflash.weights(plain) | sinks)))  # fmt: skip
+    for target, drafter in files:
+        assert drive.open_model(native, target, drafter=drafter).info.drafters[0].kind == "dflash"
+        if device != "cpu":
+            message = r"attn_sinks\.weight: luce has no attention sinks on a GPU yet: device \"cpu\" runs the drafter"
+            with pytest.raises(UnsupportedError, match=message):
+                drive.open_model(native, target, device, drafter=drafter)
 
 
 def test_what_is_no_drafter_is_refused(native: Library, target: Path) -> None:

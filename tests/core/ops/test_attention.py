@@ -75,6 +75,7 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     gated: bool = True
+    sinks: bool = False  # These are for a CPU alone.
 
 
 SHAPES = [
@@ -88,8 +89,12 @@ SHAPES = [
     Shape(24, 1, 128, "f16"),  # A KV head has more heads than a CUDA unit takes.
     Shape(34, 2, 64, "f32", window=150),
     Shape(48, 1, 64, "q8_0", gated=False),
+    Shape(6, 2, 64, "f32", window=150, gated=False, sinks=True),
+    Shape(4, 1, 128, "q8_0", first=1, softcap=5.0, sinks=True),
 ]
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.h}-{s.hkv}-{s.d}-{s.kind}")
+shapes = pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda s: f"{s.h}-{s.hkv}-{s.d}-{s.kind}{'-sinks' * s.sinks}"
+)
 
 
 @dataclass
@@ -125,7 +130,9 @@ class Pool:
     """This is the KV of one layer, driven through op_run. What no sequence has written is NaN."""
 
     def __init__(self, native: Library, device: str, s: Shape, n_pages: int, seed: int):
-        self.native, self.device, self.s = native, device, s
+        self.native, self.device, self.s = native, "cpu" if s.sinks else device, s
+        # From far below scores to far above.
+        self.sinks = np.linspace(-6, 8, s.h).astype(np.float32) if s.sinks else None
         self.rng = np.random.default_rng(seed)
         self.free = list(self.rng.permutation(n_pages))
         blocks = s.d // (1 if s.kind in ("f32", "f16") else 32)
@@ -173,10 +180,10 @@ class Pool:
         """Returns (T, H, D)."""
         s, t = self.s, len(rows.q)
         max_pages = max(1, len(pages))
-        params = (s.first, s.window, max_pages, bits(s.d**-0.5), bits(s.softcap))
+        params = (s.first, s.window, 0 if s.sinks else max_pages, bits(s.d**-0.5), bits(s.softcap))
         n = t * s.h * s.d
         chunks = chunk_at(max_pages * PAGE - 1) + 1
-        args = [rows.q, rows.gate if s.gated else None, self.k, self.v, ctl, pages]
+        args = [rows.q, rows.gate if s.gated else None, self.k, self.v, ctl, pages, self.sinks]
         size = n + t * s.h * chunks * (s.d + 2)  # The rows come first, then scratch.
         out = op_run(self.native, self.device, "attention", args, params, shape=(size,))
         return out[:n].reshape(t, s.h, s.d)
@@ -208,8 +215,12 @@ class Pool:
             score = np.einsum("hgd,nhd->hgn", q, k[seen]) / np.sqrt(s.d)
             if s.softcap:
                 score = s.softcap * np.tanh(score / s.softcap)
-            weight = np.exp(score - score.max(-1, keepdims=True))
-            weight /= weight.sum(-1, keepdims=True)
+            most = score.max(-1, keepdims=True)
+            weight = np.exp(score - most)
+            total = weight.sum(-1, keepdims=True)
+            if self.sinks is not None:
+                total += np.exp(self.sinks.reshape(s.hkv, -1, 1).astype(np.float64) - most)
+            weight /= total
             out[t] = np.einsum("hgn,nhd->hgd", weight, v[seen]).reshape(s.h, s.d)
             if s.gated:
                 gate = rows.gate[t].astype(np.float64).reshape(s.h, 2, s.d)[:, 1]
