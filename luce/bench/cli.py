@@ -213,7 +213,7 @@ def _without_drafters(shape: str, modes: list[Mode]) -> list[Mode]:
     metavar="SHARES|CLASS",
     help="Make this share of a DFlash block's drafts right; modes of dflash make a drafter. By depth, each with "
     "the shares of second, third .. candidates where the first is wrong, as 0.74/0.4/0.1,0.7/0.4; or a class, as "
-    f"mixed or dflash2:mixed.  [default: the class of --accept, else {ACCEPT:g}]",
+    f"mixed, dflash2:mixed or dspark:mixed.  [default: the class of --accept, else {ACCEPT:g}]",
 )
 @click.option(
     "--coverage",
@@ -266,7 +266,8 @@ def oracle(
     What it costs is real, and each of its tokens is checked.
 
     A draft is right with the chance of its depth where all before it were. A class has the chances that are
-    reported of texts of its kind, for each kind of drafter; with one of dflash2 the drafter is a DFlash2.
+    reported of texts of its kind, for each kind of drafter; with one of dflash2 or dspark the drafter is a DFlash2 or
+    a DSpark.
 
     The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder. Nothing drafts in
     one of Gemma 4, which is run plain where no modes are given.

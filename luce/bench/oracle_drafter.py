@@ -1,4 +1,4 @@
-"""Makes a DFlash or DFlash2 drafter for an oracle model: what it costs is real, and every draft is known.
+"""Makes a DFlash, DFlash2 or DSpark drafter for an oracle model: what it costs is real, and every draft is known.
 
 A block's row i has to name the i-th token after the anchor, from the anchor alone. The drafter's own
 embedding of a token holds, side by side, codes of the tokens that are to be drafted after it, one slice of
@@ -16,8 +16,8 @@ group. Scores differ by the logarithms of the chances, so that trees weigh them 
 noise would draw the second too often for the first to be right as asked: lists for a temperature T are sharper,
 by a factor of 5 T.
 
-A DFlash2's convolutions let rows pass as they are, and its selector adds nothing to their scores: its candidates
-are the same behind each parent.
+A DFlash2's convolutions let rows pass as they are, and neither its selector nor a DSpark's Markov head adds anything to
+their scores: candidates are the same behind each parent.
 """
 
 from __future__ import annotations
@@ -54,15 +54,17 @@ ROWS = 4096  # So many rows of a table are made at once.
 
 def drafter_of(c: Config, kind: str = "dflash") -> DFlash:
     """Returns the drafter's shape for a target. That for the 27b has 5 layers, 32/8 heads of 128, and blocks
-    of 16, or as a DFlash2 of 8, with windows. Its FFN is as wide as the target's, and three times the embedding where
-    that has experts."""
-    second = kind == "dflash2"
+    of 16; as a DFlash2 blocks of 8, with windows; as a DSpark 40/8 heads and blocks of 8, of which the anchor's row
+    drafts nothing. Its FFN is as wide as the target's, and three times the embedding where that has experts."""
+    second, markov = kind == "dflash2", kind == "dspark"
     dim = 128 if c.n_embd >= 2048 else 64
-    heads = min(32, c.n_embd // dim)
+    heads = min(40 if markov else 32, c.n_embd // dim)
     kv_heads, n_layer = min(8, heads // 2), 5
-    block = min(8 if second else 16, c.n_embd // dim, kv_heads * n_layer + 1)
+    block = min(8 if second or markov else 16, c.n_embd // dim, kv_heads * n_layer + 1)
     n_ff = 3 * c.n_embd if c.n_expert else c.n_ff
     first, last = (min(5, c.n_layer - 3), c.n_layer - 3) if second else (1, c.n_layer - 3)
+    if markov:  # RadixArk's for the 27b taps 4, 16, 28, 40 and 52.
+        first, last = c.n_layer // 16, c.n_layer * 13 // 16
     taps = tuple(sorted({round(first + i * (last - first) / 4) for i in range(5)}))
     found = DFlash(
         n_layer=n_layer, n_embd=c.n_embd, n_ff=n_ff, n_head=heads, n_head_kv=kv_heads, head_dim=dim,
@@ -70,6 +72,8 @@ def drafter_of(c: Config, kind: str = "dflash") -> DFlash:
         block_size=block, target_layer_ids=taps, mask_token_id=c.n_vocab - 2, sliding=(second,) * n_layer,
         window=2048 if second else None, causal=(False,) * n_layer, softcap=None, embedding_scale=None, yarn=None,
     )  # fmt: skip
+    if markov:
+        return replace(found, kind="DSpark", markov_rank=256)
     if not second:
         return found
     return replace(found, kind="DFlash2", conv_kernel=2, conv_group=16, selector_rank=256, selector_top_k=16)
@@ -359,7 +363,7 @@ class OracleDrafter:
                 std = NOISE if local in ("attn_output", "ffn_down") else shape[1] ** -0.5
                 n_blocks = shape[0] * shape[1] // 256
                 blocks = noise_blocks(QType.Q4_K, n_blocks, std, self.blocks.rule.seed, 7, index)
-                if local.endswith("_conv_proj") or name == "selector_hidden.weight":
+                if local.endswith("_conv_proj") or name in ("selector_hidden.weight", "markov_w1.weight"):
                     silent(blocks, QType.Q4_K)
                 yield Planned(name, shape, (), lambda: iter(()), blocks.reshape(shape[0], -1), "Q4_K"), "Q4_K"
 
@@ -386,7 +390,7 @@ def make_drafter(
     temperature: float = 0.0,
 ) -> BlockRule:
     """Writes the drafter of an oracle model's file, and returns what it drafts. `accept` is by depth and rank,
-    or one chance for every depth; a class of DFlash2's makes a DFlash2. It holds up to `temperature`."""
+    or one chance for every depth; a class of DFlash2's or DSpark's makes one. It holds up to `temperature`."""
     c = drafter_of(config, acceptance(accept).kind)
     drafter = OracleDrafter(c, BlockRule(rule, c.block_size, accept), sharpness(temperature))
     writer = gguf.GGUFWriter(None, hf_dflash.ARCH)

@@ -340,6 +340,11 @@ def test_bench_takes_a_class_of_another_drafter_and_lists(luce_: Callable[..., o
     assert printed["accept"] == {"class": None, "by_depth": [0.74, 0.72]}
     assert printed["draft_accept"]["class"] == "dflash2:mixed"
     assert printed["draft_accept"]["by_depth"] == [0.80, 0.78, 0.77, 0.76, 0.75, 0.74, 0.73]
+    trees = ["plain,dflash,dflash:12" if arg == "plain,dflash" else arg for arg in args]
+    printed = json.loads(luce_(*trees, "--draft-accept", "dspark:mixed").stdout)
+    assert len(printed["modes"]) == 3
+    assert printed["draft_accept"]["class"] == "dspark:mixed"
+    assert {each["wrong_tokens"] for each in printed["modes"]} == {0}
     printed = json.loads(luce_(*args).stdout)
     assert (printed["accept"], printed["draft_accept"]) == (0.8, 0.9033), "a number stays one"
     assert "right by depth" not in printed["timing"]

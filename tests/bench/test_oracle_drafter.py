@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from depth import deeper
 
-from luce.bench.acceptance import Acceptance, parse
+from luce.bench.acceptance import Acceptance, acceptance, parse
 from luce.bench.oracle_drafter import ACCEPT, BlockRule, amplitudes, drafter_of, make_drafter
 from luce.bench.oracle_model import SHAPES, Oracle, Rule
-from luce.native import Library, Source
+from luce.files.probe import probe
+from luce.native import File, Form, Library, Source
 
 # It is wide enough for blocks of 16, and otherwise small.
 SHAPE = replace(SHAPES["mini"], n_layer=5, n_embd=1024, n_ff=256, n_vocab=4096)
@@ -34,6 +35,14 @@ def test_a_dflash2_for_the_27b_has_its_published_shape() -> None:
     assert (c.conv_kernel, c.conv_group, c.selector_rank, c.selector_top_k) == (2, 16, 256, 16)
     assert c.target_layer_ids == (5, 19, 33, 47, 61)
     assert (set(c.sliding), c.window, set(c.causal)) == ({True}, 2048, {False})
+
+
+def test_a_dspark_for_the_27b_has_published_layers() -> None:
+    """They are RadixArk's. Of 8 rows 7 draft, as speculators aligns them."""
+    c = drafter_of(SHAPES["27b"], "dspark")
+    assert (c.n_layer, c.n_head, c.n_head_kv, c.head_dim, c.n_ff) == (5, 40, 8, 128, 17408)
+    assert (c.kind, c.markov_rank, c.target_layer_ids) == ("DSpark", 256, (4, 16, 28, 40, 52))
+    assert (c.block_size, c.from_anchor, set(c.sliding), set(c.causal)) == (8, False, {False}, {False})
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -59,9 +68,10 @@ def test_each_depth_has_its_share_of_right_drafts(accept: float) -> None:
 
 @pytest.mark.parametrize(
     ("config", "accept"),
-    [*deeper((MINI, 0.5)), (SHAPE, ACCEPT), (SHAPE, parse("dflash2:mixed", "dflash", 15))],
-    ids=["mini", "wide", "dflash2"],
-)
+    [*deeper((MINI, 0.5)), (SHAPE, ACCEPT),
+     *((SHAPE, parse(f"{kind}:mixed", "dflash", 15)) for kind in ("dflash2", "dspark"))],
+    ids=["mini", "wide", "dflash2", "dspark"],
+)  # fmt: skip
 def test_blocks_are_accepted_as_the_rule_says(
     config: object, accept: float | Acceptance, native: Library, device: str, tmp_path: Path
 ) -> None:
@@ -70,6 +80,8 @@ def test_blocks_are_accepted_as_the_rule_says(
     Oracle(config, rule).write(tmp_path / "model.gguf", "test", lambda written: None)
     blocks = make_drafter(tmp_path / "drafter.gguf", config, rule, accept, threads=1)
     most = blocks.block_size - 1
+    facts = probe(File(tmp_path / "drafter.gguf", native)).dflash
+    assert facts is not None and (facts.kind.lower(), facts.drafts) == (acceptance(accept).kind or "dflash", most)
     model = drive.open_model(native, tmp_path / "model.gguf", device, drafter=tmp_path / "drafter.gguf")
     sequence = drive.open_sequence(model, n_ctx=1024, n_rows=blocks.block_size, blocks=1, kv_type="f16")
     for prompt in ([1, 2, 7], [int(t) for t in np.random.default_rng(1).integers(0, rule.n_cycle, 400)]):
@@ -80,6 +92,28 @@ def test_blocks_are_accepted_as_the_rule_says(
             accepted.append(blocks.accepted(anchor, most))
             anchor = rule.continuation(anchor, n + 1)[-1]
         assert found.accepted == accepted
+
+
+def test_a_dsparks_trees_find_what_its_chains_miss(native: Library, device: str, tmp_path: Path) -> None:
+    """Its lists are conditional on the token before, and the same behind each: the right token is in them as asked."""
+    rule, accept = Rule(SHAPE.n_vocab, seed=3), parse("dspark:mixed", "dflash", 15)
+    Oracle(SHAPE, rule).write(tmp_path / "model.gguf", "test", lambda written: None)
+    blocks = make_drafter(tmp_path / "drafter.gguf", SHAPE, rule, accept, threads=1)
+    model = drive.open_model(native, tmp_path / "model.gguf", device, drafter=tmp_path / "drafter.gguf")
+    (drafter,) = model.info.drafters
+    assert (drafter.form, drafter.n_list, drafter.n_draft) == (Form.CONDITIONAL, 16, 7)
+    sequence, met = drive.open_sequence(model, n_ctx=64, n_rows=8, blocks=1, n_top=1, kv_type="f16"), set()
+    for anchor in range(40):
+        sequence.reset()
+        drive.prefill(sequence, [1, 2, anchor])
+        drive.draft(sequence, anchor, 7, Source.DFLASH)
+        lists = sequence.lists(7, 16, Form.CONDITIONAL)
+        for depth in range(7):
+            right, rank = int(blocks.right[depth + 1, anchor]), int(blocks.rank[depth + 1, anchor])
+            found = lists.at(depth)
+            assert (found.index(right) if right in found else -1) == rank, (anchor, depth)
+            met.add(rank)
+    assert met >= {-1, 0, 1, 2}
 
 
 @pytest.mark.parametrize("shape", ["mini", "mini-moe"])
