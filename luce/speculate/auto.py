@@ -188,11 +188,13 @@ class Source:
         most = min(self.limits.candidates, self.auto.budget)
         depth = min(most, self.limits.depth)
         estimates, drafters = self.estimates, self.drafters
+        chains = [estimates.chain(drafter, min(drafter.most, depth)) for drafter in drafters]
         return Offer(
             most,
             estimates.lookup(len(tokens), matched),
-            [estimates.chain(drafter, min(drafter.most, depth)) for drafter in drafters],
+            chains,
             lambda by, chances: estimates.leaves(drafters[by], chances),
+            lambda by: estimates.grown(drafters[by], chains[by], most),
         )
 
     def of_begun(self) -> Choice:

@@ -1,6 +1,8 @@
 """Candidates of a round: what each of its texts could verify, and how many tokens that is expected to give.
 
-A text offers nodes: tokens of its lookup, drafts of a chain, and next best candidates beside a chain (leaves).
+A text offers nodes: tokens of its lookup, drafts of a chain, and next best candidates beside a chain (leaves). Where a
+drafter's lists are conditional, what follows a next best candidate is as good as what follows the best, and a tree has
+the best nodes of all paths.
 The chance that all of a node's path is right is what it adds to the round's tokens, so a round of nodes is
 expected to give one token a text and the sum of their chances. Where a lookup and a chain share a depth, either
 may be right: what comes second adds its chance times that of the other being wrong.
@@ -39,12 +41,14 @@ PLAIN = Choice()
 
 class Offer(NamedTuple):
     """What one text could verify: at most so many candidates. `lookup` and `chains` (by drafter) have the
-    chances that their first 1, 2 .. tokens are all right. `leaves` gives those beside a chain of a drafter."""
+    chances that their first 1, 2 .. tokens are all right. `leaves` gives those beside a chain of a drafter, and
+    `grown` the (chance, depth) of a tree's nodes where its lists are conditional."""
 
     most: int
     lookup: Sequence[float]
     chains: Sequence[Sequence[float]]
     leaves: Callable[[int, Sequence[float]], Sequence[float]] = lambda drafter, chances: ()
+    grown: Callable[[int], Sequence[tuple[float, int]]] = lambda drafter: ()
 
 
 class Steps:
@@ -128,8 +132,9 @@ class Candidate(NamedTuple):
         for left, kinds in zip(counts, family.kinds, strict=True):
             sizes = {"lookup": 0, "drafts": 0, "leaves": 0}
             for kind, size in kinds:
-                sizes[kind] = min(left, size)
-                left -= sizes[kind]
+                taken = min(left, size)
+                sizes[kind] += taken
+                left -= taken
             found.append(Choice(drafter=family.drafter if sizes["drafts"] else None, **sizes))
         return found
 
@@ -198,6 +203,24 @@ def trees(offers: Sequence[Offer], by: int, depth: int, looked: Sequence[int], s
         nodes.append([*chain, *more, *leaves][: offer.most])
         kinds.append((("drafts", len(chain)), ("lookup", len(more)), ("leaves", len(leaves))))
     return _read(nodes, kinds, by, depth, steps)
+
+
+def grown(offers: Sequence[Offer], by: int, looked: Sequence[int], steps: Steps) -> Family:
+    """Returns the rounds of trees of conditional lists beside so many tokens of each text's lookup. A tree's nodes are
+    taken best first, and are as many drafts as it is deep; the others are leaves."""
+    nodes: list[Sequence[float]] = []
+    kinds: list[Sequence[tuple[str, int]]] = []
+    deepest = 0
+    for offer, taken in zip(offers, looked, strict=True):
+        beside, tree, depth = _beside(offer.lookup[:taken], offer.chains[by]), offer.grown(by), 0
+        own = [("lookup", len(beside))]
+        for _, at in tree:
+            own.append(("drafts" if at > depth else "leaves", 1))
+            depth = max(depth, at)
+        nodes.append([*beside, *(chance for chance, _ in tree)][: offer.most])
+        kinds.append(own)
+        deepest = max(deepest, depth)
+    return _read(nodes, kinds, by, deepest, steps)._replace(least=1)
 
 
 def _read(nodes: Any, kinds: Any, by: int, depth: int, steps: Steps) -> Family:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from luce.speculate.candidates import Candidate, Family, Offer, Steps, chains, joined, lookups, trees
+from luce.speculate.candidates import Candidate, Family, Offer, Steps, chains, grown, joined, lookups, trees
 from luce.speculate.drafting import Drafter
 from luce.speculate.estimates import Estimates
 from luce.speculate.ledger import BET, HORIZON, PROMISE
@@ -85,7 +85,8 @@ class Search:
 
     def tries_all(self, offers: Sequence[Offer], chained: Sequence[Sequence[Family]]) -> Candidate | None:
         """Compares chains, lookups, both joined, and trees, and returns the best. Trees and joins are tried
-        beside the best chain of each drafter alone, since they seldom pay beside another."""
+        beside the best chain of each drafter alone, since they seldom pay beside another. Trees of conditional lists
+        may pay where no chain does."""
         steps = self.steps
         for of in chained:
             self.tries_each(of)
@@ -98,10 +99,14 @@ class Search:
                     alone = Search(steps, self.terms._replace(stake=inf), 0.0).tries_each(of)
                     if alone:
                         self.tries(joined(offers, by, alone.depth, steps))
-        drafter = self.found.family.drafter if self.found else None
-        if self.found and drafter is not None and steps.drafters[drafter].ranks > 1:
-            depth, taken = self.found.depth, [choice.lookup for choice in self.found.choices]
-            self.tries(trees(offers, drafter, depth, taken, steps))
+        best = self.found
+        taken = [choice.lookup for choice in best.choices] if best else [0] * len(offers)
+        for by, drafter in enumerate(steps.drafters):
+            if drafter.ranks > 1 and (best is None or best.family.drafter == by):
+                if drafter.conditional:
+                    self.tries(grown(offers, by, taken, steps))
+                elif best:
+                    self.tries(trees(offers, by, best.depth, taken, steps))
         return self.found
 
     def _can_pay(self, by: int, depth: int, gain: float) -> bool:

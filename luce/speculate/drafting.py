@@ -156,8 +156,14 @@ class Drafter:
         self.most, self.ranks, self.part = most, ranks, part if by is Source.PART else 0
         self._text, self._by, self._form = text, by, form
         self._lists: Lists | None = None  # These are of the last draft, where the host has seen it.
+        self._read = 1  # They have so many candidates.
         # These are by the number of drafts, and none is made twice.
         self.chains = [Draft(on_device=n, by=by, sources=(self.name,) * n) for n in range(most + 1)]
+
+    @property
+    def conditional(self) -> bool:
+        """Says whether each candidate has a list of its own behind it."""
+        return self._form is Form.CONDITIONAL and self.ranks > 1
 
     def seconds(self, costs: Costs, n: int, sequences: int) -> float:
         """Returns the seconds of n >= 1 drafts for each of so many sequences. A chain costs by its length; a
@@ -175,8 +181,8 @@ class Drafter:
         return replace(self.chains[n], grow=lambda: self._grow(anchor, n, budget, chain))
 
     def _grow(self, anchor: int, n: int, budget: int | None, chain: Sequence[int]) -> Draft:
-        k, size = (1, n) if budget is None else (self.ranks, budget)
-        self._lists = self._text.lists(n, k, self._form)
+        self._read, size = (1, n) if budget is None else (self.ranks, budget)
+        self._lists = self._text.lists(n, self._read, self._form)
         tokens, parents, bits = self._text.tree(anchor, self._lists, size, chain)
         names = ("", self.name, "lookup", f"{self.name}+lookup")
         return Draft(tuple(tokens[1:]), tuple(parents), sources=tuple(names[bit] for bit in bits[1:]))
@@ -200,9 +206,10 @@ class Drafter:
             return min(done.accepted, n), None
         for depth, token in enumerate(done.tokens[:n]):
             candidates = self._lists.at(depth)
-            if token != candidates[0]:
-                if len(candidates) < self.ranks:
+            if not candidates or token != candidates[0]:
+                if self._read < self.ranks:
                     return depth, None
+                # Where sampling leaves fewer candidates, the target's own is none of them either.
                 return depth, candidates.index(token) if token in candidates else self.ranks
         return min(len(done.tokens), n), None
 

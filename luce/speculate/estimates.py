@@ -7,6 +7,7 @@ that a text that changes is followed. A text's counts start from what earlier te
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from heapq import heappop, heappush
 from itertools import accumulate, repeat
 from operator import mul
 
@@ -101,15 +102,42 @@ class Estimates:
         """Returns the chances of the next best candidates beside a chain with these chances, best first: it is
         wrong there for the first time, and the candidate of that rank is right. Ranks count together for all
         depths, which are alike."""
+        ranks, covered = self._ranks(drafter), self._covered(drafter)
+        wrong = [above * covered - chance for above, chance in zip((1.0, *chances), chances, strict=False)]
+        return sorted((miss * right for miss in wrong for right in ranks), reverse=True)
+
+    def grown(self, drafter: Drafter, chances: Sequence[float], most: int) -> list[tuple[float, int]]:
+        """Returns (chance, depth) of the nodes of a tree of at most so many, in the order in which it is grown from
+        lists that are conditional on the candidate above: best first, a node before what follows it and before the next
+        rank beside it. `chances` are the first choices'. Behind any right candidate the next list is as good: that is
+        what lists are conditional for."""
+        ranks = self._ranks(drafter)
+        shares: list[list[float]] = []
+        above = 1.0
+        for chance in chances:
+            first = chance / above if above else 0.0
+            shares.append([first, *((1 - first) * rank for rank in ranks)])
+            above = chance
+        found: list[tuple[float, int]] = []
+        left = [(-shares[0][0], 0, 0, 1.0)] if shares else []  # Minus the chance, depth, rank, the parent's chance.
+        while left and len(found) < most:
+            minus, depth, rank, parent = heappop(left)
+            found.append((-minus, depth + 1))
+            if rank + 1 < len(shares[depth]):
+                heappush(left, (-parent * shares[depth][rank + 1], depth, rank + 1, parent))
+            if depth + 1 < len(shares):
+                heappush(left, (minus * shares[depth + 1][0], depth + 1, 0, -minus))
+        return found
+
+    def _ranks(self, drafter: Drafter) -> list[float]:
+        """Returns how often the second, third .. candidate is right where the better ones are wrong."""
         counts = self._by_round((drafter.head, "rank"), RANKS)
         rest = 1.0
         ranks: list[float] = []
         for rank in range(1, min(drafter.ranks, RANKS)):
             ranks.append(counts.share(rank, rest * RANK_HOPE, 1.0))
             rest *= 1 - RANK_HOPE
-        covered = self._covered(drafter)
-        wrong = [above * covered - chance for above, chance in zip((1.0, *chances), chances, strict=False)]
-        return sorted((miss * right for miss in wrong for right in ranks), reverse=True)
+        return ranks
 
     def _covered(self, drafter: Drafter) -> float:
         return self.of(("part", drafter.part)).share(0, HOPE, HOPE_WEIGHT) if drafter.part else 1.0
