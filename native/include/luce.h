@@ -49,7 +49,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 17 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 18 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a chain of which each is a step */
 #define LUCE_MAX_DRAFTERS 16 /* of a model, and in an engine's list */
@@ -105,6 +105,23 @@ LUCE_API luce_status luce_device_get(int32_t index, luce_device_info *out);
 /* Why GPUs of this machine may be missing above: built without CUDA, what the driver says, or a compute capability below
  * 8.0; "" where none is. One line, static. */
 LUCE_API const char *luce_device_missing(void);
+
+/* What the driver says of a GPU beside luce_device_info. */
+typedef struct luce_gpu_info {
+    uint64_t struct_size;
+    char pci[16]; /* its place, by which nvidia-smi knows it: "0000:0F:00.0" */
+    uint64_t bandwidth; /* bytes a second, by the memory's clock and the width of its bus; 0: the driver does not say */
+    int32_t capability; /* compute capability: 90 is 9.0 */
+    int32_t multiprocessors;
+    int32_t driver_cuda; /* the newest CUDA that the driver runs: 13000 is 13.0 */
+    int32_t built_cuda; /* the CUDA that this library was built with */
+} luce_gpu_info;
+/* E_ARG: there is no such device, or it is no GPU. */
+LUCE_API luce_status luce_device_gpu(int32_t index, luce_gpu_info *out);
+
+/* Measures the bytes a second that a device's memory gives, in some tenths of a second: n_threads of a CPU read an array,
+ * a GPU copies one, of which each byte counts twice. It allocates up to 1 GiB of what is free. */
+LUCE_API luce_status luce_device_bandwidth(int32_t index, uint32_t n_threads, uint64_t *bytes_per_second);
 
 /* ---- file: what a GGUF says ------------------------------------------------------------------ */
 
@@ -606,7 +623,20 @@ LUCE_API luce_status luce_type_get(int32_t type, luce_type_info *out);
 LUCE_API luce_status luce_quantize(int32_t type, const float *src, uint64_t n_rows, uint64_t n_per_row,
                                    void *dst, uint64_t dst_size);
 
-/* ---- inspection: for tests ----------------------------------------------------------------------- */
+/* ---- inspection: for tests and `luce doctor` ------------------------------------------------------- */
+
+typedef struct luce_array {
+    void *data;
+    uint64_t ne[LUCE_MAX_DIMS]; /* the fastest dimension comes first */
+    int32_t type; /* ggml's id: 0 is F32, 24 I8, 26 I32, else a type of KV or of weights */
+} luce_array;
+
+/* Runs one of luce's own ops alone, on host arrays. Argument i is read from args[i].data and, where the op writes to it,
+ * copied back; null data says that it is left out. out is what the result holds before the op, and then the result. The
+ * rows in native/src/ops say which arguments and params there are, and so does E_ARG. E_UNSUPPORTED: the device has
+ * no such op. Names, arguments and params promise nothing: they change with the kernels. */
+LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
+                                 const int32_t *params, uint32_t n_params, luce_array *out);
 
 /* Reads the F32 hidden state of one row of the engine's last verify, after the output norm: what the logits are a product
  * of. n must be n_embd. It waits for the device. E_STATE when the engine has run another step since. */

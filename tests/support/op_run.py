@@ -1,4 +1,4 @@
-"""Runs one of luce's ops alone: luce_op_run, which libluce exports for tests and luce.h does not name."""
+"""Calls what libluce exports for tests alone and luce.h does not name, and runs one of luce's ops alone."""
 
 from __future__ import annotations
 

@@ -75,4 +75,20 @@ int cuda::device_limits(DeviceLimits &limits) {
     return error == cudaSuccess ? device_limits(device, limits) : int(error);
 }
 
+int cuda::gpu_facts(int device, GpuFacts &facts) {
+    cudaError_t error = cudaDeviceGetPCIBusId(facts.pci, sizeof(facts.pci), device);
+    if (error == cudaSuccess) {
+        error = cudaDriverGetVersion(&facts.driver_cuda);
+    }
+    facts.built_cuda = CUDART_VERSION;
+    int khz = 0, bits = 0;
+    if (cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess) {
+        facts.bandwidth = uint64_t(khz) * 1000 * 2 * uint64_t(bits) / 8; // two transfers a clock
+    } else {
+        cudaGetLastError(); // who looks for errors of launches finds none of this
+    }
+    return int(error);
+}
+
 } // namespace luce

@@ -22,6 +22,14 @@ namespace cuda {
 // These return a cudaError_t as int.
 int device_limits(int device, DeviceLimits &limits);
 int device_limits(DeviceLimits &limits);
+
+// What a report on a device says of it (luce_gpu_info in luce.h).
+struct GpuFacts {
+    char pci[16] = {};
+    uint64_t bandwidth = 0; // bytes a second by clock and bus; 0 where the driver does not say
+    int driver_cuda = 0, built_cuda = 0;
+};
+int gpu_facts(int device, GpuFacts &facts);
 } // namespace cuda
 
 } // namespace luce

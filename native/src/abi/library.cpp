@@ -71,19 +71,40 @@ luce_status luce_device_count(int32_t *count) {
     });
 }
 
+static const Device &device_at(int32_t index) {
+    if (index < 0 || size_t(index) >= devices().size()) {
+        fail(LUCE_E_ARG, "device %d: there are %zu", index, devices().size());
+    }
+    return devices()[size_t(index)];
+}
+
 luce_status luce_device_get(int32_t index, luce_device_info *out) {
     return guarded([&] {
         check_struct(out, "out");
-        if (index < 0 || size_t(index) >= devices().size()) {
-            fail(LUCE_E_ARG, "device %d: there are %zu", index, devices().size());
-        }
-        const Device &device = devices()[size_t(index)];
+        const Device &device = device_at(index);
         luce_device_info info{};
         copy_text(info.name, device.name);
         copy_text(info.description, device.description());
         device.memory(&info.memory_free, &info.memory_total);
         info.is_gpu = device.gpu;
         put(out, info);
+    });
+}
+
+luce_status luce_device_gpu(int32_t index, luce_gpu_info *out) {
+    return guarded([&] {
+        check_struct(out, "out");
+        put(out, gpu_info(device_at(index)));
+    });
+}
+
+luce_status luce_device_bandwidth(int32_t index, uint32_t n_threads, uint64_t *bytes_per_second) {
+    return guarded([&] {
+        need(bytes_per_second, "bytes_per_second");
+        if (n_threads < 1 || n_threads > 512) {
+            fail(LUCE_E_ARG, "n_threads is %u, expected 1 to 512", n_threads);
+        }
+        *bytes_per_second = bandwidth_of(device_at(index), int(n_threads));
     });
 }
 

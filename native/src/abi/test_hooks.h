@@ -1,23 +1,10 @@
-// Runs one of luce's own ops alone, on host arrays, so that tests can compare a kernel with its reference. It
-// also has rules of the core that luce.h states. All of it is exported for luce's tests alone: it is no part
-// of luce.h, and promises nothing.
+// Has rules of the core that luce.h states, failures on demand, and what tests count. All of it is exported for luce's
+// tests alone: it is no part of luce.h, and promises nothing. test_hooks.cpp has luce_op_run too, which is in luce.h.
 #pragma once
 
 #include "luce.h"
 
 extern "C" {
-
-typedef struct luce_array {
-    void *data;
-    uint64_t ne[LUCE_MAX_DIMS]; // the fastest dimension comes first
-    int32_t type; // it is ggml's id of the type: 0 is F32, 24 I8, 26 I32, else a type of KV or of weights
-} luce_array;
-
-// Runs an op. Argument i is read from args[i].data and, where the op writes to it, copied back; null data says that it is
-// left out. out is what the result holds before the op (tests poison it), and then the result. The rows in ops/ say which
-// arguments and params there are, and so does E_ARG, which names an argument whose shape does not fit the others'.
-LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array *args, uint32_t n_args,
-                                 const int32_t *params, uint32_t n_params, luce_array *out);
 
 // Runs the functions of kernels/sampling/sampling.h on n values each: -log(u) and the noise of random words, their
 // bound, and the masses of z.

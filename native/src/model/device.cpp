@@ -221,6 +221,26 @@ DeviceLimits limits_of(const Device &device) {
 }
 #endif
 
+luce_gpu_info gpu_info(const Device &device) {
+    luce_gpu_info info{};
+#ifdef LUCE_USE_CUDA
+    if (device.gpu) {
+        cuda::GpuFacts facts;
+        if (const int error = cuda::gpu_facts(device.index, facts); error != 0) {
+            fail(LUCE_E_DEVICE, "%s: %s", device.name.c_str(), cuda::error_text(error));
+        }
+        static_assert(sizeof(info.pci) == sizeof(facts.pci));
+        memcpy(info.pci, facts.pci, sizeof(info.pci));
+        info.bandwidth = facts.bandwidth;
+        info.capability = cuda::compute_capability(device.index);
+        info.multiprocessors = limits_of(device).multiprocessors;
+        info.driver_cuda = facts.driver_cuda, info.built_cuda = facts.built_cuda;
+        return info;
+    }
+#endif
+    fail(LUCE_E_ARG, "%s is no GPU", device.name.c_str());
+}
+
 std::string Device::arithmetic() const {
 #ifdef LUCE_USE_CUDA
     if (gpu) {

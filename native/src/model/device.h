@@ -35,6 +35,12 @@ struct DeviceLimits;
 // Returns what a GPU can do, which is read once. E_DEVICE where it does not answer.
 DeviceLimits limits_of(const Device &device);
 
+// Returns what luce.h says of a GPU, without its struct_size. E_ARG where the device is none.
+luce_gpu_info gpu_info(const Device &device);
+
+// Returns the bytes a second that a device's memory gives (luce_device_bandwidth).
+uint64_t bandwidth_of(const Device &device, int n_threads);
+
 // Returns all devices that luce runs on; the first is what "auto" takes. GPUs whose compute capability is below 8.0 are
 // left out: luce's kernels have instructions that those lack.
 const std::vector<Device> &devices();

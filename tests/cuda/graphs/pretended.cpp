@@ -1,5 +1,6 @@
 #include "pretended.h"
 
+#include "common/device_limits.h"
 #include "common/kernels.h"
 #include "matmul/prompt.h"
 
@@ -163,6 +164,7 @@ int set_device(int) { return 0; }
 int current_device() { return 0; }
 int device_error() { return 0; }
 int cublas_version() { return 130002; }
+int gpu_facts(int, GpuFacts &) { return 0; }
 void capture_free(void *) {}
 void gemm_close(void *) {}
 const char *error_text(int) { return "an error"; }
