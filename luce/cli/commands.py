@@ -56,6 +56,7 @@ from luce.planning.plan import Options, require_supported
         "bench": ("luce.bench.cli", "Measure decoding: every mode beside plain, in one run."),
         "chat": ("luce.cli.chat", "Talk with a model in the terminal."),
         "convert": ("luce.convert.cli", "Convert a checkpoint to GGUF."),
+        "doctor": ("luce.doctor.cli", "Check on this machine what luce promises."),
         "serve": ("luce.server.cli", "Answer requests over HTTP."),
     },
     invoke_without_command=True,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.status import Status
     from rich.table import Table
+    from rich.text import Text
 
 LOG_EVERY = 30.0  # Where there is no terminal, a count is told of every so many seconds.
 BAR_AFTER = 2.0  # A prefill that takes, or promises to take, so many seconds gets a bar.
@@ -195,6 +196,33 @@ def print_table(title: str, header: list[str], rows: list[list[str]], notes: str
         console.print(notes, style="dim", markup=False, highlight=False, soft_wrap=True)
         console.print(table, markup=False, highlight=False)
     stdout.put(printed.get())
+
+
+_STYLES = {"ok": "green", "note": "yellow", "bad": "bold red", "skipped": "dim"}
+
+
+def print_verdict(verdict: str, name: str, text: str) -> None:
+    """Prints a line of a report on stdout: "ok       rows       ...", in colours on a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        stdout.put(f"{verdict:<8} {name:<10} {printable(text)}\n")
+        return
+    grid = Table.grid(padding=(0, 1))  # A long text goes on below itself.
+    for width in (8, 10, None):
+        grid.add_column(min_width=width, overflow="fold")
+    with console.capture() as printed:
+        grid.add_row(f"[{_STYLES[verdict]}]{verdict}[/]", name, _plain(text))
+        console.print(grid, highlight=False)
+    stdout.put(printed.get())
+
+
+def _plain(text: str) -> Text:
+    from rich.text import Text
+
+    return Text(printable(text))
 
 
 def _table(header: list[str], rows: list[list[str]]) -> Table:

@@ -7,7 +7,7 @@ one-line message.
 
 from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, Prompt, Rows, Sequence, Verified
 from luce.native.files import File, Model, Progress
-from luce.native.library import Handle, IntArray, Library, Lists, default, load, use
+from luce.native.library import Handle, IntArray, Library, Lists, OpArray, default, load, use
 from luce.native.structs import Form, Source
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Library",
     "Lists",
     "Model",
+    "OpArray",
     "Progress",
     "Prompt",
     "Rows",

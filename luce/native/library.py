@@ -6,11 +6,11 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from luce.errors import BY_CODE, ArgumentError, Error, InternalError, StateError
 from luce.native.declare import declared
-from luce.native.structs import Device, Form, Penalties, Sampling, TypeInfo
+from luce.native.structs import Device, Form, GpuInfo, Penalties, Sampling, TypeInfo
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,6 +86,17 @@ class Library:
         count = self.ffi.new("int32_t *")
         self.check(self.lib.luce_device_count(count))
         return [self.read(Device, self.lib.luce_device_get, index) for index in range(count[0])]
+
+    def gpu_info(self, index: int) -> GpuInfo:
+        """Returns what the driver says of a GPU, by its index in devices(). Raises ArgumentError for a CPU."""
+        return self.read(GpuInfo, self.lib.luce_device_gpu, index)
+
+    def bandwidth(self, index: int, threads: int) -> int:
+        """Measures the bytes a second that the memory of a device gives: so many threads of a CPU read it, a GPU
+        copies it. Raises OutOfMemory where too little is free."""
+        out = self.ffi.new("uint64_t *")
+        self.check(self.lib.luce_device_bandwidth(index, threads, out))
+        return int(out[0])
 
     @property
     def missing_gpu(self) -> str:
@@ -188,6 +199,21 @@ class Library:
         )
         return list(tokens[0 : n[0]]), list(parents[0 : n[0]]), list(sources[0 : n[0]])
 
+    def op_run(
+        self, device: str, op: str, arrays: Sequence[OpArray | None], params: IntArray, out: OpArray
+    ) -> None:
+        """Runs one of the core's ops alone. It writes to `out`, and to those of `arrays` that the op is documented to
+        write to; None stands for one that is left out."""
+        made, result = self.ffi.new("luce_array[]", max(len(arrays), 1)), self.ffi.new("luce_array *")
+        for struct, array in zip([*made[0 : len(arrays)], result], [*arrays, out], strict=True):
+            if array is not None:
+                struct.data = self.ffi.cast("void *", array.data.ctypes.data)
+                struct.ne = [*array.shape, *[1] * (4 - len(array.shape))]
+                struct.type = array.type
+        numbers = self.ints(params)
+        status = self.lib.luce_op_run(device.encode(), op.encode(), made, len(arrays), numbers, len(numbers), result)
+        self.check(status)
+
     def type_info(self, type_id: int) -> TypeInfo:
         """Returns the name and block layout of a ggml type id. Raises ArgumentError for an id that ggml
         lacks."""
@@ -212,6 +238,15 @@ class Library:
             )
         )
         return made
+
+
+class OpArray(NamedTuple):
+    """An array of Library.op_run: contiguous `data`, its shape in the core's order, fastest first, and its ggml type."""
+
+    data: np.ndarray
+    shape: Sequence[int]
+    type: int
+
 
 class Lists:
     """A drafter's candidates at each depth (luce.h: luce_lists). Ids are int32[depth * k] and their scores

@@ -24,6 +24,22 @@ class Device:
 
 
 @dataclass(frozen=True)
+class GpuInfo:
+    """What the driver says of a GPU: its place on the bus, by which nvidia-smi knows it, the bytes a second of its
+    memory by clock and width (0 where the driver does not say), its compute capability (90 is 9.0), and the CUDA
+    that the driver runs and that the core was built with (13000 is 13.0)."""
+
+    STRUCT: ClassVar[str] = "luce_gpu_info"
+
+    pci: str
+    bandwidth: int
+    capability: int
+    multiprocessors: int
+    driver_cuda: int
+    built_cuda: int
+
+
+@dataclass(frozen=True)
 class TypeInfo:
     """This is a ggml type, with the weights and the bytes of a block. `is_weight` says that luce multiplies
     with it."""

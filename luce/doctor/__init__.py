@@ -1,0 +1,11 @@
+"""`luce doctor`: checks on the user's own machine what luce promises.
+
+    checks.py      a check, and the report of all
+    nvidia_smi.py  what nvidia-smi says of the GPUs
+    machine.py     CPU, memory, build, GPU; the memory's bandwidth as measured
+    kernels.py     the kernels against known answers
+    tokens.py      the same tokens: by rows, drafts, company, kept beginnings
+    steps.py       what a step costs by rows
+    run.py         all of them in order
+    cli.py         the command
+"""

@@ -1,0 +1,196 @@
+"""The kernels against what others computed: the small model's logits against transformers', products against what the
+blocks of a type say by gguf-py, and of a GPU each type's logits against the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType as QType
+from gguf.quants import dequantize
+
+from luce.convert.gguf_output import tensor_bytes
+from luce.convert.requantize import requantize
+from luce.data import BOX
+from luce.doctor.checks import REPORT, Check, judged
+from luce.errors import ArgumentError, UnsupportedError
+from luce.native import Drafts, Engine, File, Library, Model, OpArray, Rows
+from luce.native import Sequence as Timeline
+from luce.native.structs import EngineParams
+
+ANSWERS = Path(__file__).with_name("answers.npz")  # tools/make_doctor_answers.py
+# So much the small model's logits, of standard deviation 4, may be off from transformers' with F32 weights and KV. A CPU was
+# off by 1.5e-5. A GPU's products round activations to F16: an H200 was off by 0.09 (tests/support/drive.py).
+CPU_BOUND, GPU_BOUND = 1e-3, 0.17
+# With quantised weights a product's input is rounded to 8 bits too, which moved the logits by 0.36 (tests/data/test_box.py).
+QUANTISED_BOUND = 0.6
+SUM_BOUND = 2e-6  # A sum of F32 products, by what its terms would give without their signs.
+WIDTHS = (1, 7, 25)
+# Types whose products the CPU computes with kernels of luce's own, which are all checked.
+FLOATS = ("F32", "F16", "BF16")
+TYPES = (
+    *FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4",
+    "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "NVFP4", "TQ1_0", "TQ2_0",
+)  # fmt: skip
+MIXES = ("F16", "Q8_0", "Q4_K_M", "Q5_K_M", "Q6_K")  # A GPU's kernels are compared with the CPU's in these.
+# A packed row of rows_matmul: blocks of 32 values, block by block of all rows (cpu/matmul.h).
+PACKED = np.dtype([("q", "i1", 32), ("d", "<f4"), ("rest", "<i4", 7)])
+I8 = 24
+
+
+def known_answers(core: Library, device: str, folder: Path, threads: int) -> Iterator[Check]:
+    """Yields how the small model's logits, choices and drafts compare with transformers'. Its F32 copy goes to
+    `folder`."""
+    known = dict(np.load(ANSWERS))
+    bound = CPU_BOUND if device == "cpu" else GPU_BOUND
+    path = folder / "small-f32.gguf"
+    requantize(BOX, path, "F32", threads)
+    with ExitStack() as opened:
+        engine = opened.enter_context(_engine(path, device, threads, n_draft=known["drafts"].shape[1]))
+        line = opened.enter_context(engine.sequence())
+        prompt = known["prompt"].tolist()
+        found = {f"{width} rows": _by_steps(line, prompt, width)[:, known["ids"]] for width in WIDTHS}
+        line.reset()
+        line.prefill(prompt)
+        worst = {name: _furthest(logits, known["logits"]) for name, logits in found.items()}
+        worst["a prompt"] = _furthest(line.logits(0)[known["ids"]], known["logits"][-1])
+        most = max(worst, key=lambda name: worst[name])
+        said = f"the small model's logits are transformers' to {worst[most]:.1g}"
+        if not worst[most] <= bound:
+            said = f"the small model's logits are off from transformers' by {worst[most]:.3g} in steps of {most}"
+        yield judged("kernels", "logits", worst[most] <= bound, said, f"at most {bound:g}", REPORT, errors=worst)
+        yield from _known_tokens(line, known, bound)
+
+
+def _known_tokens(line: Timeline, known: dict[str, Any], bound: float) -> Iterator[Check]:
+    """Yields how choices and drafts compare, step by step behind the known tokens. What errors within `bound` could turn is
+    left out."""
+    greedy, drafts = known["greedy"].tolist(), known["drafts"]
+    clear = known["gap"] > 2 * bound
+    drafted_clear = np.minimum.accumulate(known["draft_gap"], 1) > 2 * bound
+    line.reset()
+    choice = line.prefill(known["prompt"].tolist())
+    wrong, wrong_drafts, n_drafts = 0, 0, 0
+    for at, token in enumerate(greedy):
+        wrong += bool(clear[at]) and choice != token
+        if at < len(drafts):
+            line.engine.draft([Drafts(line, token, drafts.shape[1])])
+            own = np.array(line.drafted(drafts.shape[1]))
+            wrong_drafts += int((own != drafts[at])[drafted_clear[at]].sum())
+            n_drafts += int(drafted_clear[at].sum())
+        choice = _verify(line, [token])[0]
+        line.commit([0])
+    n = int(clear.sum())
+    yield judged("kernels", "choices", wrong == 0, f"{wrong} of {n} choices differ", "none differs", REPORT)
+    yield judged("kernels", "drafts", wrong_drafts == 0, f"{wrong_drafts} of {n_drafts} drafts differ",
+                 "none differs", REPORT)  # fmt: skip
+
+
+def products(core: Library, own: File) -> Check:
+    """Multiplies with each type on the CPU, random weights and the first rows of the model's own, and compares with
+    what gguf-py reads of the same blocks."""
+    rng = np.random.default_rng(1)
+    cases = [(kind, core.quantize(int(QType[kind]), rng.standard_normal((19, 768)).astype(np.float32) + 0.2), 768)
+             for kind in TYPES]  # fmt: skip
+    cases += list(_first_rows(own))
+    wrong: dict[str, float] = {}
+    done: list[str] = []
+    for kind, rows, k in cases:
+        try:
+            error = _product_error(core, kind, rows, k, rng)
+        except (ArgumentError, UnsupportedError):
+            continue  # ggml multiplies with it.
+        done.append(kind)
+        if not error <= SUM_BOUND:
+            wrong[kind] = max(error, wrong.get(kind, 0.0))
+    named = ", ".join(f"{kind} (off by {error:.2g} of the terms)" for kind, error in wrong.items())
+    said = f"products of {named} are not what the blocks say" if wrong else f"products of {len(set(done))} types are right"
+    return judged("kernels", "products", not wrong and bool(done), said, f"{SUM_BOUND:g} of the terms at most", REPORT,
+                  types=sorted(set(done)), wrong=wrong)  # fmt: skip
+
+
+def _first_rows(own: File) -> Iterator[tuple[str, np.ndarray, int]]:
+    """Yields of each type of the file's matrices the blocks (n, bytes) of some rows, and their length."""
+    seen = set[str]()
+    for index, tensor in enumerate(own.tensors):
+        if tensor.type_name in seen or len(tensor.shape) != 2 or tensor.shape[0] < 64 or tensor.type_name not in TYPES:
+            continue
+        seen.add(tensor.type_name)
+        yield tensor.type_name, tensor_bytes(own, index).reshape(tensor.shape[1], -1)[:32], tensor.shape[0]
+
+
+def _product_error(core: Library, kind: str, rows: np.ndarray, k: int, rng: np.random.Generator) -> float:
+    """Returns how far products of random inputs are off, by what their terms would give without signs."""
+    t, n, type_id = 5, len(rows), int(QType[kind])
+    x = rng.standard_normal((t, k)).astype(np.float32)
+    taken, given = x.astype(np.float64), OpArray(x, (k, t), 0)
+    if kind not in FLOATS:
+        packed = np.zeros((t, 2 * k), np.int8)
+        core.op_run("cpu", "pack_rows", [given], (), OpArray(packed, (2 * k, t), I8))
+        blocks = packed.reshape(-1).view(PACKED).reshape(k // 32, t).T
+        taken = (blocks["q"] * blocks["d"][..., None].astype(np.float64)).reshape(t, k)
+        rounded = np.abs(taken - x).reshape(t, -1, 32).max(-1) / np.abs(x).reshape(t, -1, 32).max(-1)
+        if not rounded.max() <= 1.0001 / 254:
+            return float(rounded.max())
+        given = OpArray(packed, (2 * k, t), I8)
+    weights = np.ascontiguousarray(rows)
+    out = np.full((t, n), np.nan, np.float32)
+    core.op_run("cpu", "rows_matmul", [given, OpArray(weights, (k, n), type_id)], (), OpArray(out, (n, t), 0))
+    w = dequantize(weights.view(np.uint8).reshape(n, -1), QType[kind]).reshape(n, k).astype(np.float64)
+    terms = np.abs(taken) @ np.abs(w).T
+    return float((np.abs(out - taken @ w.T) / np.maximum(terms, 1e-30)).max())
+
+
+def against_the_cpu(device: str, folder: Path, threads: int) -> Iterator[Check]:
+    """Yields for each of MIXES how a GPU's logits of the small model compare with the CPU's of the same weights in F32."""
+    prompt = np.load(ANSWERS)["prompt"].tolist()
+    for mix in MIXES:
+        own, exact = folder / f"small-{mix}.gguf", folder / f"small-{mix}-f32.gguf"
+        requantize(BOX, own, mix, threads)
+        requantize(own, exact, "F32", threads)
+        found = []
+        for path, where in ((own, device), (exact, "cpu")):
+            with _engine(path, where, threads) as engine, engine.sequence() as line:
+                found.append([_by_steps(line, prompt, width) for width in WIDTHS])
+        error = max(_furthest(a, b) for a, b in zip(*found, strict=True))
+        bound = GPU_BOUND if mix in FLOATS else QUANTISED_BOUND
+        said = f"{mix} is off from the CPU by {error:.2g}"
+        yield judged("kernels", f"against the CPU, {mix}", error <= bound, said, f"at most {bound:g}", REPORT, error=error)
+        own.unlink()
+        exact.unlink()
+
+
+def _engine(path: Path, device: str, threads: int, n_draft: int = 0) -> Engine:
+    """Opens an engine with F32 KV, which keeps its model and file open."""
+    file = File(path)
+    model = Model(file, device, head=file if n_draft else None)
+    params = EngineParams(n_ctx=512, n_rows=64, n_draft=n_draft, n_threads=threads, kv_type="f32")
+    return Engine(model, params)
+
+
+def _by_steps(line: Timeline, tokens: Sequence[int], width: int) -> np.ndarray:
+    """Returns the logits (n, V) after each of the tokens, committed `width` at a time."""
+    line.reset()
+    found = []
+    for begin in range(0, len(tokens), width):
+        rows = tokens[begin : begin + width]
+        _verify(line, rows)
+        found += [line.logits(row) for row in range(len(rows))]
+        line.commit(range(len(rows)))
+    return np.stack(found)
+
+
+def _verify(line: Timeline, tokens: Sequence[int]) -> list[int]:
+    (choices,) = line.engine.verify([Rows(line, tokens)])
+    if isinstance(choices, Exception):
+        raise choices
+    return choices
+
+
+def _furthest(found: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the largest difference; infinite where one is no number."""
+    furthest = float(np.abs(found - expected).max())
+    return furthest if np.isfinite(furthest) else float("inf")

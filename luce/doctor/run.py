@@ -1,0 +1,205 @@
+"""All checks, in order: the machine, the kernels on the small model, then what is promised of the given model."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from luce import native as _native
+from luce.bench import problems
+from luce.bench.run import Case, Mode, Settings, mode_plan, parse_modes
+from luce.doctor import kernels, machine, steps, tokens
+from luce.doctor.checks import REPORT, Check
+from luce.doctor.tokens import Pace
+from luce.errors import ArgumentError, Cancelled, Error, OutOfMemory
+from luce.native import Library, Model
+from luce.native.structs import Device, EngineParams
+from luce.planning import cpus
+from luce.planning.opened import Files
+from luce.planning.plan import MAX_THREADS
+from luce.speculate.prices import MAX_ROWS
+
+SEQUENCES = 4  # Of a step in company.
+PROMPT = 48  # Of a prompt so many tokens are taken.
+LEAST_LONG, LONG = 80, 320  # Tokens of the prompt whose beginnings are kept: some of them, and more than a KV page.
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much is run: the new tokens of a request, how many prompts, and in how many seconds at most of a model whose
+    steps are slow. On the small model all of it takes less."""
+
+    tokens: int = 32
+    prompts: int = 2
+    seconds: float = 80.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Told what is done now, and asked whether to end."""
+
+    say: Callable[[str], None] = lambda what: None
+    cancelled: Callable[[], bool] = lambda: False
+
+
+def device_of(core: Library, name: str | None) -> Device:
+    """Returns the device that a name means: None, "cpu", "cuda" or "cuda:N". Raises ArgumentError where it is not there."""
+    listed = core.devices()
+    for device in listed:
+        if name in (None, device.name) or (name == "cuda" and device.is_gpu):
+            return device
+    have = ", ".join(device.name for device in listed)
+    why = f"; {core.missing_gpu}" if core.missing_gpu else ""
+    raise ArgumentError(f"no device '{name}': this machine has {have}{why}")
+
+
+def examine(core: Library, files: Files, device: Device, progress: Progress, amount: Amount) -> Iterator[Check]:
+    """Yields all checks of a machine and a model. What fails in one does not keep the others from being made."""
+    threads = min(cpus.usable(), MAX_THREADS)
+    found: list[Check] = []
+
+    def told(group: str, what: str, make: Callable[[], Iterable[Check]]) -> Iterator[Check]:
+        progress.say(what)
+        for check in guarded(group, make):
+            found.append(check)
+            yield check
+            if progress.cancelled():
+                raise Cancelled("interrupted")
+
+    yield from told("machine", "the machine", lambda: machine.host(core, device))
+    yield from told("card", "the GPU", lambda: machine.card(core, device))
+    yield from told("bandwidth", "the memory's bandwidth", lambda: [machine.bandwidth(core, device, threads)])
+    measured = next((check.figures.get("measured") for check in found if check.group == "bandwidth"), None)
+    yield from told("kernels", "the kernels", lambda: _kernels(core, files, device, threads))
+    yield from told("model", "loading the model", lambda: _of_model(files, device, measured, progress, amount, threads))
+
+
+def guarded(group: str, make: Callable[[], Iterable[Check]]) -> Iterator[Check]:
+    """Yields what `make` gives. What it raises is a check too: one that lacked memory or room was not made."""
+    try:
+        yield from make()
+    except Cancelled:
+        raise
+    except OutOfMemory as error:
+        yield Check(group, "run", "skipped", str(error))
+    except Error as error:
+        yield Check(group, "run", "bad", f"failed: {error}", remedy=REPORT)
+    except OSError as error:
+        yield Check(group, "run", "skipped", f"failed: {error}")
+
+
+def _kernels(core: Library, files: Files, device: Device, threads: int) -> Iterator[Check]:
+    with tempfile.TemporaryDirectory(prefix="luce-doctor-") as folder:
+        yield from kernels.known_answers(core, device.name, Path(folder), threads)
+        yield kernels.products(core, files.file)
+        if device.is_gpu:
+            yield from kernels.against_the_cpu(device.name, Path(folder), threads)
+
+
+def _of_model(
+    files: Files, device: Device, bandwidth: int | None, progress: Progress, amount: Amount, threads: int
+) -> Iterator[Check]:
+    """Yields what is promised of the model."""
+    modes, cases = modes_of(files), cases_of(files, amount.prompts)
+    settings = Settings(amount.tokens)
+    model = files.load([mode_plan(files, mode, cases, settings) for mode in modes], lambda _: progress.cancelled())
+    with model:
+        pace = partial(Pace, cancelled=progress.cancelled)
+        prompt = list(cases[0].prompt)
+        params = EngineParams(n_ctx=4 * MAX_ROWS + PROMPT, n_sequences=2 + SEQUENCES, n_rows=MAX_ROWS, n_threads=threads)
+        with _native.Engine(model, params) as engine:
+            progress.say("rows of a step")
+            yield from guarded("rows", lambda: tokens.by_width(engine, prompt, pace(amount.seconds / 4)))
+            progress.say("steps by rows")
+            read = files.facts.bytes_per_token or model.info.weight_bytes
+            cost = steps.by_rows(engine, prompt, read, bandwidth, bool(device.is_gpu), pace(amount.seconds / 8))
+        yield from _of_requests(files, model, modes, cases, progress, amount, threads)
+        yield cost
+
+
+def _of_requests(
+    files: Files, model: Model, modes: Sequence[Mode], cases: Sequence[Case], progress: Progress, amount: Amount,
+    threads: int,
+) -> Iterator[Check]:
+    """Yields whether requests have the tokens of plain decoding."""
+    pace = partial(Pace, cancelled=progress.cancelled)
+    progress.say("plain decoding")
+    runs = tokens.plain_runs(files, model, cases, amount.tokens, None, pace(amount.seconds / 8))
+    drafting = modes[1:]
+    progress.say("drafts")
+    yield from guarded("drafts", lambda: [
+        tokens.by_drafts(files, model, drafting, runs, None, pace(amount.seconds / 4))
+    ])  # fmt: skip
+    progress.say("requests in company")
+    together = [mode for mode in modes if mode.name in ("plain", "auto", "mtp:3")]
+    yield from guarded("company", lambda: [
+        tokens.in_company(files, model, together[::-1], runs, None, pace(amount.seconds / 8))
+    ])  # fmt: skip
+    progress.say("kept beginnings")
+    room = (files.facts.context_length or LONG + 256) - amount.tokens - MAX_ROWS
+    long = min(LONG, int(amount.seconds / 8 / 10 / max(runs.reading, 1e-9)), room)
+    if long < LEAST_LONG:
+        yield Check("kept", "beginnings", "skipped", f"no time to read prompts of {LEAST_LONG} tokens")
+        return
+    whole = [token for case in cases_of(files, None, None) for token in case.prompt]
+    prompt = (whole * (long // len(whole) + 1))[:long]
+    spec = "mtp" if any(mode.spec == "mtp" for mode in modes) else "off"
+    yield from guarded("kept", lambda: [
+        tokens.from_checkpoints(model, prompt, threads),
+        tokens.with_kept_beginnings(files, model, prompt, runs.n, spec, None, pace(amount.seconds / 8)),
+    ])  # fmt: skip
+
+
+def modes_of(files: Files) -> list[Mode]:
+    """Returns plain decoding, then every way to draft that the files have."""
+    names = ["plain"]
+    if files.head is not None or files.facts.nextn_predict_layers:
+        names += ["mtp:3", "mtp:1", "mtp-tree:3:15"]
+    if files.drafter is not None:
+        names += ["dflash", "dflash:15"]
+    return parse_modes(",".join([*names, "lookup:15", "auto"]))
+
+
+def cases_of(files: Files, n: int | None, longest: int | None = PROMPT) -> list[Case]:
+    """Returns the beginnings of luce's own prompts as the model's tokens: of `n` kinds, in which something is repeated
+    first, for lookups to find."""
+    listed = [problem for problem in problems.builtin() if not problem.chat]
+    kinds = list({problem.cls: problem for problem in sorted(listed, key=lambda each: each.cls != "edit")}.values())
+    made = []
+    for problem in kinds[:n]:
+        ids = problems.tokens_of(problem, files)
+        made.append(Case(problem.id, ids[:longest]))
+    return made
+
+
+def about(core: Library | None, files: Files | None, device: Device | None, began: float) -> dict[str, object]:
+    """Returns what the report is of."""
+    from datetime import datetime, timezone
+    from platform import platform, python_version
+
+    import luce
+    from luce.bench.origin import checkout_commit
+
+    facts = files.facts if files is not None else None
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
+        "luce": luce.__version__,
+        "core": core.version if core else None,
+        "commit": checkout_commit() or None,
+        "python": python_version(),
+        "system": platform(),
+        "device": vars(device) if device else None,
+        "model": {
+            "file": files.file.path.name,
+            "bytes": files.file.info.size_bytes,
+            "architecture": facts.architecture,
+            "file_type": facts.file_type,
+            "drafter": files.drafter.path.name if files.drafter else None,
+            "head": files.head.path.name if files.head else None,
+        } if files is not None and facts is not None else None,
+        "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
