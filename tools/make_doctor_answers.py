@@ -3,8 +3,8 @@
 transformers' Qwen3_5ForCausalLM and nextn.py's head computed (tools/box/make_golden.py), for the weights that
 luce/data/box.gguf stores.
 
-`prompt` (T,) and `greedy` (N,) are tokens; `ids` (K,) are the ids of which `logits` (T, K) are kept; `drafts` (A, 3) are
-the head's after the anchors greedy[0], greedy[1] .. `gap` (N,) and `draft_gap` (A, 3) are the distances of the two
+`prompt` (T,) and `greedy` (N,) are tokens; `ids` (K,) are the ids of which `logits` (T, K) are kept; `drafts` (A, 3)
+are the head's after the anchors greedy[0], greedy[1] .. `gap` (N,) and `draft_gap` (A, 3) are the distances of the two
 largest logits there.
 """
 

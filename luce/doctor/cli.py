@@ -16,7 +16,7 @@ from luce.cli.terminal import Display, print_verdict
 from luce.data import BOX, BOX_DRAFTER
 from luce.doctor import machine
 from luce.doctor.checks import Check, as_json, conclusion, lines
-from luce.doctor.run import Amount, Progress, about, device_of, examine
+from luce.doctor.run import Amount, Progress, about, device_of, examine, plans_of
 from luce.errors import Error
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
@@ -55,8 +55,12 @@ def doctor(
         drafter = BOX_DRAFTER if draft is None and gguf is None else draft
         files = opened.enter_context(Files(gguf or BOX, mtp_gguf, where.name, drafter))
         require_supported(files.facts)
+        for warning in files.warnings:
+            display.warn(warning)
+        amount = Amount()
+        plans_of(files, amount)  # What keeps the files from running is an error, not a check.
         progress = Progress(lambda what: display.spin(f"looking at {what}"), lambda: ctrl_c.pressed)
-        for check in examine(core, files, where, progress, Amount()):
+        for check in examine(core, files, where, progress, amount):
             ended = found and found[-1].group != check.group
             if ended and not as_object:
                 show(found, display)

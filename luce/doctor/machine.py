@@ -44,8 +44,7 @@ def processor(info: str) -> Check:
     if lacking:
         found = f"{found}, without {', '.join(name.upper() for name in lacking)}"
         return Check("machine", "cpu", "bad", found, "AVX2, FMA and F16C", "luce does not run on this CPU", figures)
-    verdict = "ok" if flags else "skipped"
-    return Check("machine", "cpu", verdict, found, "AVX2, FMA and F16C", figures=figures)
+    return Check("machine", "cpu", "ok" if flags else "skipped", found, "AVX2, FMA and F16C", figures=figures)
 
 
 def card(

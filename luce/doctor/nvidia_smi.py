@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# The fields that are asked for; a driver that lacks one is asked without it. The name is the last, as it may hold a comma.
+# The fields that are asked for; a driver that lacks one is asked without it. The name is last: it may hold a comma.
 FIELDS = (
     "pci.bus_id", "driver_version", "pstate", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem",
     "power.draw", "power.limit", "power.default_limit", "temperature.gpu", "mig.mode.current",

@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from luce import native as _native
@@ -17,15 +16,16 @@ from luce.doctor.checks import REPORT, Check
 from luce.doctor.tokens import Pace
 from luce.errors import ArgumentError, Cancelled, Error, OutOfMemory
 from luce.native import Library, Model
-from luce.native.structs import Device, EngineParams
+from luce.native.structs import Device, EngineParams, GpuInfo
 from luce.planning import cpus
 from luce.planning.opened import Files
-from luce.planning.plan import MAX_THREADS
+from luce.planning.plan import MAX_THREADS, Plan
 from luce.speculate.prices import MAX_ROWS
 
 SEQUENCES = 4  # Of a step in company.
+TOGETHER = ("plain", "mtp:3", "auto")  # Modes in which requests run together.
 PROMPT = 48  # Of a prompt so many tokens are taken.
-LEAST_LONG, LONG = 80, 320  # Tokens of the prompt whose beginnings are kept: some of them, and more than a KV page.
+LEAST_LONG, LONG = 100, 300  # Tokens of the prompt whose beginnings are kept: some of them, and more than a KV page.
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Progress:
 
 
 def device_of(core: Library, name: str | None) -> Device:
-    """Returns the device that a name means: None, "cpu", "cuda" or "cuda:N". Raises ArgumentError where it is not there."""
+    """Returns the device of a name: None, "cpu", "cuda" or "cuda:N". Raises ArgumentError where there is none."""
     listed = core.devices()
     for device in listed:
         if name in (None, device.name) or (name == "cuda" and device.is_gpu):
@@ -75,7 +75,9 @@ def examine(core: Library, files: Files, device: Device, progress: Progress, amo
     yield from told("bandwidth", "the memory's bandwidth", lambda: [machine.bandwidth(core, device, threads)])
     measured = next((check.figures.get("measured") for check in found if check.group == "bandwidth"), None)
     yield from told("kernels", "the kernels", lambda: _kernels(core, files, device, threads))
-    yield from told("model", "loading the model", lambda: _of_model(files, device, measured, progress, amount, threads))
+    gpu = core.gpu_info(core.devices().index(device)) if device.is_gpu else None
+    given = _Given(files, gpu, measured, progress, amount, threads)
+    yield from told("model", "loading the model", lambda: _of_model(given))
 
 
 def guarded(group: str, make: Callable[[], Iterable[Check]]) -> Iterator[Check]:
@@ -100,48 +102,62 @@ def _kernels(core: Library, files: Files, device: Device, threads: int) -> Itera
             yield from kernels.against_the_cpu(device.name, Path(folder), threads)
 
 
-def _of_model(
-    files: Files, device: Device, bandwidth: int | None, progress: Progress, amount: Amount, threads: int
-) -> Iterator[Check]:
+@dataclass(frozen=True)
+class _Given:
+    """What the checks of a model are told: its files, its GPU if it is on one, and the memory's measured bandwidth."""
+
+    files: Files
+    gpu: GpuInfo | None
+    bandwidth: int | None
+    progress: Progress
+    amount: Amount
+    threads: int
+
+    def pace(self, share: float) -> Pace:
+        """Returns the pace of a check that has this share of the time."""
+        return Pace(share * self.amount.seconds, self.progress.cancelled)
+
+
+def _of_model(given: _Given) -> Iterator[Check]:
     """Yields what is promised of the model."""
-    modes, cases = modes_of(files), cases_of(files, amount.prompts)
-    settings = Settings(amount.tokens)
-    model = files.load([mode_plan(files, mode, cases, settings) for mode in modes], lambda _: progress.cancelled())
-    with model:
-        pace = partial(Pace, cancelled=progress.cancelled)
+    files, say = given.files, given.progress.say
+    modes, cases = modes_of(files), cases_of(files, given.amount.prompts)
+    plans = plans_of(files, given.amount)
+    with files.load(plans, lambda _: given.progress.cancelled()) as model:
         prompt = list(cases[0].prompt)
-        params = EngineParams(n_ctx=4 * MAX_ROWS + PROMPT, n_sequences=2 + SEQUENCES, n_rows=MAX_ROWS, n_threads=threads)
+        params = EngineParams(
+            n_ctx=4 * MAX_ROWS + PROMPT, n_sequences=2 + SEQUENCES, n_rows=MAX_ROWS, n_threads=given.threads
+        )
+        costs = list[Check]()
         with _native.Engine(model, params) as engine:
-            progress.say("rows of a step")
-            yield from guarded("rows", lambda: tokens.by_width(engine, prompt, pace(amount.seconds / 4)))
-            progress.say("steps by rows")
-            read = files.facts.bytes_per_token or model.info.weight_bytes
-            cost = steps.by_rows(engine, prompt, read, bandwidth, bool(device.is_gpu), pace(amount.seconds / 8))
-        yield from _of_requests(files, model, modes, cases, progress, amount, threads)
-        yield cost
+            say("the rows of a step")
+            yield from guarded("rows", lambda: tokens.by_width(engine, prompt, given.pace(0.25)))
+            say("the cost of steps")
+            costs += guarded("steps", lambda: _costs(given, engine, prompt, model))
+        yield from _of_requests(given, model, modes, cases)
+        yield from costs
 
 
-def _of_requests(
-    files: Files, model: Model, modes: Sequence[Mode], cases: Sequence[Case], progress: Progress, amount: Amount,
-    threads: int,
-) -> Iterator[Check]:
+def _costs(given: _Given, engine: _native.Engine, prompt: list[int], model: Model) -> Iterator[Check]:
+    read = given.files.facts.bytes_per_token or model.info.weight_bytes
+    yield steps.by_rows(engine, prompt, read, given.bandwidth, given.gpu is not None, given.pace(0.125))
+    if given.gpu is not None:
+        yield steps.clocks_under_load(engine, prompt, given.gpu.pci)
+
+
+def _of_requests(given: _Given, model: Model, modes: Sequence[Mode], cases: Sequence[Case]) -> Iterator[Check]:
     """Yields whether requests have the tokens of plain decoding."""
-    pace = partial(Pace, cancelled=progress.cancelled)
-    progress.say("plain decoding")
-    runs = tokens.plain_runs(files, model, cases, amount.tokens, None, pace(amount.seconds / 8))
-    drafting = modes[1:]
-    progress.say("drafts")
-    yield from guarded("drafts", lambda: [
-        tokens.by_drafts(files, model, drafting, runs, None, pace(amount.seconds / 4))
-    ])  # fmt: skip
-    progress.say("requests in company")
-    together = [mode for mode in modes if mode.name in ("plain", "auto", "mtp:3")]
-    yield from guarded("company", lambda: [
-        tokens.in_company(files, model, together[::-1], runs, None, pace(amount.seconds / 8))
-    ])  # fmt: skip
-    progress.say("kept beginnings")
-    room = (files.facts.context_length or LONG + 256) - amount.tokens - MAX_ROWS
-    long = min(LONG, int(amount.seconds / 8 / 10 / max(runs.reading, 1e-9)), room)
+    files, amount, say = given.files, given.amount, given.progress.say
+    say("plain decoding")
+    runs = tokens.plain_runs(files, model, cases, amount.tokens, given.pace(0.125))
+    say("drafts")
+    yield from guarded("drafts", lambda: [tokens.by_drafts(files, model, modes[1:], runs, given.pace(0.25))])
+    say("requests in company")
+    together = [mode for mode in modes[::-1] if mode.name in TOGETHER]
+    yield from guarded("company", lambda: [tokens.in_company(files, model, together, runs, given.pace(0.125))])
+    say("kept beginnings")
+    room = (files.facts.context_length or 2 * LONG) - amount.tokens - MAX_ROWS
+    long = min(LONG, int(amount.seconds / 80 / max(runs.reading, 1e-9)), room)
     if long < LEAST_LONG:
         yield Check("kept", "beginnings", "skipped", f"no time to read prompts of {LEAST_LONG} tokens")
         return
@@ -149,9 +165,18 @@ def _of_requests(
     prompt = (whole * (long // len(whole) + 1))[:long]
     spec = "mtp" if any(mode.spec == "mtp" for mode in modes) else "off"
     yield from guarded("kept", lambda: [
-        tokens.from_checkpoints(model, prompt, threads),
-        tokens.with_kept_beginnings(files, model, prompt, runs.n, spec, None, pace(amount.seconds / 8)),
+        tokens.from_checkpoints(model, prompt, given.threads),
+        tokens.with_kept_beginnings(files, model, prompt, runs.n, spec, given.pace(0.125)),
     ])  # fmt: skip
+
+
+def plans_of(files: Files, amount: Amount) -> list[Plan]:
+    """Returns the plans of all modes, which the core has checked: raises what keeps it from running the files."""
+    cases = cases_of(files, amount.prompts)
+    plans = [mode_plan(files, mode, cases, Settings(amount.tokens)) for mode in modes_of(files)]
+    for each in plans:
+        files.memory(each)
+    return plans
 
 
 def modes_of(files: Files) -> list[Mode]:

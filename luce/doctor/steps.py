@@ -5,8 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+from luce.doctor import machine, nvidia_smi
 from luce.doctor.checks import Check
+from luce.doctor.nvidia_smi import Reading
 from luce.doctor.tokens import Pace, verify
 from luce.native import Engine, Rows
 
@@ -45,3 +49,22 @@ def by_rows(
     expected = "16 rows cost little more than one on a GPU"
     remedy = "docs/troubleshooting.md: It is slow" if wide else ""
     return Check("steps", "by rows", "note" if wide else "ok", said, expected, remedy, figures)
+
+
+def clocks_under_load(
+    engine: Engine, prompt: Sequence[int], pci: str, read: Callable[[], list[Reading] | str] = nvidia_smi.read
+) -> Check:
+    """Reads a GPU's clocks while steps run: at rest they are low, and nothing holds them down."""
+    tokens = (list(prompt) * max(ROWS))[: max(ROWS)]
+    with engine.sequence() as line, ThreadPoolExecutor(1) as pool:
+        line.prefill(prompt)
+        reading = pool.submit(read)
+        while not reading.done():
+            verify(line, Rows(line, tokens))
+    found = reading.result()
+    own = None if isinstance(found, str) else nvidia_smi.of_device(found, pci)
+    if own is None:
+        why = found if isinstance(found, str) else f"nvidia-smi lists no GPU at {pci}"
+        return Check("steps", "clocks", "skipped", f"clocks under load are not known: {why}")
+    check = machine.clocks(own, "clocks")
+    return replace(check, group="steps", found=f"under load {check.found}")

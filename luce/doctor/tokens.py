@@ -1,5 +1,5 @@
-"""The same tokens, on a model: a row's bits at any width, in a tree and beside others; and a request's tokens with every
-source of drafts, in company, from checkpoints and with a kept beginning.
+"""The same tokens, on a model: a row's bits at any width, in a tree and beside others; and a request's tokens with
+every source of drafts, in company, from checkpoints and with a kept beginning.
 
 Where bits can be had they are compared, else tokens. Each check has so many seconds and does what it can in them; what
 was compared is in its line."""
@@ -16,7 +16,7 @@ import numpy as np
 from luce import native as _native
 from luce.bench.run import Case, Mode, Settings, mode_plan
 from luce.decode.engine import Engine
-from luce.decode.events import Failed, Finished
+from luce.decode.events import Event, Failed, Finished
 from luce.decode.request import Request
 from luce.doctor.checks import REPORT, Check, judged
 from luce.errors import Cancelled
@@ -84,8 +84,8 @@ class Compared:
 
 
 def text_of(line: Timeline, prompt: Sequence[int], n: int, pace: Pace) -> tuple[list[int], list[np.ndarray]]:
-    """Decodes plainly for half of the time at most. Returns the n + 1 tokens after the prompt, and the logits after each
-    but the last: (V,) each."""
+    """Decodes plainly for half of the time at most. Returns the n + 1 tokens after the prompt, and the logits after
+    each but the last: (V,) each."""
     line.reset()
     tokens, logits = [_choice(line, prompt)], list[np.ndarray]()
     while len(logits) < n and (len(logits) < LEAST_TOKENS or pace.fits(pace.seconds / 2)):
@@ -97,13 +97,13 @@ def text_of(line: Timeline, prompt: Sequence[int], n: int, pace: Pace) -> tuple[
 
 
 def by_width(engine: _native.Engine, prompt: Sequence[int], pace: Pace) -> Iterator[Check]:
-    """Yields whether rows have the bits of plain decoding in steps of 1 to 64 rows, in a tree, and beside other sequences;
-    and whether samples are those of the sampling rule."""
+    """Yields whether rows have the bits of plain decoding in steps of 1 to 64 rows, in a tree, and beside other
+    sequences; and whether samples are those of the sampling rule."""
     most = min(MAX_ROWS, engine.info.n_rows)
     with ExitStack() as opened:
         plain, line = (opened.enter_context(engine.sequence()) for _ in range(2))
         tokens, logits = text_of(plain, prompt, most, pace)
-        filled = [*tokens, *prompt * most][:most]  # Rows behind those that are known hold anything.
+        filled = [*tokens, *(list(prompt) * most)][:most]  # Rows behind those that are known hold anything.
         line.prefill(prompt)
         tried, differ = 0, list[str]()
         few_first = sorted(range(1, most + 1), key=lambda n: (n & (n - 1) != 0, n))  # Powers of two begin.
@@ -114,7 +114,8 @@ def by_width(engine: _native.Engine, prompt: Sequence[int], pace: Pace) -> Itera
             rows = range(min(width, len(logits)))
             differ += _differing(f"{width} rows", line, rows, choices, logits, tokens)
             tried += 1
-        yield _of_steps("rows", f"{tried} of the widths 1 to {most}", tried, differ, len(logits))
+        widths = f"1 to {most}" if tried == most else f"{tried} of 1 to {most}"
+        yield _of_steps("widths", f"bits are equal at widths {widths}", tried, differ, len(logits))
         yield _in_a_tree(line, filled, tokens, logits)
         yield _beside_others(engine, line, opened, prompt, filled, tokens, logits)
         yield _sampled(line, filled, prompt)
@@ -135,7 +136,7 @@ def _differing(
 
 
 def _of_steps(name: str, what: str, n: int, differ: list[str], rows: int) -> Check:
-    said = f"{len(differ)} of {n} steps differ from plain decoding: {differ[0]}" if differ else f"{what} have equal bits"
+    said = f"{len(differ)} of {n} steps differ from plain decoding: {differ[0]}" if differ else what
     figures = {"steps": n, "differ": len(differ), "rows": rows, "differing": differ}
     return judged("rows", name, not differ, said, "the bits of plain decoding", REPORT, **figures)
 
@@ -152,7 +153,7 @@ def _in_a_tree(
     # Depth first: a leaf comes behind its parent, and the spine goes on behind the leaf.
     choices = verify(line, Rows(line, rows, parents))
     differ = _differing(f"a tree of {2 * n} rows", line, range(0, 2 * n, 2), choices, logits, tokens)
-    return _of_steps("tree", f"{n} rows of a tree", 1, differ, n)
+    return _of_steps("tree", f"in a tree of {2 * n} rows", 1, differ, n)
 
 
 def _beside_others(
@@ -173,7 +174,7 @@ def _beside_others(
         raise choices
     n = min(share, len(logits))
     differ = _differing(f"a step with {len(others)} other sequences", line, range(n), choices, logits, tokens)
-    return _of_steps("company", f"{n} rows beside {len(others)} sequences", 1, differ, n)
+    return _of_steps("company", f"beside {len(others)} sequences", 1, differ, n)
 
 
 def _sampled(line: Timeline, filled: Sequence[int], prompt: Sequence[int]) -> Check:
@@ -184,9 +185,12 @@ def _sampled(line: Timeline, filled: Sequence[int], prompt: Sequence[int]) -> Ch
     sample = line.library.sample
     rule = [sample(line.logits(row), SAMPLED, len(prompt) + row + 1) for row in range(len(filled))]
     wrong = [row for row, token in enumerate(choices) if token != rule[row]]
-    said = f"{len(wrong)} of {len(rule)} samples are not the rule's"
-    said += f": row {wrong[0]} takes {choices[wrong[0]]}, not {rule[wrong[0]]}" if wrong else ""
-    return judged("rows", "samples", not wrong, said, "those of the sampling rule on the host", REPORT, differ=len(wrong))
+    said = f"{len(rule)} samples are the rule's"
+    if wrong:
+        said = f"{len(wrong)} of {len(rule)} samples are not the rule's: row {wrong[0]} takes {choices[wrong[0]]}, "
+        said += f"not {rule[wrong[0]]}"
+    expected = "those of the sampling rule on the host"
+    return judged("rows", "samples", not wrong, said, expected, REPORT, differ=len(wrong))
 
 
 # ---- tokens of requests
@@ -211,9 +215,9 @@ def _request(case: Case, n: int, sampled: bool) -> Request:
     return Request(case.prompt, n, SAMPLED if sampled else Sampling(), ignore_eos=True)
 
 
-def plain_runs(files: Files, model: Model, cases: Sequence[Case], n: int, threads: int | None, pace: Pace) -> Runs:
+def plain_runs(files: Files, model: Model, cases: Sequence[Case], n: int, pace: Pace) -> Runs:
     """Decodes all cases plainly, of which as many tokens as should fit."""
-    chosen = mode_plan(files, Mode("plain", "off"), cases, Settings(n, threads=threads))
+    chosen = mode_plan(files, Mode("plain", "off"), cases, Settings(n))
     expected, done = dict[tuple[str, bool], tuple[int, ...]](), list[Case]()
     with Engine.open(files, chosen, model=model) as engine:
         began = pace.clock()
@@ -230,16 +234,14 @@ def plain_runs(files: Files, model: Model, cases: Sequence[Case], n: int, thread
     return Runs(done, n, expected, seconds, reading)
 
 
-def by_drafts(
-    files: Files, model: Model, modes: Sequence[Mode], runs: Runs, threads: int | None, pace: Pace
-) -> Check:
+def by_drafts(files: Files, model: Model, modes: Sequence[Mode], runs: Runs, pace: Pace) -> Check:
     """Runs every mode beside plain decoding."""
     compared, tried = Compared(), list[str]()
     for mode in modes:
         if tried and not pace.fits(runs.seconds * len(runs.expected)):
             break
         tried.append(mode.name)
-        chosen = mode_plan(files, mode, runs.cases, Settings(runs.n, threads=threads))
+        chosen = mode_plan(files, mode, runs.cases, Settings(runs.n))
         with Engine.open(files, chosen, model=model) as engine:
             for id, sampled, request in runs.requests():
                 what = f"{mode.name} on {id}{', sampled' if sampled else ''}"
@@ -249,20 +251,18 @@ def by_drafts(
     return replace(check, figures=check.figures | {"modes": tried, "no time for": left})
 
 
-def in_company(files: Files, model: Model, modes: Sequence[Mode], runs: Runs, threads: int | None, pace: Pace) -> Check:
+def in_company(files: Files, model: Model, modes: Sequence[Mode], runs: Runs, pace: Pace) -> Check:
     """Runs all requests together, which alone were decoded plainly."""
     compared, requests = Compared(), runs.requests()
     for mode in modes:
         if compared.runs and not pace.fits(runs.seconds * len(requests)):
             break
-        chosen = mode_plan(files, mode, runs.cases, Settings(runs.n, threads=threads), sequences=len(requests))
+        chosen = mode_plan(files, mode, runs.cases, Settings(runs.n), sequences=len(requests))
         with Engine.open(files, chosen, model=model) as engine:
             finished = dict[int, tuple[int, ...]]()
-            for at, event in engine.run([request for *_, request in requests], lambda: not pace.fits(-pace.seconds)):
-                if isinstance(event, Failed):
-                    raise event.error
-                if isinstance(event, Finished):
-                    finished[at] = event.tokens
+            for at, event in engine.run([request for *_, request in requests], pace.cancelled):
+                if isinstance(event, Failed | Finished):
+                    finished[at] = _ended(event).tokens
         for at, (id, sampled, _) in enumerate(requests):
             what = f"{mode.name} on {id}{', sampled' if sampled else ''}"
             compared.compare(what, finished[at], runs.expected[id, sampled])
@@ -275,12 +275,17 @@ def tokens_of(engine: Engine, request: Request, pace: Pace, kept: PrefixCache | 
 
 
 def _finished(engine: Engine, request: Request, pace: Pace, kept: PrefixCache | None = None) -> Finished:
-    last = None
-    for last in engine.generate(request, lambda: not pace.fits(-pace.seconds), kept):
-        pass
+    *_, last = engine.generate(request, pace.cancelled, kept)
+    return _ended(last)
+
+
+def _ended(last: Event) -> Finished:
+    """Returns how a generation ended. Raises what made it fail, and Cancelled."""
     if isinstance(last, Failed):
         raise last.error
     assert isinstance(last, Finished)
+    if last.reason == "cancelled":
+        raise Cancelled("interrupted")
     return last
 
 
@@ -324,12 +329,13 @@ def _read(line: Timeline, prompt: Sequence[int], at: int, n_chunk: int) -> None:
 
 
 def with_kept_beginnings(
-    files: Files, model: Model, prompt: Sequence[int], n: int, spec: str, threads: int | None, pace: Pace
+    files: Files, model: Model, prompt: Sequence[int], n: int, spec: str, pace: Pace
 ) -> Check:
     """Runs prompts with a common beginning, cold and with what was kept of the ones before."""
-    half, compared, cached = len(prompt) * 3 // 4, Compared(), 0
-    prompts = [tuple(prompt), (*prompt[:half], *prompt[: len(prompt) - half]), tuple(prompt)]
-    options = Options(sequences=1, checkpoints=8, spec=spec, threads=threads)
+    part, compared, cached = len(prompt) * 3 // 4, Compared(), 0
+    whole = tuple(prompt)
+    prompts = [whole[:part], whole, (*whole[:part], *whole[: len(whole) - part]), whole]
+    options = Options(sequences=1, checkpoints=8, spec=spec)
     chosen = files.plan(options, len(prompt), n)
     with Engine.open(files, chosen, model=model, keep_drafters=True) as engine, ExitStack() as opened:
         kept = PrefixCache(engine.native, files.tokenizer, HOST_BYTES)
@@ -338,10 +344,13 @@ def with_kept_beginnings(
         for at, each in enumerate(prompts):
             done = _finished(engine, Request(each, n, ignore_eos=True), pace, kept)
             cached += done.cached
-            compared.compare(f"prompt {at}, {done.cached} tokens kept", done.tokens, cold[each])
+            compared.compare(f"prompt {at} with {done.cached} kept tokens", done.tokens, cold[each])
     check = compared.check("kept", "beginnings", "with kept beginnings")
-    found = f"{check.found}, {cached} prompt tokens were kept" if check.verdict == "ok" else check.found
-    return replace(check, found=found, figures=check.figures | {"cached": cached})
+    figures = check.figures | {"cached": cached}
+    if check.verdict == "ok" and not cached:
+        return Check("kept", "beginnings", "skipped", "nothing of these prompts was kept", figures=figures)
+    found = f"{check.found}, {cached} tokens of their prompts kept" if check.verdict == "ok" else check.found
+    return replace(check, found=found, figures=figures)
 
 
 def verify(line: Timeline, rows: Rows) -> list[int]:

@@ -241,7 +241,7 @@ class Library:
 
 
 class OpArray(NamedTuple):
-    """An array of Library.op_run: contiguous `data`, its shape in the core's order, fastest first, and its ggml type."""
+    """An array of Library.op_run: contiguous `data`, its shape, fastest first, and its ggml type."""
 
     data: np.ndarray
     shape: Sequence[int]

@@ -110,7 +110,8 @@ LUCE_API const char *luce_device_missing(void);
 typedef struct luce_gpu_info {
     uint64_t struct_size;
     char pci[16]; /* its place, by which nvidia-smi knows it: "0000:0F:00.0" */
-    uint64_t bandwidth; /* bytes a second, by the memory's clock and the width of its bus; 0: the driver does not say */
+    uint64_t
+        bandwidth; /* bytes a second, by clock and width of the memory's bus; 0: the driver does not say */
     int32_t capability; /* compute capability: 90 is 9.0 */
     int32_t multiprocessors;
     int32_t driver_cuda; /* the newest CUDA that the driver runs: 13000 is 13.0 */

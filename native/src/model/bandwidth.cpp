@@ -27,7 +27,7 @@ template <class Run> double fastest(const Run &run) {
 
 double cpu_seconds(uint64_t bytes, int n_threads) {
     const size_t n = size_t(bytes / sizeof(uint64_t));
-    const std::unique_ptr<uint64_t[]> values(new uint64_t[n]); // uninitialised: each thread touches its own part first
+    const std::unique_ptr<uint64_t[]> values(new uint64_t[n]); // each thread touches its own part first
     std::vector<uint64_t> sums(size_t(n_threads) * 8); // a cache line each
     const auto each = [&](const auto &part) {
         std::vector<std::thread> threads;
@@ -67,7 +67,8 @@ double gpu_seconds(const Device &device, uint64_t bytes) {
     ggml_tensor *to = ggml_new_tensor_1d(context.get(), GGML_TYPE_I8, int64_t(bytes));
     const Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(context.get(), device.buffer_type()));
     if (!buffer) {
-        fail(LUCE_E_MEMORY, "%s: allocating %s to copy failed", device.name.c_str(), human_bytes(2 * bytes).c_str());
+        fail(LUCE_E_MEMORY, "%s: allocating %s to copy failed", device.name.c_str(),
+             human_bytes(2 * bytes).c_str());
     }
     make_current(device);
     return fastest([&] { ggml_backend_tensor_copy(from, to); }); // it waits for the copy
