@@ -175,11 +175,11 @@ def luce_(native, tiny_gguf, device):
 
 @pytest.fixture
 def command(native):
-    """Gives command(*args), which starts `luce` as a process of its own."""
+    """Gives command(*args), which starts `luce` as a process of its own, with the library under test or that of `lib`."""
 
-    def start(*args, env=(), **options):
+    def start(*args, env=(), lib=None, **options):
         folder = Path(luce.__file__).parent.parent
-        words = [sys.executable, "-c", PROGRAM, native.path.parent, *args]
+        words = [sys.executable, "-c", PROGRAM, lib or native.path.parent, *args]
         options = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,

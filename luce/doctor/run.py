@@ -161,8 +161,7 @@ def _of_requests(given: _Given, model: Model, modes: Sequence[Mode], cases: Sequ
     if long < LEAST_LONG:
         yield Check("kept", "beginnings", "skipped", f"no time to read prompts of {LEAST_LONG} tokens")
         return
-    whole = [token for case in cases_of(files, None, None) for token in case.prompt]
-    prompt = (whole * (long // len(whole) + 1))[:long]
+    prompt = long_prompt(files, long)
     spec = "mtp" if any(mode.spec == "mtp" for mode in modes) else "off"
     yield from guarded("kept", lambda: [
         tokens.from_checkpoints(model, prompt, given.threads),
@@ -199,6 +198,12 @@ def cases_of(files: Files, n: int | None, longest: int | None = PROMPT) -> list[
         ids = problems.tokens_of(problem, files)
         made.append(Case(problem.id, ids[:longest]))
     return made
+
+
+def long_prompt(files: Files, n: int) -> list[int]:
+    """Returns n tokens of luce's own prompts, one after the other."""
+    whole = [token for case in cases_of(files, None, None) for token in case.prompt]
+    return (whole * (n // len(whole) + 1))[:n]
 
 
 def about(core: Library | None, files: Files | None, device: Device | None, began: float) -> dict[str, object]:

@@ -331,7 +331,7 @@ def _read(line: Timeline, prompt: Sequence[int], at: int, n_chunk: int) -> None:
 def with_kept_beginnings(
     files: Files, model: Model, prompt: Sequence[int], n: int, spec: str, pace: Pace
 ) -> Check:
-    """Runs prompts with a common beginning, cold and with what was kept of the ones before."""
+    """Samples after prompts with a common beginning, cold and with what was kept of the ones before."""
     part, compared, cached = len(prompt) * 3 // 4, Compared(), 0
     whole = tuple(prompt)
     prompts = [whole[:part], whole, (*whole[:part], *whole[: len(whole) - part]), whole]
@@ -340,9 +340,10 @@ def with_kept_beginnings(
     with Engine.open(files, chosen, model=model, keep_drafters=True) as engine, ExitStack() as opened:
         kept = PrefixCache(engine.native, files.tokenizer, HOST_BYTES)
         opened.callback(kept.close)
-        cold = {each: tokens_of(engine, Request(each, n, ignore_eos=True), pace) for each in prompts}
+        requests = {each: Request(each, n, SAMPLED, ignore_eos=True) for each in prompts}
+        cold = {each: tokens_of(engine, request, pace) for each, request in requests.items()}
         for at, each in enumerate(prompts):
-            done = _finished(engine, Request(each, n, ignore_eos=True), pace, kept)
+            done = _finished(engine, requests[each], pace, kept)
             cached += done.cached
             compared.compare(f"prompt {at} with {done.cached} kept tokens", done.tokens, cold[each])
     check = compared.check("kept", "beginnings", "with kept beginnings")

@@ -19,6 +19,7 @@ ALWAYS = {
     "chat": "--system --temp",
     "probe-gguf": "--tensors --json --hf",
     "devices": "--json",
+    "doctor": "--mtp-gguf --draft --json",
     "convert": "--threads --type --tokenizer --target --name --force",
     "bench humaneval": "--limit --temp --md",
     "bench prompts": "--class --limit --temp --md",
