@@ -175,7 +175,7 @@ def luce_(native, tiny_gguf, device):
 
 @pytest.fixture
 def command(native):
-    """Gives command(*args), which starts `luce` as a process of its own, with the library under test or that of `lib`."""
+    """Gives command(*args), which starts `luce` as a process of its own, with the tested library or that of `lib`."""
 
     def start(*args, env=(), lib=None, **options):
         folder = Path(luce.__file__).parent.parent

@@ -19,22 +19,28 @@ ROOT = Path(__file__).resolve().parent.parent
 N_IDS, N_ANCHORS = 128, 16
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "luce" / "doctor" / "answers.npz")
-    args = parser.parse_args()
+def answers() -> dict[str, np.ndarray]:
+    """Returns what the file holds."""
     golden = dict(np.load(ROOT / "tests" / "goldens" / "box.npz"))
     logits = golden["stored_logits"]
     # Each position's most probable ids, and others that lie over the whole vocabulary.
     best = np.unique(logits.argmax(-1))
     spread = np.linspace(0, logits.shape[1] - 1, N_IDS - len(best)).astype(np.int64)
     ids = np.unique(np.concatenate([best, spread]))
-    np.savez_compressed(
-        args.out, prompt=golden["prompt"], greedy=golden["stored_greedy"], ids=ids.astype(np.int32),
-        logits=logits[:, ids], gap=golden["stored_gap"], drafts=golden["stored_drafts"][:N_ANCHORS],
-        draft_gap=golden["stored_draft_gap"][:N_ANCHORS],
-    )  # fmt: skip
-    print(f"{args.out.name}: {args.out.stat().st_size} bytes, {len(ids)} of {logits.shape[1]} logits of a position")
+    return {
+        "prompt": golden["prompt"], "greedy": golden["stored_greedy"], "ids": ids.astype(np.int32),
+        "logits": logits[:, ids], "gap": golden["stored_gap"], "drafts": golden["stored_drafts"][:N_ANCHORS],
+        "draft_gap": golden["stored_draft_gap"][:N_ANCHORS],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "luce" / "doctor" / "answers.npz")
+    args = parser.parse_args()
+    made = answers()
+    np.savez_compressed(args.out, **made)
+    print(f"{args.out.name}: {args.out.stat().st_size} bytes, {len(made['ids'])} logits of each position")
 
 
 if __name__ == "__main__":

@@ -507,3 +507,32 @@ def test_an_ops_arguments_have_the_shapes_of_its_signature(native):
             run(*arrays)
     with pytest.raises(ArgumentError, match="row_tokens: the result has 2 values, expected 3 or more"):
         op_run(native, "cpu", "row_tokens", [tokens, drafts], (100,), shape=(2,), dtype=np.int32)
+
+
+# ---- what `luce doctor` asks
+
+
+def test_a_cpu_is_no_gpu_and_has_a_bandwidth(native):
+    cpu = len(native.devices()) - 1
+    with pytest.raises(ArgumentError, match="cpu is no GPU"):
+        native.gpu_info(cpu)
+    assert native.bandwidth(cpu, 2) > 10**8, "no memory gives so little"
+    for threads in (0, 513):
+        with pytest.raises(ArgumentError, match=f"n_threads is {threads}, expected 1 to 512"):
+            native.bandwidth(cpu, threads)
+    for index in (-1, cpu + 1):
+        with pytest.raises(ArgumentError, match=f"device {index}: there are"):
+            native.bandwidth(index, 1)
+        with pytest.raises(ArgumentError, match=f"device {index}: there are"):
+            native.gpu_info(index)
+
+
+def test_an_op_runs_alone_as_tests_run_it(native):
+    tokens, drafts = np.array([5, -1], np.int32), np.array([[7, 0], [8, 0]], np.int32)
+    found = np.zeros(2, np.int32)
+    given = [_native.OpArray(tokens, (2,), 26), _native.OpArray(drafts, (2, 2), 26)]
+    native.op_run("cpu", "row_tokens", given, (100,), _native.OpArray(found, (2,), 26))
+    expected = op_run(native, "cpu", "row_tokens", [tokens, drafts], (100,), shape=(2,), dtype=np.int32)
+    assert found.tolist() == expected.tolist()
+    with pytest.raises(ArgumentError, match="there is no op no-such-op"):
+        native.op_run("cpu", "no-such-op", given, (), _native.OpArray(found, (2,), 26))

@@ -26,8 +26,8 @@ class Break:
 
 
 def broken_core(wrong: Break, lib: Path, folder: Path) -> Path:
-    """Returns a folder with a libluce beside whose ggml is that of `lib`. Skips the test where the checkout holds no build
-    of these sources."""
+    """Returns a folder with a libluce, and the ggml of `lib` beside it. Skips the test where the checkout holds no
+    build of these sources."""
     text = (CPU / wrong.source).read_text()
     assert text.count(wrong.right) == 1, f"{wrong.source} has changed: name its constant anew"
     source = folder / wrong.source
@@ -47,7 +47,7 @@ def broken_core(wrong: Break, lib: Path, folder: Path) -> Path:
 
 
 def _compiled(source: Path) -> tuple[list[str], Path, list[Path]]:
-    """Returns how the checkout's build compiles a source, without names of files, its object, and all objects of libluce."""
+    """Returns how the checkout's build compiles a source, without names of files; its object; all objects of luce."""
     for listed in [*ROOT.glob("build/compile_commands.json"), *ROOT.glob("build/*/compile_commands.json")]:
         for entry in json.loads(listed.read_text()):
             if Path(entry["file"]) != source:
