@@ -191,6 +191,7 @@ def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence
     count = native.ffi.new("uint32_t *", 64)
     calls = {
         "luce_device_info": lambda s: lib.luce_device_get(0, s),
+        "luce_gpu_info": lambda s: lib.luce_device_gpu(0, s),
         "luce_file_info": lambda s: lib.luce_file_get_info(file.handle, s),
         "luce_kv": lambda s: lib.luce_file_get_kv(file.handle, 0, s),
         "luce_tensor_info": lambda s: lib.luce_file_get_tensor(file.handle, 0, s),
