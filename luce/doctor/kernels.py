@@ -41,9 +41,9 @@ PACKED = np.dtype([("q", "i1", 32), ("d", "<f4"), ("rest", "<i4", 7)])
 I8 = 24
 
 
-def known_answers(core: Library, device: str, folder: Path, threads: int) -> Iterator[Check]:
-    """Yields how the small model's logits, choices and drafts compare with transformers'. Its F32 copy goes to
-    `folder`."""
+def known_answers(device: str, folder: Path, threads: int, text: Sequence[int]) -> Iterator[Check]:
+    """Yields how the small model's logits, choices and drafts compare with transformers', and its logits after `text`, a
+    longer prompt, with those of steps. Its F32 copy goes to `folder`."""
     known = dict(np.load(ANSWERS))
     bound = CPU_BOUND if device == "cpu" else GPU_BOUND
     path = folder / "small-f32.gguf"
@@ -63,6 +63,7 @@ def known_answers(core: Library, device: str, folder: Path, threads: int) -> Ite
             said = f"the small model's logits are off from transformers' by {worst[most]:.3g} in steps of {most}"
         yield judged("kernels", "logits", worst[most] <= bound, said, f"at most {bound:g}", REPORT, errors=worst)
         yield from _known_tokens(line, known, bound)
+        yield _by_prompt(line, text, bound)
 
 
 def _known_tokens(line: Timeline, known: dict[str, Any], bound: float) -> Iterator[Check]:
@@ -87,6 +88,18 @@ def _known_tokens(line: Timeline, known: dict[str, Any], bound: float) -> Iterat
     for name, count, of in (("choices", wrong, n), ("drafts", wrong_drafts, n_drafts)):
         said = f"{count} of {of} {name} differ" if count else f"{of} {name} too"
         yield judged("kernels", name, count == 0, said, "those of transformers and of the head's training", REPORT)
+
+
+def _by_prompt(line: Timeline, text: Sequence[int], bound: float) -> Check:
+    """A prompt is read by other kernels than a step's rows are, over several chunks of attention."""
+    steps = _by_steps(line, text, max(WIDTHS))[-1]
+    line.reset()
+    line.prefill(text)
+    error = _furthest(line.logits(0), steps)
+    said = f"a prompt of {len(text)} is read as by steps, to {error:.1g}"
+    if not error <= 2 * bound:  # Each may be off by the bound.
+        said = f"a prompt of {len(text)} tokens gives logits that are {error:.3g} off from those of steps"
+    return judged("kernels", "prompts", error <= 2 * bound, said, f"at most {2 * bound:g}", REPORT, error=error)
 
 
 def products(core: Library, own: File) -> Check:

@@ -11,6 +11,7 @@ from pathlib import Path
 from luce import native as _native
 from luce.bench import problems
 from luce.bench.run import Case, Mode, Settings, mode_plan, parse_modes
+from luce.data import BOX
 from luce.doctor import kernels, machine, steps, tokens
 from luce.doctor.checks import REPORT, Check
 from luce.doctor.tokens import Pace
@@ -96,7 +97,9 @@ def guarded(group: str, make: Callable[[], Iterable[Check]]) -> Iterator[Check]:
 
 def _kernels(core: Library, files: Files, device: Device, threads: int) -> Iterator[Check]:
     with tempfile.TemporaryDirectory(prefix="luce-doctor-") as folder:
-        yield from kernels.known_answers(core, device.name, Path(folder), threads)
+        with Files(BOX) as small:
+            text = long_prompt(small, LONG)
+        yield from kernels.known_answers(device.name, Path(folder), threads, text)
         yield kernels.products(core, files.file)
         if device.is_gpu:
             yield from kernels.against_the_cpu(device.name, Path(folder), threads)

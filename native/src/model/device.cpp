@@ -222,9 +222,9 @@ DeviceLimits limits_of(const Device &device) {
 #endif
 
 luce_gpu_info gpu_info(const Device &device) {
-    luce_gpu_info info{};
 #ifdef LUCE_USE_CUDA
     if (device.gpu) {
+        luce_gpu_info info{};
         cuda::GpuFacts facts;
         if (const int error = cuda::gpu_facts(device.index, facts); error != 0) {
             fail(LUCE_E_DEVICE, "%s: %s", device.name.c_str(), cuda::error_text(error));
