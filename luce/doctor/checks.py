@@ -15,7 +15,8 @@ _WORST: tuple[Verdict, ...] = ("bad", "note", "ok", "skipped")
 @dataclass(frozen=True)
 class Check:
     """One thing that was looked at: its name, the line of the report that it belongs to (`group`), what was found and
-    what it should be, and what helps where that differs. `figures` are numbers for the report alone."""
+    what it should be, and what helps where that differs. `figures` are numbers for the report alone. A `minor` one is
+    not told in its line where it is ok."""
 
     group: str
     name: str
@@ -24,6 +25,7 @@ class Check:
     expected: str = ""
     remedy: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
+    minor: bool = False
 
 
 def judged(group: str, name: str, holds: bool, found: str, expected: str, remedy: str = "", **figures: Any) -> Check:
@@ -49,7 +51,9 @@ def lines(checks: Iterable[Check]) -> list[Line]:
     made = []
     for group, own in groups.items():
         worst = next(verdict for verdict in _WORST if any(check.verdict == verdict for check in own))
-        told = [check for check in own if check.verdict == worst] if worst == "bad" else own
+        told = [check for check in own if check.verdict == worst] if worst == "bad" else [
+            check for check in own if check.verdict != "ok" or not check.minor
+        ]  # fmt: skip
         made.append(Line(group, worst, "; ".join(check.found for check in told)))
     return made
 

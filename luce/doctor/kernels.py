@@ -1,10 +1,10 @@
-"""The kernels against what others computed: the small model's logits against transformers', products against what the
-blocks of a type say by gguf-py, and of a GPU each type's logits against the CPU's."""
+"""The kernels against what others computed: the small model's logits against transformers', also of it as a mixture;
+products against what the blocks of a type say by gguf-py; and of a GPU each type's logits against the CPU's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from luce.convert.gguf_output import tensor_bytes
 from luce.convert.requantize import requantize
 from luce.data import BOX
 from luce.doctor.checks import REPORT, Check, judged
+from luce.doctor.mixture import write_mixture
 from luce.errors import ArgumentError, UnsupportedError
 from luce.native import Drafts, Engine, File, Library, Model, OpArray, Rows
 from luce.native import Sequence as Timeline
@@ -35,22 +36,41 @@ TYPES = (
     *FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4",
     "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "NVFP4", "TQ1_0", "TQ2_0",
 )  # fmt: skip
-MIXES = ("F16", "Q8_0", "Q4_K_M", "Q5_K_M")  # A GPU's kernels are compared with the CPU's in these.
+MIXES = ("F16", "Q8_0", "Q4_K_M")  # A GPU's kernels are compared with the CPU's in these.
+DENSE_FILE, MIXTURE_FILE = "small-f32.gguf", "small-mixture-f32.gguf"
 # A packed row of rows_matmul: blocks of 32 values, block by block of all rows (cpu/matmul.h).
 PACKED = np.dtype([("q", "i1", 32), ("d", "<f4"), ("rest", "<i4", 7)])
 I8 = 24
 
 
+@dataclass(frozen=True)
+class Form:
+    """A form of the small model: what its checks' names begin with, and what people call it."""
+
+    prefix: str
+    words: str
+
+
+DENSE, MIXTURE = Form("", "the small model's"), Form("mixture ", "its mixture's")
+
+
 def known_answers(device: str, folder: Path, threads: int, text: Sequence[int]) -> Iterator[Check]:
-    """Yields how the small model's logits, choices and drafts compare with transformers', and its logits after `text`, a
-    longer prompt, with those of steps. Its F32 copy goes to `folder`."""
+    """Yields how the small model's logits, choices and drafts compare with transformers', and its logits after `text`,
+    a longer prompt, with those of steps; and the same of it as a mixture. F32 copies of both go to `folder`."""
+    dense, mixture = folder / DENSE_FILE, folder / MIXTURE_FILE
+    requantize(BOX, dense, "F32", threads)
+    yield from _answers(DENSE, dense, device, threads, text)
+    write_mixture(mixture, threads)
+    try:
+        yield from _answers(MIXTURE, mixture, device, threads, text)
+    except UnsupportedError as error:
+        yield Check("kernels", "mixture", "skipped", str(error))
+
+
+def _answers(form: Form, path: Path, device: str, threads: int, text: Sequence[int]) -> Iterator[Check]:
     known = dict(np.load(ANSWERS))
     bound = CPU_BOUND if device == "cpu" else GPU_BOUND
-    path = folder / "small-f32.gguf"
-    requantize(BOX, path, "F32", threads)
-    with ExitStack() as opened:
-        engine = opened.enter_context(_engine(path, device, threads, n_draft=known["drafts"].shape[1]))
-        line = opened.enter_context(engine.sequence())
+    with _engine(path, device, threads, n_draft=known["drafts"].shape[1]) as engine, engine.sequence() as line:
         prompt = known["prompt"].tolist()
         found = {f"{width} rows": _by_steps(line, prompt, width)[:, known["ids"]] for width in WIDTHS}
         line.reset()
@@ -58,15 +78,17 @@ def known_answers(device: str, folder: Path, threads: int, text: Sequence[int]) 
         worst = {name: _furthest(logits, known["logits"]) for name, logits in found.items()}
         worst["a prompt"] = _furthest(line.logits(0)[known["ids"]], known["logits"][-1])
         most = max(worst, key=lambda name: worst[name])
-        said = f"the small model's logits are transformers' to {worst[most]:.1g}"
-        if not worst[most] <= bound:
-            said = f"the small model's logits are off from transformers' by {worst[most]:.3g} in steps of {most}"
-        yield judged("kernels", "logits", worst[most] <= bound, said, f"at most {bound:g}", REPORT, errors=worst)
-        yield from _known_tokens(line, known, bound)
-        yield _by_prompt(line, text, bound)
+        holds = worst[most] <= bound
+        said = f"{form.words} logits are within {worst[most]:.1g} of transformers'"
+        if not holds:
+            said = f"{form.words} logits are off from transformers' by {worst[most]:.3g} in steps of {most}"
+        expected = f"at most {bound:g}"
+        yield judged("kernels", f"{form.prefix}logits", holds, said, expected, REPORT, errors=worst)
+        yield from _known_tokens(form, line, known, bound)
+        yield _by_prompt(form, line, text, bound)
 
 
-def _known_tokens(line: Timeline, known: dict[str, Any], bound: float) -> Iterator[Check]:
+def _known_tokens(form: Form, line: Timeline, known: dict[str, Any], bound: float) -> Iterator[Check]:
     """Yields how choices and drafts compare, step by step behind the known tokens. What errors within `bound` could
     turn is left out."""
     greedy, drafts = known["greedy"].tolist(), known["drafts"]
@@ -86,11 +108,12 @@ def _known_tokens(line: Timeline, known: dict[str, Any], bound: float) -> Iterat
         line.commit([0])
     n = int(clear.sum())
     for name, count, of in (("choices", wrong, n), ("drafts", wrong_drafts, n_drafts)):
-        said = f"{count} of {of} {name} differ" if count else f"{of} {name} too"
-        yield judged("kernels", name, count == 0, said, "those of transformers and of the head's training", REPORT)
+        said = f"{count} of {of} of {form.words} {name} differ"
+        check = judged("kernels", form.prefix + name, count == 0, said, "those that torch computed", REPORT)
+        yield replace(check, minor=True)
 
 
-def _by_prompt(line: Timeline, text: Sequence[int], bound: float) -> Check:
+def _by_prompt(form: Form, line: Timeline, text: Sequence[int], bound: float) -> Check:
     """A prompt is read by other kernels than a step's rows are, over several chunks of attention."""
     steps = _by_steps(line, text, max(WIDTHS))[-1]
     line.reset()
@@ -99,7 +122,9 @@ def _by_prompt(line: Timeline, text: Sequence[int], bound: float) -> Check:
     said = f"a prompt of {len(text)} is read as by steps, to {error:.1g}"
     if not error <= 2 * bound:  # Each may be off by the bound.
         said = f"a prompt of {len(text)} tokens gives logits that are {error:.3g} off from those of steps"
-    return judged("kernels", "prompts", error <= 2 * bound, said, f"at most {2 * bound:g}", REPORT, error=error)
+    expected = f"at most {2 * bound:g}"
+    check = judged("kernels", f"{form.prefix}prompts", error <= 2 * bound, said, expected, REPORT, error=error)
+    return replace(check, minor=True)
 
 
 def products(core: Library, own: File) -> Check:
@@ -159,11 +184,13 @@ def _product_error(core: Library, kind: str, rows: np.ndarray, k: int, rng: np.r
 
 
 def against_the_cpu(device: str, folder: Path, threads: int) -> Iterator[Check]:
-    """Yields for each of MIXES how a GPU's logits of the small model compare with the CPU's of these weights in F32."""
+    """Yields for each of MIXES how a GPU's logits of the small model, in both forms, compare with the CPU's of these
+    weights in F32. known_answers() has made the mixture."""
     prompt = np.load(ANSWERS)["prompt"].tolist()
-    for mix in MIXES:
-        own, exact = folder / f"small-{mix}.gguf", folder / f"small-{mix}-f32.gguf"
-        requantize(BOX, own, mix, threads)
+    forms = [(DENSE, BOX, mix) for mix in MIXES] + [(MIXTURE, folder / MIXTURE_FILE, mix) for mix in MIXES]
+    for form, source, mix in forms:
+        own, exact = folder / "own.gguf", folder / "exact.gguf"
+        requantize(source, own, mix, threads)
         requantize(own, exact, "F32", threads)
         found = []
         for path, where in ((own, device), (exact, "cpu")):
@@ -171,7 +198,7 @@ def against_the_cpu(device: str, folder: Path, threads: int) -> Iterator[Check]:
                 found.append([_by_steps(line, prompt, width) for width in WIDTHS])
         error = max(_furthest(a, b) for a, b in zip(*found, strict=True))
         bound = GPU_BOUND if mix in FLOATS else QUANTISED_BOUND
-        said, name = f"{mix} is off from the CPU by {error:.2g}", f"against the CPU, {mix}"
+        said, name = f"{form.prefix}{mix} is off from the CPU by {error:.2g}", f"{form.prefix}{mix} against the CPU"
         yield judged("kernels", name, error <= bound, said, f"at most {bound:g}", REPORT, error=error)
         own.unlink()
         exact.unlink()
