@@ -11,11 +11,16 @@ from typing import Any
 from luce.errors import ArgumentError
 from luce.native.library import Handle, Library, default
 from luce.native.metadata import Metadata
-from luce.native.structs import DrafterInfo, DrafterParams, EngineParams, FileInfo, Memory, ModelInfo, Tensor
+from luce.native.structs import CHAINS, DrafterInfo, DrafterParams, EngineParams, FileInfo, Memory, ModelInfo, Tensor
 
-# The file of a drafter, and its kind: "nextn", "dflash", or None for what the file holds.
+# The file of a drafter, and its kind: "nextn", "assistant", "dflash", or None for what the file holds.
 DrafterFile = tuple["File", str | None]
 Progress = Callable[[float], object]  # It is given the part that is done, in 0..1. A true result cancels.
+
+
+def is_assistant(architecture: object) -> bool:
+    """Says whether general.architecture is that of an assistant, which drafts chains with its target's K and V."""
+    return isinstance(architecture, str) and architecture.endswith(("-assistant", "_assistant"))
 
 
 class File(Handle):
@@ -77,8 +82,9 @@ class Params:
 
 
 def _listed(head: File | None, drafter: File | None, more: Sequence[DrafterFile]) -> list[DrafterFile]:
-    """Returns a model's list of drafters: a NextN head, a DFlash drafter, and more."""
-    named = [(head, "nextn"), (drafter, "dflash")]
+    """Returns a model's list of drafters: a NextN head or an assistant, a DFlash drafter, and more."""
+    chain = head is not None and is_assistant(head.kv.get("general.architecture"))
+    named = [(head, "assistant" if chain else "nextn"), (drafter, "dflash")]
     return [(file, kind) for file, kind in named if file is not None] + list(more)
 
 
@@ -113,21 +119,23 @@ def engine_params(library: Library, params: EngineParams, kinds: Sequence[str | 
 
 def _asked(n_draft: int, n_part: int, blocks: int, kinds: Sequence[str | None]) -> list[DrafterParams]:
     """Returns the entries that EngineParams asks for by kinds."""
-    if n_draft and "nextn" not in kinds:
-        raise ArgumentError(f"n_draft is {n_draft}, but the model was opened without a NextN head")
+    chain = next((index for index, kind in enumerate(kinds) if kind in CHAINS), None)
+    if n_draft and chain is None:
+        raise ArgumentError(f"n_draft is {n_draft}, but the model was opened without a NextN head or an assistant")
     if n_part and not n_draft:
         raise ArgumentError(f"n_part is {n_part}, expected 0 where n_draft is 0")
     if blocks not in (0, 1):
         raise ArgumentError(f"blocks is {blocks}, expected 0 or 1")
     if blocks and "dflash" not in kinds:
         raise ArgumentError("blocks are to be drafted, but the model was opened without a DFlash drafter")
-    head = [DrafterParams(kinds.index("nextn"), n_draft, n) for n in (0, n_part)[: 1 + bool(n_part)]] if n_draft else []
+    sizes = (0, n_part)[: 1 + bool(n_part)] if n_draft else ()
+    head = [DrafterParams(chain or 0, n_draft, n) for n in sizes]
     return head + ([DrafterParams(kinds.index("dflash"))] if blocks else [])
 
 
 class Model(Handle):
     """Weights on a device, with a list of drafters: the NextN head that `head` holds (the model's own file or
-    another), the DFlash drafter of `drafter`, and those of `drafters`. Of the first `cpu_experts` layers the
+    another) or the assistant that it is, the DFlash drafter of `drafter`, and those of `drafters`. Of the first `cpu_experts` layers the
     experts stay in host memory, where the CPU multiplies them. `progress` may cancel (Cancelled); what it raises
     is raised here."""
 

@@ -130,7 +130,7 @@ class DrafterParams:
 
 @dataclass(frozen=True)
 class DrafterInfo:
-    """A drafter of a model's or an engine's list (luce.h: luce_drafter_info). `kind` is "nextn" or "dflash",
+    """A drafter of a model's or an engine's list (luce.h: luce_drafter_info). `kind` is "nextn", "assistant" or "dflash",
     `form` a Form, and `n_block` counts the rows of the step that drafts all at once; 0 means that a step drafts one
     token. Conditional lists have `n_list` candidates of each depth."""
 
@@ -146,9 +146,12 @@ class DrafterInfo:
     has_kv: int
 
 
+CHAINS = ("nextn", "assistant")  # These kinds of drafters chain: a head drafts of one of them.
+
+
 class Source(IntEnum):
-    """A drafter by what it is, and not by its place in an engine's list: a NextN head, a DFlash drafter, or a head
-    that drafts among the first tokens of the vocabulary alone, which costs less."""
+    """A drafter by what it is, and not by its place in an engine's list: a head (a NextN head, or an assistant), a
+    DFlash drafter, or a head that drafts among the first tokens of the vocabulary alone, which costs less."""
 
     NEXTN = 0
     DFLASH = 1
@@ -157,7 +160,7 @@ class Source(IntEnum):
     @staticmethod
     def of(drafter: DrafterInfo) -> Source | None:
         """Returns what an entry of a list is; None where Python has no word for it."""
-        if drafter.kind == "nextn":
+        if drafter.kind in CHAINS:
             return Source.PART if drafter.n_part else Source.NEXTN
         return Source.DFLASH if drafter.kind == "dflash" else None
 
@@ -175,7 +178,7 @@ class EngineParams:
     `n_ctx` counts the positions of a sequence, `n_pages` KV pages, `n_rows` the most rows of a sequence in a
     step, `n_top` the candidates that are kept of each draft, and `n_chunk` the rows of a prefill step.
     `drafters` is the engine's list of drafters. Before these, the list has what three fields ask for: the model's
-    first NextN head, where `n_draft` counts its most drafts of a round, with `n_part` once more, among so many
+    first head, where `n_draft` counts its most drafts of a round, with `n_part` once more, among so many
     first tokens, and where `blocks` is 1 its first DFlash drafter.
     """
 
@@ -239,7 +242,7 @@ class ModelInfo:
 
     @property
     def has_head(self) -> bool:
-        """Says whether a NextN head is loaded."""
+        """Says whether a NextN head or an assistant is loaded."""
         return first(self.drafters, Source.NEXTN) is not None
 
 
@@ -268,7 +271,7 @@ class EngineInfo:
 
     @property
     def n_draft(self) -> int:
-        """Returns the most drafts of a NextN head in a round, 0 without one."""
+        """Returns the most drafts of a head in a round, 0 without one."""
         at = first(self.drafters, Source.NEXTN)
         return 0 if at is None else self.drafters[at].n_draft
 
@@ -313,7 +316,7 @@ class CheckpointInfo:
 @dataclass(frozen=True)
 class Cost:
     """This is what a step took when the engine was opened. With drafts 0 it is a verify of `rows` rows, with
-    1 one more draft of the NextN head for each of `rows` sequences, with 2 a DFlash block for each of them,
+    1 one more draft of the head for each of `rows` sequences, with 2 a DFlash block for each of them,
     with 3 one more draft of the head among a part of the vocabulary for each of them, and with 4 what the
     head is fed of `rows` rows that were verified in steps of one row each."""
 

@@ -192,8 +192,14 @@ struct Unit {
         sums.assign(2 * n, Sums());
     }
 
-    int32_t position(int row) const { return a.ctl->rows[seq.row0 + row].position; }
-    int32_t last_seen(int row) const { return a.block != 0 ? seq.n_past + seq.n_rows - 1 : position(row); }
+    int32_t position(int row) const {
+        return a.committed != 0 ? seq.n_past : a.ctl->rows[seq.row0 + row].position;
+    }
+    int32_t last_seen(int row) const {
+        return a.committed != 0 ? seq.n_past - 1
+               : a.block != 0   ? seq.n_past + seq.n_rows - 1
+                                : position(row);
+    }
 
     // Loads positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path`
     // belongs to.
@@ -348,8 +354,8 @@ struct Unit {
             for (int row = seq.row0 + last; row >= 0 && depth >= 0; row = a.ctl->rows[row].parent) {
                 path[depth--] = row - seq.row0;
             }
-            for (int32_t c = std::max(shared, chunk_at(low)); c <= chunk_at(position(last)); c++) {
-                run_chunk(p0, p1, c, position(last), path);
+            for (int32_t c = std::max(shared, chunk_at(low)); c <= chunk_at(last_seen(last)); c++) {
+                run_chunk(p0, p1, c, last_seen(last), path);
             }
         }
         finish();

@@ -75,11 +75,12 @@ struct DrafterUse {
     uint32_t n_draft; // so many drafts of a round at most
     uint32_t n_part; // it drafts among so many first tokens of the vocabulary; 0 means among all
     uint32_t n_block; // Drafter::n_block
+    bool has_kv; // of its own, which drafts write
 
     // The first row of a block that drafts: 1, or where the anchor's own does 0.
     uint32_t first_row() const { return n_block > n_draft ? 1 : 0; }
     // Positions behind the committed ones that n drafts write.
-    uint32_t reach(uint32_t n) const { return std::max(n, n_block); }
+    uint32_t reach(uint32_t n) const { return has_kv ? std::max(n, n_block) : 0; }
 };
 
 struct CacheParams {

@@ -63,7 +63,7 @@ std::vector<DrafterUse> resolve_drafters(const Model &model, const luce_engine_p
                  "128 below %u",
                  p.n_part, i, drafter.kind->title, vocab);
         }
-        uses.push_back({p.drafter, n_draft, p.n_part, drafter.n_block});
+        uses.push_back({p.drafter, n_draft, p.n_part, drafter.n_block, !drafter.kv.empty()});
     }
     return uses;
 }

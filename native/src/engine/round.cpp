@@ -42,8 +42,8 @@ void Rounds::begin_known(const RoundItem *items, uint32_t n) {
     Round &round = at(0);
     fill(round, items, n);
     for (uint32_t i = 0; i < n; i++) {
-        const uint32_t reach = items[i].drafts() ? use(items[i].drafter).reach(items[i].n) : items[i].n;
-        pages += items[i].sequence->line().pages_wanted(reach);
+        const uint32_t reach = items[i].drafts() ? use(items[i].drafter).reach(items[i].n) : 0;
+        pages += items[i].sequence->line().pages_wanted(std::max(items[i].n, reach));
     }
     engine_.need_pages(pages);
     hold(round, items);
@@ -449,7 +449,7 @@ bool Rounds::accepts(const Round &round, const Round &asked, Accepted &out) cons
         if (line.n_past() + kept + n - 1 >= c.n_ctx) {
             return false;
         }
-        pages += line.pages_wanted(kept + (n > 1 ? use(asked.drafter).reach(n) : n));
+        pages += line.pages_wanted(kept + std::max(n, n > 1 ? use(asked.drafter).reach(n) : 0));
         out.n[i] = kept;
     }
     return pages <= engine_.cache().pages.n_free() && !engine_.cancel().is_raised();
@@ -557,7 +557,7 @@ void Rounds::draft_chain(uint32_t drafter, const DraftItem &item) {
         if (link == 0) {
             prepare(drafter, item);
         }
-        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, link);
+        batch.add_draft(sequence.line(), sequence.choice_ctl(), item.anchor, use(drafter), link);
     }
     engine_.step().draft_chain(drafter, item.n);
     sequence.line().drafted(drafter, item.anchor, item.n);
@@ -575,7 +575,7 @@ void Rounds::draft_link(uint32_t drafter, const DraftItem *items, uint32_t n_ite
             if (link == 0) {
                 prepare(drafter, items[i]);
             }
-            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, link);
+            batch.add_draft(sequence.line(), sequence.choice_ctl(), items[i].anchor, use(drafter), link);
         }
     }
     const uint32_t width = engine_.step().draft_width(batch.n_rows());

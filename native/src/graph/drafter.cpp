@@ -1,12 +1,13 @@
 #include "graph/drafter.h"
 
 #include "graph/dflash.h"
+#include "graph/gemma4_assistant.h"
 #include "graph/nextn.h"
 
 namespace luce {
 
 // This is the table. A file of which nothing is said is of the first kind that holds it; any file may hold the last.
-static const DrafterKind *const KINDS[] = {&DFLASH, &NEXTN};
+static const DrafterKind *const KINDS[] = {&DFLASH, &ASSISTANT, &NEXTN};
 
 const DrafterKind &drafter_kind(const char *name, const GgufFile &file) {
     std::string known;

@@ -16,6 +16,7 @@ enum class Candidates { chain, independent, conditional };
 enum Reads : uint8_t {
     READS_HIDDEN = 1, // hidden rows after the output norm, which the cache keeps
     READS_TAPS = 2, // outputs of blocks of the trunk, in the target's step alone
+    READS_CELLS = 4, // K and V of committed positions, in the target's own cells, in its drafts alone
 };
 
 // What the step of a target's rows, or a feed of rows that were committed, shows drafters.
@@ -39,15 +40,18 @@ struct Drafter {
     uint32_t n_block = 0;
     uint32_t n_list = 0; // conditional: each depth has so many candidates
     int32_t mask_token = 0; // of the rows of such a step but the anchor's
-    std::vector<AttentionShape> kv; // of each layer of its own that has KV
+    // Of each layer that has KV of its own. Where none has, a draft writes nothing that later ones read: all of a chain are at
+    // the anchor's position, and see what is committed.
+    std::vector<AttentionShape> kv;
     uint32_t first = 0; // its KV has no positions below
     ggml_tensor *output = nullptr; // {E, ..}: its product over the vocabulary
 
     virtual ~Drafter() = default;
     virtual const Moe *moe() const { return nullptr; } // its experts, where it has any
+    virtual size_t n_layer() const { return kv.size(); } // of its step
 
-    // Writes its KV of the rows, in the target's step or a feed.
-    virtual void feed(Plain &g, const Seen &seen) const = 0;
+    // Writes its KV of the rows, in the target's step or a feed, where it has any.
+    virtual void feed(Plain &, const Seen &) const {}
     // Its step: one row of each sequence, whose choice and hidden state are kept for the next draft, or a block of each.
     virtual void draft(Plain &g) const = 0;
 

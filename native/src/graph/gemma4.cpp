@@ -15,25 +15,6 @@
 namespace luce {
 namespace {
 
-// The tensors of a block that Block has no place for.
-struct Gemma4Block {
-    ggml_tensor *attn_post_norm; // {E} behind attention
-    ggml_tensor *ffn_post_norm; // {E} behind the feed-forward part
-    float scale; // of the stream behind the block
-
-    // Where there is a mixture, which stands beside a dense layer.
-    Ffn dense;
-    ggml_tensor *router_norm; // {E} ahead of the router
-    ggml_tensor *experts_norm; // {E} ahead of the experts
-    ggml_tensor *dense_post_norm; // {E} behind the dense layer
-    ggml_tensor *experts_post_norm; // {E} behind the experts
-
-    // Where there are per-layer embeddings.
-    ggml_tensor *ple_gate; // {E, P}
-    ggml_tensor *ple_out; // {P, E}
-    ggml_tensor *ple_post_norm; // {E}
-};
-
 struct Gemma4 : OwnWeights {
     std::vector<Gemma4Block> blocks;
     int64_t P = 0; // values of a token's embedding for one layer; 0: there are none
@@ -41,6 +22,8 @@ struct Gemma4 : OwnWeights {
     ggml_tensor *ple_proj = nullptr; // {E, P*L}
     ggml_tensor *ple_norm = nullptr; // {P}
 };
+
+} // namespace
 
 // ---- hyperparameters ----
 
@@ -90,6 +73,8 @@ HParams gemma4_hparams(const GgufFile &file) {
 
 // ---- tensors ----
 
+namespace {
+
 Attention read_attention(WeightReader &r, const std::string &p, const AttentionShape &shape, int64_t E,
                          bool has_cells, ggml_tensor *rope_factors) {
     const int64_t D = shape.head_dim, H = shape.n_head, Hkv = shape.n_head_kv;
@@ -131,6 +116,55 @@ void check_has_source(const GgufFile &file, const HParams &hp, uint32_t n_own, u
     }
 }
 
+} // namespace
+
+ggml_tensor *read_gemma4_factors(WeightReader &r, const HParams &hp) {
+    ggml_tensor *factors = nullptr;
+    for (const auto &mixer : hp.mixers) {
+        const AttentionShape &shape = std::get<AttentionShape>(mixer);
+        if (shape.window == 0 && factors == nullptr) {
+            factors = r.f32("rope_freqs.weight", {shape.rope_dim / 2});
+        }
+    }
+    r.forget("rope_freqs.weight");
+    return factors;
+}
+
+Gemma4Layer read_gemma4_layer(WeightReader &r, const HParams &hp, uint32_t il, uint32_t n_ff, int64_t P,
+                              bool has_cells, ggml_tensor *rope_factors) {
+    const std::string p = "blk." + std::to_string(il) + ".";
+    const int64_t E = hp.n_embd;
+    const auto norm = [&](const char *name) { return r.f32(p + name + ".weight", {E}); };
+    Block b{};
+    Gemma4Block g{};
+    b.attn_norm = norm("attn_norm");
+    b.mixer = read_attention(r, p, std::get<AttentionShape>(hp.mixers[il]), E, has_cells, rope_factors);
+    g.attn_post_norm = norm("post_attention_norm");
+    b.post_norm = norm("ffn_norm");
+    if (hp.moe.n_expert > 0) {
+        Moe moe = read_mixture(r, p, hp.moe, E, r.in_ram(il), /*scaled=*/true);
+        moe.activation = GELU;
+        b.ffn = moe;
+        g.dense = read_ffn(r, p, E, n_ff);
+        g.router_norm = r.f32(p + "ffn_gate_inp.scale", {E});
+        g.experts_norm = norm("pre_ffw_norm_2");
+        g.dense_post_norm = norm("post_ffw_norm_1");
+        g.experts_post_norm = norm("post_ffw_norm_2");
+    } else {
+        b.ffn = read_ffn(r, p, E, n_ff);
+    }
+    g.ffn_post_norm = norm("post_ffw_norm");
+    if (P > 0) {
+        g.ple_gate = r.matrix(p + "inp_gate.weight", E, P);
+        g.ple_out = r.matrix(p + "proj.weight", P, E);
+        g.ple_post_norm = norm("post_norm");
+    }
+    g.scale = r.scalar(p + "layer_output_scale.weight");
+    return {b, g};
+}
+
+namespace {
+
 Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
     const GgufFile &file = r.file();
     const std::string keys = prefix_of(file);
@@ -141,7 +175,6 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
     // The last layers read the cells of the last one of their kind ahead of them.
     const uint32_t n_own =
         hp.n_layer - uint32_t(file.integer_or(keys + "attention.shared_kv_layers", 0, 0, L - 1));
-    const auto shape = [&](uint32_t il) { return std::get<AttentionShape>(hp.mixers[il]); };
 
     Weights w{};
     w.token_embd = r.table("token_embd.weight", E, hp.n_vocab);
@@ -150,51 +183,20 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
     if (w.output == nullptr) {
         w.output = r.tied("token_embd.weight", w.token_embd);
     }
-    ggml_tensor *rope_factors = nullptr;
-    for (uint32_t il = 0; il < hp.n_layer && rope_factors == nullptr; il++) {
-        if (shape(il).window == 0) {
-            rope_factors = r.f32("rope_freqs.weight", {shape(il).rope_dim / 2});
-        }
-    }
-    r.forget("rope_freqs.weight");
+    ggml_tensor *rope_factors = read_gemma4_factors(r, hp);
     if (own->P > 0) {
         own->ple_embd = r.table("per_layer_token_embd.weight", own->P * L, hp.n_vocab);
         own->ple_proj = r.matrix("per_layer_model_proj.weight", E, own->P * L);
         own->ple_norm = r.f32("per_layer_proj_norm.weight", {own->P});
     }
     for (uint32_t il = 0; il < hp.n_layer; il++) {
-        const std::string p = "blk." + std::to_string(il) + ".";
-        const auto norm = [&](const char *name) { return r.f32(p + name + ".weight", {E}); };
         if (il >= n_own) {
             check_has_source(file, hp, n_own, il);
         }
-        Block b{};
-        Gemma4Block g{};
-        b.attn_norm = norm("attn_norm");
-        b.mixer = read_attention(r, p, shape(il), E, il < n_own, rope_factors);
-        g.attn_post_norm = norm("post_attention_norm");
-        b.post_norm = norm("ffn_norm");
-        if (hp.moe.n_expert > 0) {
-            Moe moe = read_mixture(r, p, hp.moe, E, r.in_ram(il), /*scaled=*/true);
-            moe.activation = GELU;
-            b.ffn = moe;
-            g.dense = read_ffn(r, p, E, n_ff[il]);
-            g.router_norm = r.f32(p + "ffn_gate_inp.scale", {E});
-            g.experts_norm = norm("pre_ffw_norm_2");
-            g.dense_post_norm = norm("post_ffw_norm_1");
-            g.experts_post_norm = norm("post_ffw_norm_2");
-        } else {
-            b.ffn = read_ffn(r, p, E, n_ff[il]);
-        }
-        g.ffn_post_norm = norm("post_ffw_norm");
-        if (own->P > 0) {
-            g.ple_gate = r.matrix(p + "inp_gate.weight", E, own->P);
-            g.ple_out = r.matrix(p + "proj.weight", own->P, E);
-            g.ple_post_norm = norm("post_norm");
-        }
-        g.scale = r.scalar(p + "layer_output_scale.weight");
-        w.blocks.push_back(b);
-        own->blocks.push_back(g);
+        const Gemma4Layer layer =
+            read_gemma4_layer(r, hp, il, n_ff[il], own->P, il < n_own, rope_factors);
+        w.blocks.push_back(layer.block);
+        own->blocks.push_back(layer.own);
     }
     w.own = own;
     return w;
@@ -202,13 +204,14 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
 
 // ---- the graph: T rows x of E values pass through blocks of attention and a gated feed-forward layer, or a mixture beside one ----
 
+Val rotated(Val heads, ggml_tensor *norm, const Attention &w, float eps) {
+    return rope(head_norm(heads, norm, eps), w.shape, w.rope_factors);
+}
+
 // Attention of rows x {E, T}, which are normed -> {E, T}. `cells` are those that layers of this kind read: a layer with K of its
 // own writes its own ahead.
 Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, Val &cells) {
     const int64_t D = w.shape.head_dim;
-    const auto rotated = [&](Val heads, ggml_tensor *norm) {
-        return rope(head_norm(heads, norm, eps), w.shape, w.rope_factors);
-    };
     Val q;
     if (!w.has_cells()) {
         q = matmul(x, w.q); // {D*H, T}
@@ -219,9 +222,9 @@ Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, Val &cell
         }
         const std::vector<Val> qkv = matmuls(x, weights); // {D*H, T}, {D*Hkv, T}, and the same or none
         q = qkv[0];
-        cells = kv_write(kv, rotated(qkv[1], w.k_norm), unit_norm(qkv.back(), D, eps));
+        cells = kv_write(kv, rotated(qkv[1], w.k_norm, w, eps), unit_norm(qkv.back(), D, eps));
     }
-    return matmul(attend(rotated(q, w.q_norm), cells, w.shape), w.out);
+    return matmul(attend(gemma4_queries(q, w, eps), cells, w.shape), w.out);
 }
 
 // The feed-forward part of a stream x {E, T} -> {E, T}, without the norm behind it.
@@ -237,6 +240,25 @@ Val feed_forward(Val x, const Block &block, const Gemma4Block &own, float eps) {
     return add(norm(ffn(normed, own.dense, GELU), own.dense_post_norm, eps),
                norm(experts, own.experts_post_norm, eps));
 }
+
+} // namespace
+
+Val gemma4_queries(Val q, const Attention &w, float eps) {
+    return rotated(q, w.q_norm, w, eps);
+}
+
+Val gemma4_behind_attention(Val x, Val mixed, const Block &block, const Gemma4Block &own, float eps,
+                            Val of_layer) {
+    x = add(x, norm(mixed, own.attn_post_norm, eps));
+    x = add(x, norm(feed_forward(x, block, own, eps), own.ffn_post_norm, eps));
+    if (of_layer.graph != nullptr) {
+        const Val y = matmul(glu(matmul(x, own.ple_gate), of_layer, GELU), own.ple_out);
+        x = add(x, norm(y, own.ple_post_norm, eps));
+    }
+    return scale(x, own.scale);
+}
+
+namespace {
 
 // Each layer's own embeddings of a step's tokens {P*L, T}: those of the table, and what the model's make of theirs, x {E, T}.
 Val layer_embeddings(Val x, const Gemma4 &w, float eps) {
@@ -256,18 +278,11 @@ void build_gemma4(Plain &g) {
     for (uint32_t il = 0; il < g.model.hparams().n_layer; il++) {
         if (g.enter(il)) {
             const Block &block = w.blocks[il];
-            const Gemma4Block &more = own.blocks[il];
             const Attention &mixer = *block.attention();
             const Val mixed = attention(norm(x, block.attn_norm, eps), mixer, {g.cache.kv(il)}, eps,
                                         cells[mixer.shape.window > 0]);
-            x = add(x, norm(mixed, more.attn_post_norm, eps));
-            x = add(x, norm(feed_forward(x, block, more, eps), more.ffn_post_norm, eps));
-            if (own.P > 0) {
-                const Val of_layer = slice(embeddings, il * own.P, own.P); // {P, T}
-                const Val y = matmul(glu(matmul(x, more.ple_gate), of_layer, GELU), more.ple_out);
-                x = add(x, norm(y, more.ple_post_norm, eps));
-            }
-            x = scale(x, more.scale);
+            const Val of_layer = own.P > 0 ? slice(embeddings, il * own.P, own.P) : Val{}; // {P, T}
+            x = gemma4_behind_attention(x, mixed, block, own.blocks[il], eps, of_layer);
             named(x, "l_out-" + std::to_string(il));
         }
         outputs.push_back(x);

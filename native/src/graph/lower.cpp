@@ -483,6 +483,7 @@ void Lowering::emit(int32_t node) {
                                 : attention(block ? ops::block_attention : ops::attention, n, nullptr, 0));
             break;
         }
+        case Op::attend_committed: set(attention(ops::committed_attention, n, nullptr, 0)); break;
         case Op::conv: {
             const Recurs &r = std::get<Recurs>(n.params);
             ConvArgs a{};

@@ -185,10 +185,15 @@ Val rope(Val x, const AttentionShape &s, ggml_tensor *factors) {
 Val kv_write(const KvLayer &kv, Val k, Val v) {
     return like(Op::kv_write, k, {k, v}, {}, kv);
 }
+static float score_scale(const AttentionShape &s) {
+    return s.scale > 0 ? s.scale : 1.0f / std::sqrt(float(s.head_dim));
+}
 Val attend(Val q, Val kv, const AttentionShape &s, bool block, ggml_tensor *sinks) {
     const KvLayer &layer = std::get<KvLayer>(kv.graph->at(kv).params);
-    const float scale = s.scale > 0 ? s.scale : 1.0f / std::sqrt(float(s.head_dim));
-    return like(Op::attend, q, {q, kv}, one_or_none(sinks), Attends{&s, layer, scale, block});
+    return like(Op::attend, q, {q, kv}, one_or_none(sinks), Attends{&s, layer, score_scale(s), block});
+}
+Val attend_committed(Val q, const KvLayer &kv, const AttentionShape &s) {
+    return like(Op::attend_committed, q, {q}, {}, Attends{&s, kv, score_scale(s), false});
 }
 
 Val conv(Val qkv, const DeltaNet &w, const DeltaState &state) {

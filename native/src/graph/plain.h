@@ -61,6 +61,7 @@ enum class Op : uint8_t {
     // with a weight frequency i is divided by its value i
     kv_write, // k and v go into their cells. Its value stands for the cells, so that attention comes after it
     attend, // softmax(q K) V over what a row sees; with a weight its value h is one score more of head h, without a V
+    attend_committed, // the same over committed positions alone, in cells that the step does not write
     conv, // DeltaNet's short convolution with SiLU, and its l2 norms
     delta_rule, // the gated delta rule over (qkv, alpha, beta)
     route, // a row's experts and their weights, of the router's logits
@@ -254,6 +255,7 @@ Val rope(Val x, const AttentionShape &s, ggml_tensor *factors = nullptr);
 Val kv_write(const KvLayer &kv, Val k, Val v);
 Val attend(Val q, Val kv, const AttentionShape &s, bool block = false,
            ggml_tensor *sinks = nullptr); // {D*H, T} -> {D*H, T}
+Val attend_committed(Val q, const KvLayer &kv, const AttentionShape &s);
 
 Val conv(Val qkv, const DeltaNet &w, const DeltaState &state);
 Val delta_rule(Val qkv, Val alpha, Val beta, const DeltaNet &w, const DeltaState &state); // -> {Hv*S, T}

@@ -103,6 +103,15 @@ inline const auto &block_attention = row<AttentionArgs>("block_attention", [](au
     op.runs(cpu_attention, LUCE_CUDA(block_attention));
 });
 
+// Attention of rows over committed positions alone: of a drafter that reads the target's cells. No CUDA kernel does it yet.
+// It is that of a row at n_past - 1, whose K and V are in its cell as all others are, with a window that is smaller by one.
+inline const auto &committed_attention = row<AttentionArgs>("committed_attention", [](auto &op, auto &a) {
+    attends(op, a);
+    op.derive([](auto &args) { args.committed = 1; });
+    op.out(FIELD(out), {D * H, T});
+    op.runs(cpu_attention, nullptr);
+});
+
 // Cells of a prefill's sequences, of k or of v, in order.
 inline const auto &kv_gather = row<KvGatherArgs>("kv_gather", [](auto &op, auto &a) {
     op.matrix(FIELD(pool.k), {D, PAGE, Hkv, pages}).type(a.pool.type);

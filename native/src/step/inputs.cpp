@@ -151,13 +151,17 @@ void Batch::add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n
     }
 }
 
-void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i) {
+void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, const DrafterUse &use,
+                      uint32_t i) {
     const int32_t index = h_.ctl->n_seqs, entry = cache_.draft_entry(line.slot(), int32_t(i));
     SeqCtl &seq = add_sequence(line, choice, 1);
-    seq.n_past += int32_t(i); // what the chain has written so far counts as committed
-    seq.n_new = int32_t(i);
+    const int32_t chosen_behind = seq.n_past + int32_t(i);
+    if (use.has_kv) { // what the chain has written so far counts as committed
+        seq.n_past += int32_t(i);
+        seq.n_new = int32_t(i);
+    }
     seq.moves = i == 0 ? seq.moves : 0; // the first link has paid them
-    h_.ctl->rows[seq.row0] = {index, -1, seq.n_past, entry};
+    h_.ctl->rows[seq.row0] = {index, -1, chosen_behind, entry};
     h_.tokens[seq.row0] = i == 0 ? anchor : -1 - (entry - 1);
     h_.positions[seq.row0] = seq.n_past;
     h_.hidden_from[seq.row0] = i == 0 ? line.hidden() : cache_.hidden_draft(line.slot());

@@ -100,8 +100,10 @@ public:
     // debts alone.
     void add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n, const int32_t *parents,
                     const int32_t *tokens);
-    // Adds row i of a chain, at n_past + i. Its token is the anchor or the draft before.
-    void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, uint32_t i);
+    // Adds row i of a chain, whose token is the anchor or the draft before. It chooses that of n_past + i + 1. It is at n_past
+    // + i, behind the rows before it, or where the drafter has no KV of its own at n_past.
+    void add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, const DrafterUse &use,
+                   uint32_t i);
     // Adds a block of rows after what is committed: [anchor, mask, mask ..]. The choices of those that draft are kept.
     void add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anchor, const DrafterUse &use,
                    int32_t mask);

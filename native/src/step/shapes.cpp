@@ -245,7 +245,7 @@ static size_t most_nodes(const Model &model, const Cache &cache, size_t n_prompt
     size_t n_layer = model.hparams().n_layer;
     const size_t more = n_prompts > 1 ? n_layer * n_prompts * PROMPT_NODES : 0;
     for (const Drafter *drafter : cache.drafters()) {
-        n_layer += drafter->kv.size() + 1 + drafter->n_block / 4; // a draft of its own can take 16 nodes
+        n_layer += drafter->n_layer() + 1 + drafter->n_block / 4; // a draft of its own can take 16 nodes
     }
     return model.architecture().layer_nodes * (n_layer + 1) + 64 + more;
 }

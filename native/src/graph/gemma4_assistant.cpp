@@ -1,0 +1,162 @@
+// An assistant of Gemma 4 (MTP) drafts a chain with the target's K and V: it is a few small layers of the target's kind that
+// have queries alone, between two projections, and has a vocabulary of its own width. Names and shapes follow llama.cpp's
+// GGUF conventions (architecture gemma4-assistant), or those of forks (gemma4_assistant, whose tensors outside the blocks begin
+// with mtp.).
+//
+//   input   pre [embedding ; h]: the target's embedding of the token that the draft follows, scaled as the target scales it,
+//           and the target's state after its output norm at the row that chose this token
+//   layer   sliding layers read the cells of the target's last sliding layer that has some, global ones those of the last
+//           global one; all drafts are at the anchor's position p and see the positions up to p - 1
+//   output  logits of the normed state x, among all tokens; the next draft reads its own token and post x in the place of h
+//
+// Files of the small models have a list of centroids besides, by which only a part of the logits is computed. luce computes all.
+#include "graph/gemma4_assistant.h"
+
+#include "graph/gemma4.h"
+#include "graph/keys.h"
+#include "ops/shapes.h"
+
+#include <cmath>
+
+namespace luce {
+namespace {
+
+struct Assistant : Drafter {
+    HParams hp; // its own: n_embd is e
+    std::vector<Gemma4Layer> layers;
+    std::vector<uint32_t> sources; // of each layer the target's whose cells it reads
+    ggml_tensor *token_embd; // {E, V}  it is the target's
+    ggml_tensor *pre; // {2E, e}
+    ggml_tensor *post; // {e, E}
+    ggml_tensor *norm; // {e}
+
+    size_t n_layer() const override { return layers.size(); }
+    void draft(Plain &g) const override;
+};
+
+// Which model a file drafts for, and where it does not fit says so of both.
+struct Pair {
+    const GgufFile &file;
+    const Model &model;
+
+    [[noreturn]] void unlike(const std::string &own, const std::string &targets) const {
+        fail(LUCE_E_FILE,
+             "%s does not draft for %s: %s, and the model %s. Take the assistant that was made for this model",
+             file.path().c_str(), model.file().path().c_str(), own.c_str(), targets.c_str());
+    }
+    void same(const char *what, int64_t own, int64_t targets) const {
+        if (own != targets) {
+            unlike(format("its %s is %lld", what, (long long) own), format("has %lld", (long long) targets));
+        }
+    }
+};
+
+// Returns the width of the models that it drafts for.
+uint32_t read_target_width(const GgufFile &file) {
+    const std::string key = prefix_of(file) + "embedding_length_out", forks = prefix_of(file) + "n_embd_backbone";
+    return uint32_t(file.integer(file.find(key) == nullptr && file.find(forks) != nullptr ? forks : key, 1, 1 << 20));
+}
+
+// E_UNSUPPORTED: it has parts that no assistant has had yet.
+void check_parts(const GgufFile &file, const HParams &hp) {
+    const std::string per_layer = prefix_of(file) + "embedding_length_per_layer_input";
+    if (hp.moe.n_expert > 0 || file.integer_or(per_layer, 0, 0, 1 << 20) > 0) {
+        fail(LUCE_E_UNSUPPORTED, "%s: luce has no assistants with %s", file.path().c_str(),
+             hp.moe.n_expert > 0 ? "experts" : "per-layer embeddings");
+    }
+}
+
+// Returns the target's last layer of a kind that has cells, whose heads a layer of its own has to have.
+uint32_t find_source(const Pair &pair, const Weights &target, const AttentionShape &own) {
+    const char *kind = own.window > 0 ? "sliding" : "global";
+    for (size_t il = target.blocks.size(); il-- > 0;) {
+        const Attention &a = *target.blocks[il].attention();
+        if (a.has_cells() && (a.shape.window > 0) == (own.window > 0)) {
+            pair.same(own.window > 0 ? "key_length_swa" : "key_length", own.head_dim, a.shape.head_dim);
+            pair.same(format("head_count_kv in %s layers", kind).c_str(), own.n_head_kv, a.shape.n_head_kv);
+            if (own.window > a.shape.window) { // K and V behind the target's window are gone
+                pair.same("sliding_window", own.window, a.shape.window);
+            }
+            return uint32_t(il);
+        }
+    }
+    pair.unlike(format("it has %s layers", kind), "has none");
+}
+
+std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, const HParams &trunk,
+                                        const Weights &target) {
+    const Pair pair = {file, model};
+    if (&model.architecture() != &GEMMA4) {
+        pair.unlike("it is an assistant of Gemma 4", std::string("is one of ") + model.architecture().name);
+    }
+    const std::string keys = prefix_of(file);
+    const auto made = std::make_shared<Assistant>();
+    Assistant &a = *made;
+    a.hp = gemma4_hparams(file);
+    check_parts(file, a.hp);
+    check_shapes(file.path().c_str(), a.hp, model.gpu());
+    const int64_t E = read_target_width(file), e = a.hp.n_embd, V = trunk.n_vocab;
+    pair.same("embedding_length_out", E, trunk.n_embd);
+    if (const GgufTensor *head = file.tensor("token_embd.weight"); head != nullptr && head->n_dims == 2) {
+        pair.same("vocabulary", head->ne[1], V);
+    }
+    const std::vector<uint32_t> n_ff = per_block(file, keys + "feed_forward_length", a.hp.n_layer, 1, 1 << 20);
+
+    WeightReader r(model, file);
+    const auto outside = [&](const std::string &name) { // of the blocks
+        return (r.has("nextn." + name) || !r.has("mtp." + name) ? "nextn." : "mtp.") + name;
+    };
+    a.token_embd = target.token_embd;
+    a.pre = r.matrix(outside("pre_projection.weight"), 2 * E, e);
+    a.post = r.matrix(outside("post_projection.weight"), e, E);
+    a.norm = r.f32("output_norm.weight", {e});
+    a.output = r.matrix("output.weight", e, V, /*required=*/false);
+    if (a.output == nullptr) {
+        a.output = r.matrix("token_embd.weight", e, V);
+    }
+    ggml_tensor *rope_factors = read_gemma4_factors(r, a.hp);
+    for (uint32_t il = 0; il < a.hp.n_layer; il++) {
+        const AttentionShape &shape = std::get<AttentionShape>(a.hp.mixers[il]);
+        a.sources.push_back(find_source(pair, target, shape));
+        a.layers.push_back(read_gemma4_layer(r, a.hp, il, n_ff[il], 0, /*has_cells=*/false, rope_factors));
+    }
+    for (const char *unused : {"token_embd.weight", "mtp.centroids.", "mtp.token_ordering.", "masked_embedding."}) {
+        r.forget(unused);
+    }
+    r.finish("", "assistants");
+    a.form = Candidates::chain;
+    a.reads = READS_HIDDEN | READS_CELLS;
+    a.n_draft = LUCE_MAX_DRAFT;
+    return made;
+}
+
+void Assistant::draft(Plain &g) const {
+    const float eps = hp.rms_eps, by = std::sqrt(float(g.model.hparams().n_embd));
+    Val x = matmul(concat(scale(embed(g, token_embd), by), kept_hidden(g)), pre); // {e, T}
+    for (size_t i = 0; i < layers.size(); i++) {
+        const Block &block = layers[i].block;
+        const Attention &w = *block.attention();
+        const Val q = gemma4_queries(matmul(luce::norm(x, block.attn_norm, eps), w.q), w, eps); // {D*H, T}
+        const Val mixed = matmul(attend_committed(q, {g.cache.kv(sources[i])}, w.shape), w.out); // {e, T}
+        x = gemma4_behind_attention(x, mixed, block, layers[i].own, eps);
+    }
+    const Val h = luce::norm(x, norm, eps);
+    keep_hidden(matmul(h, post)); // {E, T}
+    Val logits = softcap(matmul(h, output), hp.logit_softcap); // {V, T}
+    if (const uint32_t n = g.use().n_part; n > 0) {
+        logits = luce::first(logits, n);
+    }
+    choose(logits, /*ahead=*/true);
+    keep_best(logits);
+}
+
+} // namespace
+
+const DrafterKind ASSISTANT = {"assistant", "an assistant",
+                               [](const GgufFile &file) {
+                                   const std::string name = file.string("general.architecture");
+                                   return name == "gemma4-assistant" || name == "gemma4_assistant";
+                               },
+                               read_assistant};
+
+} // namespace luce
