@@ -46,14 +46,15 @@ def read_in_steps(sequence: Timeline, tokens: list[int]) -> None:
 
 
 def read_beside_rejected_rows(sequence: Timeline, tokens: list[int]) -> None:
-    """Each token has wrong ones beside and behind it, and drafts ahead of it."""
-    for at, token in enumerate(tokens):
+    """Wrong rows lie between and behind the right ones, drafts ahead of them, and accepted rows are moved."""
+    drive.verify(sequence, [9, 5, 4], [-1, 0, 1])  # Nothing of it is right.
+    for at in range(0, len(tokens), 2):
         if at > 0:
-            drive.draft(sequence, token, 3)
-        drive.verify(sequence, [9, 5, token, 4, 4, 4] if at == 0 else [token, 5, 5, 5, 5, 5], [-1, *range(5)])
-        if at == 0:  # Nothing of the first verify is right.
-            drive.verify(sequence, [token])
-        sequence.commit([0])
+            drive.draft(sequence, tokens[at], 3)
+        pair = tokens[at : at + 2]
+        rows = [*pair[:1], 5, 6, *pair[1:], 7, 8]
+        drive.verify(sequence, rows, [-1, 0, 1, 0, *range(3, len(rows) - 1)])
+        sequence.commit([0, 3] if len(pair) > 1 else [0])
 
 
 WAYS: tuple[Callable[[Timeline, list[int]], None], ...] = (read_whole, read_in_steps, read_beside_rejected_rows)
@@ -72,9 +73,7 @@ def test_drafts_agree_with_transformers(
         drive.draft(sequence, prompt[-1], N)
         assert sequence.drafted(N) == drafts.tolist(), at
         lists = sequence.lists(N, RANKS)
-        ids, scores = np.array(lists.ids).reshape(N, RANKS), np.array(lists.scores).reshape(N, RANKS)
-        chances = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(
-            -1, keepdims=True
-        )
+        ids, scores = (np.array(list(part)).reshape(N, RANKS) for part in (lists.ids, lists.scores))
+        chances = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
         errors.append(np.abs(scores - np.take_along_axis(chances, ids, -1)).max())
     assert max(errors) <= BOUND, errors
