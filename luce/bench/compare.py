@@ -13,7 +13,7 @@ from luce.bench.report import Measured, Report
 from luce.bench.run import Bench, Case, Record, Settings, with_drafters, with_temperatures
 from luce.bench.summary import TIMING, summarise
 from luce.cli.command import CtrlC
-from luce.cli.options import sampling_of
+from luce.cli.options import names_assistant, sampling_of
 from luce.cli.terminal import Display
 from luce.data import BOX, BOX_DRAFTER
 from luce.errors import Error
@@ -79,7 +79,7 @@ def compare(
     require(flags)
     drafters = flags.get("drafters", ())
     temps = flags["temps"]
-    flags["modes"] = with_temperatures(with_drafters(flags["modes"], drafters), temps)
+    flags["modes"] = with_temperatures(with_drafters(flags["modes"], drafters, names_assistant), temps)
     with ExitStack() as opened, Display(flags["quiet"]) as display, CtrlC() as ctrl_c:
         files = [opened.enter_context(files_of(flags, model, each)) for each in drafters or (None,)]
         display.spin("loading the model")

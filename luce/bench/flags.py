@@ -12,7 +12,7 @@ from luce.bench import output
 from luce.bench.acceptance import Acceptance, parse
 from luce.bench.run import NAMES, Mode, parse_modes
 from luce.cli.command import MAX_U32, FilePath, Finite
-from luce.cli.options import HEAD, MODEL, QUIET, Option, idle_sampling, idle_threads, sampling
+from luce.cli.options import HEAD, MODEL, QUIET, Option, idle_sampling, idle_threads, names_assistant, sampling
 
 
 def modes_of(ctx: click.Context, param: click.Parameter, value: str) -> list[Mode]:
@@ -68,12 +68,13 @@ FORMS = ("json", "csv", "md")
 MODEL_OPTIONS = (*MODEL, *HEAD)
 DRAFT_OPTION = (
     click.option("--draft", type=FilePath(path_type=Path),
-                 help="Draft with this DFlash drafter in the modes dflash and auto."),
+                 help="Draft with this DFlash drafter in the modes dflash and auto, or with this assistant in mtp and "
+                 "auto."),
 )  # fmt: skip
 DRAFTS_OPTION = (
     click.option("--draft", "drafters", type=FilePath(path_type=Path), multiple=True,
-                 help="Draft with this DFlash drafter in the modes dflash and auto; of several, with each in "
-                 "turn."),
+                 help="Draft with this DFlash drafter in the modes dflash and auto, or with this assistant in mtp and "
+                 "auto; of several, with each in turn."),
 )  # fmt: skip
 MODE_OPTIONS = (
     click.option("--modes", callback=modes_of, default="plain,mtp,auto", show_default=True,
@@ -109,10 +110,14 @@ def require(flags: dict[str, Any]) -> None:
         raise click.BadParameter(f"{flags['plot'].name!r} does not end with .png", param_hint="'--plot'")
     if "modes" in flags and flags.get("mtp_gguf") and all(mode.spec == "off" for mode in flags["modes"]):
         raise click.UsageError("--mtp-gguf names a NextN head to draft with, and no mode drafts")
-    drafting = {mode.spec for mode in flags.get("modes", ())} & {"dflash", "auto"}
-    drafter = flags.get("draft") or flags.get("drafters")
-    if "modes" in flags and drafter and not drafting:
-        raise click.UsageError("--draft names a DFlash drafter, and no mode is dflash or auto")
+    specs = {mode.spec for mode in flags.get("modes", ())}
+    drafters = flags.get("drafters") or ((flags["draft"],) if flags.get("draft") else ())
+    for drafter in drafters if "modes" in flags else ():
+        chains = names_assistant(drafter)
+        own = "mtp" if chains else "dflash"
+        if not specs & {own, "auto"}:
+            what = "an assistant" if chains else "a DFlash drafter"
+            raise click.UsageError(f"--draft names {what}, and no mode is {own} or auto")
     if problem := (idle_sampling(flags) if "top_k" in flags else None) or idle_threads(flags):
         raise click.UsageError(problem)
     output.require(flags["save"], flags["plot"])

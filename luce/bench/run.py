@@ -60,9 +60,11 @@ def with_temperatures(modes: Sequence[Mode], temperatures: Sequence[float]) -> l
     ]
 
 
-def with_drafters(modes: Sequence[Mode], drafters: Sequence[Path]) -> list[Mode]:
+def with_drafters(
+    modes: Sequence[Mode], drafters: Sequence[Path], chains: Callable[[Path], bool] = lambda path: False
+) -> list[Mode]:
     """Returns the modes where several drafters are compared: each that uses one, once for each of them, as
-    "dflash:22@NAME". Raises ArgumentError where two drafters have the same name."""
+    "dflash:22@NAME". What `chains` is used by mtp, and the others by dflash. Raises ArgumentError where two drafters have the same name."""
     if len(drafters) < 2:
         return list(modes)
     names = [drafter.stem for drafter in drafters]
@@ -70,9 +72,9 @@ def with_drafters(modes: Sequence[Mode], drafters: Sequence[Path]) -> list[Mode]
         raise ArgumentError(f"drafters that are compared need names of their own: {', '.join(names)}")
     made: list[Mode] = []
     for mode in modes:
-        uses = mode.spec in ("dflash", "auto")
-        each = [replace(mode, name=f"{mode.name}@{name}", drafter=at) for at, name in enumerate(names)]
-        made += each if uses else [mode]
+        uses = [mode.spec in ("auto", "mtp" if chains(drafter) else "dflash") for drafter in drafters]
+        each = [replace(mode, name=f"{mode.name}@{name}", drafter=at) for at, name in enumerate(names) if uses[at]]
+        made += each or [mode]
     return made
 
 

@@ -22,7 +22,7 @@ from luce.bench.serve import (
     turn_of,
 )
 from luce.cli.command import MAX_U32
-from luce.cli.options import RUN, given, options
+from luce.cli.options import RUN, given, names_assistant, options
 from luce.cli.terminal import Display
 from luce.data import BOX
 from luce.errors import ArgumentError, about
@@ -30,8 +30,6 @@ from luce.files.tokenizer import Tokenizer
 from luce.planning.opened import Files
 from luce.planning.plan import SPECS, Options, require_supported
 
-# These modes read the files that the flags name.
-OF_USE = {"mtp_gguf": ("mtp", "auto"), "draft": ("dflash", "auto")}
 LEAST = 100  # A conversation's last prompt has at least so many tokens.
 
 
@@ -109,9 +107,10 @@ def serve_bench(**flags: Any) -> None:
     modes = flags["modes"].split(",")
     if not set(modes) <= set(SPECS):
         raise click.BadParameter(f"of {', '.join(SPECS)}.", param_hint="'--modes'")
-    for name, of_use in OF_USE.items():
-        if flags[name] and not set(of_use) & set(modes):
-            said = f"--{name.replace('_', '-')} names a file that only {' and '.join(of_use)} draft with"
+    of_use = _of_use(flags)
+    for name, those in of_use.items():
+        if flags[name] and not set(those) & set(modes):
+            said = f"--{name.replace('_', '-')} names a file that only {' and '.join(those)} draft with"
             raise click.UsageError(f"{said}, and --modes has none of them")
     if given("length") and not flags["turns"]:
         raise click.UsageError("--conversation is a length: --turns 0 has no conversation")
@@ -161,11 +160,17 @@ def _needed(flags: dict[str, Any], trained: int) -> int:
     return max(longest + behind, stream)
 
 
+def _of_use(flags: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Returns which modes read the files that the flags name."""
+    return {"mtp_gguf": ("mtp", "auto"), "draft": ("mtp" if names_assistant(flags["draft"]) else "dflash", "auto")}
+
+
 def _measure(flags: dict[str, Any], modes: list[str], ctx: int, tokenizer: Tokenizer) -> Any:
+    of_use = _of_use(flags)
     for mode in modes:
         words = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(max(flags["counts"]))]
         for name in ("device", "threads", "kv_type", "mtp_gguf", "draft"):
-            if flags[name] is not None and mode in OF_USE.get(name, (mode,)):
+            if flags[name] is not None and mode in of_use.get(name, (mode,)):
                 words += [f"--{name.replace('_', '-')}", str(flags[name])]
         with luce_server(flags["gguf"] or BOX, *words) as server:
             client = Client(server.url, tokenizer)

@@ -27,6 +27,7 @@ COMMAND = "luce.cli.command"  # A context keeps the words of the command line un
 REMEDIES = {  # They say in words of the command line what helps, by Error.concerns.
     "nextn_head": "--mtp-gguf PATH names a file that has one",
     "drafter": "--draft PATH names a file that has one",
+    "assistant": "--draft PATH names one",
     "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
     "chat_template": "--raw takes the prompt as it is",
     "target": "--target names the model that it drafts for",

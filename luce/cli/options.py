@@ -17,6 +17,7 @@ from luce.cli.command import FilePath, Finite
 from luce.data import BOX, BOX_DRAFTER
 from luce.errors import Error
 from luce.files.hub import fetch
+from luce.native.files import is_assistant
 from luce.native.structs import Sampling
 from luce.planning.plan import DEFAULT_BUDGET, DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
 
@@ -80,7 +81,8 @@ MODEL = (
 )  # fmt: skip
 HEAD = (
     click.option("--mtp-gguf", type=FilePath(path_type=Path),
-                 help="Take the NextN head from this GGUF.  [default: the model's own]"),
+                 help="Take the NextN head from this GGUF, or chain with the assistant that it is.  [default: the "
+                 "model's own head]"),
 )  # fmt: skip
 DEVICE = (
     click.option("--device", callback=device_name, default="auto", show_default=True,
@@ -189,15 +191,16 @@ def idle_thinking(
 
 DRAFTING = (
     click.option("--spec", type=click.Choice(SPECS),
-                 help="Draft tokens and verify them together: with the NextN head (mtp), with a DFlash "
+                 help="Draft tokens and verify them together: with the NextN head or an assistant (mtp), with a DFlash "
                  "drafter (dflash), with what followed earlier in the text (lookup), never (off), or as it "
                  "pays (auto). The tokens stay the same.  [default: auto]"),
     click.option("--mtp-gamma", type=click.IntRange(0, MAX_GAMMA), metavar="N",
-                 help=f"Draft N tokens a round with the NextN head, 0 to {MAX_GAMMA}; with --spec auto at "
-                 f"most N.  [default: {DEFAULT_GAMMA} with --spec mtp]"),
+                 help=f"Draft N tokens a round with the NextN head or an assistant, 0 to {MAX_GAMMA}; with --spec auto "
+                 f"at most N.  [default: {DEFAULT_GAMMA} with --spec mtp]"),
     *HEAD,
     click.option("--draft", type=FilePath(path_type=Path),
-                 help="Draft with the DFlash, DFlash2 or DSpark drafter of this GGUF; alone it means --spec dflash."),
+                 help="Draft with the DFlash, DFlash2 or DSpark drafter of this GGUF, or with the assistant that it is; "
+                 "alone it means --spec dflash, or mtp of an assistant."),
     click.option("--tree-budget", type=click.IntRange(1, MAX_BUDGET), metavar="N",
                  help=f"Verify at most N candidates a round, 1 to {MAX_BUDGET}.  [default: {DEFAULT_BUDGET} "
                  "with --spec lookup]"),
@@ -208,6 +211,7 @@ _OF_DRAFTING = {
     "mtp_gamma": ("drafts with the NextN head", ("auto", "mtp")),
     "mtp_gguf": ("names a NextN head to draft with", ("auto", "mtp")),
     "draft": ("names a DFlash drafter", ("auto", "dflash")),
+    "assistant": ("names an assistant, which drafts chains", ("auto", "mtp")),  # With --draft, too.
     "tree_budget": ("bounds the candidates of a tree or a lookup", ("auto", "dflash", "lookup")),
 }
 _SPECS = {
@@ -220,13 +224,17 @@ _SPECS = {
 
 def misplaced(flags: Mapping[str, Any]) -> str | None:
     """Says what is wrong with flags of drafting that the mode would ignore. A chain's length alone asks for
-    mtp, and a drafter alone for dflash."""
-    implied = {"mtp_gamma": "mtp", "draft": "dflash"}
+    mtp, and a drafter alone for dflash, or an assistant for mtp."""
+    chains = names_assistant(flags["draft"])
+    if chains and flags["mtp_gguf"] is not None:
+        return "--draft names an assistant, and --mtp-gguf what drafts in its place: give one of them"
+    implied = {"mtp_gamma": "mtp", "draft": "mtp" if chains else "dflash"}
     asking = "spec" if flags["spec"] else next((name for name in implied if flags[name] is not None), None)
     if asking is None:
         return None
     spec = flags["spec"] if asking == "spec" else implied[asking]
-    for name, (does, specs) in _OF_DRAFTING.items():
+    for name in ("mtp_gamma", "mtp_gguf", "draft", "tree_budget"):
+        does, specs = _OF_DRAFTING["assistant" if chains and name == "draft" else name]
         if flags[name] is not None and spec not in specs:
             flag = "--" + name.replace("_", "-")
             of = f"--spec {spec}" if asking == "spec" else f"--{asking.replace('_', '-')} without --spec"
@@ -235,8 +243,19 @@ def misplaced(flags: Mapping[str, Any]) -> str | None:
     return None
 
 
+def names_assistant(path: Path | None) -> bool:
+    """Says whether a file is an assistant. Who opens it says what is wrong with it."""
+    if path is None:
+        return False
+    try:
+        with _native.File(path) as file:
+            return is_assistant(file.kv.get("general.architecture"))
+    except Error:
+        return False
+
+
 def drafter_of(model: Path, flags: Mapping[str, Any]) -> Path | None:
-    """Returns the file of the DFlash drafter: the one that was named, or the box's own where the box is to
+    """Returns the file of the drafter: the one that was named, or the box's own where the box is to
     draft with one."""
     if flags["draft"] is not None or model != BOX:
         return flags["draft"]
@@ -246,12 +265,13 @@ def drafter_of(model: Path, flags: Mapping[str, Any]) -> Path | None:
 
 def options_of(flags: Mapping[str, Any], **more: Any) -> Options:
     """Returns what the flags ask of an engine, and what `more` does."""
+    of_drafter = None if flags["draft"] is None else "mtp" if names_assistant(flags["draft"]) else "dflash"
     return Options(
         ctx=flags["ctx"],
         kv_type=flags["kv_type"],
         threads=flags["threads"],
         cpu_experts=flags["cpu_experts"],
-        spec=flags["spec"] or (None if flags["draft"] is None else "dflash"),
+        spec=flags["spec"] or of_drafter,
         gamma=flags["mtp_gamma"],
         budget=flags["tree_budget"],
         **more,

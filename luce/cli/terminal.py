@@ -271,21 +271,22 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
         given = ((name, value) for name, value in vars(facts.dflash).items() if value is not None)
         lines += [(f"  {name}", str(value)) for name, value in given]
     if facts.layers is not None:
-        lines += _layer_lines(facts.layers)
+        lines += _layer_lines(facts.layers, facts.vocab_size)
     lines += [line for fit in fits for line in _fit_lines(fit)]
     lines.append(("supported", _supported(facts)))
     lines += [("note", note) for note in facts.notes]
     return "\n".join(f"{label:<15} {printable(value)}" for label, value in lines)
 
 
-def _layer_lines(layers: Layers) -> list[tuple[str, str]]:
+def _layer_lines(layers: Layers, vocabulary: int | None) -> list[tuple[str, str]]:
     """Returns lines on the kinds of layers, on their K and V, and on what an assistant drafts for."""
     lines = [("layers", layers.what)]
     of_global, of_sliding = layers.kv_bytes_per_position, layers.kv_bytes_per_position_swa
     if of_global and of_sliding is not None:
         lines.append(("F16 K and V", f"{size(of_global)} a position in global layers, {size(of_sliding)} in sliding"))
     if layers.target_embedding is not None:
-        lines.append(("drafts for", f"models with embedding {layers.target_embedding:,}"))
+        size_of = f"embedding {layers.target_embedding:,}, vocabulary {vocabulary or 0:,}"
+        lines.append(("drafts for", f"models with {size_of} and KV heads as its layers say"))
     return lines
 
 
@@ -293,7 +294,7 @@ def _supported(facts: Facts) -> str:
     """Returns whether luce runs the file, or with which option it drafts beside a model."""
     if facts.supported:
         return "yes"
-    option = {"drafter": "--draft", "head": "--mtp-gguf"}.get(facts.kind)
+    option = {"drafter": "--draft", "assistant": "--draft", "head": "--mtp-gguf"}.get(facts.kind)
     reasons = "; ".join(facts.reasons)
     return f"no: {reasons}" if option is None else f"beside a model, with {option}: {reasons}"
 

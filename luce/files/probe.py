@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.native import File
+from luce.native.files import is_assistant
 from luce.native.structs import EngineParams, Memory, Tensor
 
 T = TypeVar("T")
@@ -28,7 +29,6 @@ _FILE_TYPES = {
 }
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.|attn_norm\.weight$)?")
 _MARKOV = ("markov_w1.weight", "dflash.dspark.markov.w1", "dflash.dspark.markov.w1.weight")  # Older files' are last.
-_ASSISTANTS = ("-assistant", "_assistant")  # So end the names of architectures of assistants.
 _KV = re.compile(r"blk\.\d{1,9}\.attn_(?:k|v|k_norm)\.weight")
 _BESIDE = ("clip", "eagle", "eagle3")  # Projectors and heads of other kinds go with a model.
 _BY_ROW = ("IQ1_", "IQ2_", "IQ3_", "NVFP4")  # On a GPU luce has no matmul of its own for these.
@@ -377,7 +377,7 @@ def _blocks(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
 def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor], blocks: _Blocks) -> str:
     if is_drafter(architecture):
         return "drafter"
-    if architecture.endswith(_ASSISTANTS):
+    if is_assistant(architecture):
         return "assistant"
     if not tensors or architecture in _BESIDE or fact(kv, "general.type", str, "model") != "model":
         return "other"
@@ -387,7 +387,7 @@ def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor], block
 
 
 def _reasons_of_kind(kind: str, kv: Mapping[str, Any], architecture: str) -> list[str]:
-    width = _number(kv, f"{architecture}.embedding_length_out")
+    width = _target_width(kv, architecture)
     fitting = "a Gemma 4 model" if width is None else f"a Gemma 4 model of width {width}"
     return {
         "assistant": [f"an assistant: it drafts for {fitting}, it does not generate alone"],
@@ -395,6 +395,12 @@ def _reasons_of_kind(kind: str, kv: Mapping[str, Any], architecture: str) -> lis
         "drafter": [f"a {architecture} drafter: it drafts for a target model, it does not generate alone"],
         "other": ["the file holds no model"],
     }.get(kind, [])
+
+
+def _target_width(kv: Mapping[str, Any], architecture: str) -> int | None:
+    """Returns the width of the models that an assistant drafts for. Forks of llama.cpp have a key of their own."""
+    width = _number(kv, f"{architecture}.embedding_length_out")
+    return _number(kv, f"{architecture}.n_embd_backbone") if width is None else width
 
 
 def _notes(tensors: list[Tensor]) -> list[str]:
@@ -590,7 +596,7 @@ def _layers(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
         final_logit_softcapping=fact(kv, f"{architecture}.final_logit_softcapping", float, None),
         kv_bytes_per_position=stored[False],
         kv_bytes_per_position_swa=stored[True],
-        target_embedding=number("embedding_length_out"),
+        target_embedding=_target_width(kv, architecture),
     )
 
 

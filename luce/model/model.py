@@ -312,10 +312,11 @@ def load(
     device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N"
     ctx: room for so many tokens of a prompt and its answer; None: as many as were trained, up to 32768, and fit
     parallel: so many answers are generated at once; the others wait
-    draft: "auto" (as it pays), "mtp" (the NextN head), "dflash" (a drafter), "lookup" (what followed earlier in
+    draft: "auto" (as it pays), "mtp" (the NextN head, or an assistant), "dflash" (a drafter), "lookup" (what followed earlier in
         the text) or "off"; no token depends on it
-    drafter, head: the files of a DFlash drafter, and of a NextN head in place of the model's own
-    gamma, budget: the most drafts of the NextN head, and the most candidates of a tree or a lookup, a round
+    drafter, head: the files of a DFlash drafter, and of a NextN head in place of the model's own; either may name
+        an assistant
+    gamma, budget: the most drafts of the head or assistant, and the most candidates of a tree or a lookup, a round
     kv_type: "f16" (the default), "q8_0", "q4_0" or "f32"
     threads: CPU threads; None: one for each usable CPU, to 16
     cpu_experts: keep the experts of so many layers in host memory, or "auto"

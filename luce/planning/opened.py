@@ -9,19 +9,21 @@ from functools import cached_property
 from pathlib import Path
 
 from luce import native as _native
-from luce.errors import about
+from luce.errors import ArgumentError, about
 from luce.files.probe import Facts, probe
 from luce.files.tokenizer import Tokenizer
 from luce.native import File, Model, Progress
+from luce.native.files import is_assistant
 from luce.native.structs import EngineParams, Memory
 from luce.planning import cpus
 from luce.planning.plan import PART, Auto, Options, Plan, plan, smaller, trunk_layers, with_room
 
 
 class Files:
-    """The opened files of a model: its GGUF, another one that the NextN head is taken from, and one
-    that holds a DFlash drafter. It is a context manager. Nothing is loaded yet; raises what opening the files
-    raises. `device` is where they are to run; with None a plan decides."""
+    """The opened files of a model: its GGUF, another one that the NextN head is taken from or that is an
+    assistant, and one that holds a DFlash drafter. Where an assistant is given as the drafter, it is the head: it
+    chains. It is a context manager. Nothing is loaded yet; raises what opening the files raises, and
+    ArgumentError where both are chains. `device` is where they are to run; with None a plan decides."""
 
     def __init__(
         self,
@@ -35,6 +37,11 @@ class Files:
             self.file = opened.enter_context(File(path))
             self.head = opened.enter_context(File(head)) if head is not None else None
             self.drafter = opened.enter_context(File(drafter)) if drafter is not None else None
+            if self.drafter is not None and is_assistant(self.drafter.kv.get("general.architecture")):
+                if self.head is not None:
+                    both = f"{drafter} is an assistant, and {head} drafts in its place"
+                    raise ArgumentError(f"{both}: leave one out")
+                self.head, self.drafter = self.drafter, None
             self._opened = opened.pop_all()
 
     @cached_property
@@ -115,13 +122,13 @@ class Files:
 
 def params_of(chosen: Plan, device: str, n_vocab: int) -> EngineParams:
     """Returns how the core opens the engine on a device, of a model with so many tokens. On a CPU a row costs
-    too much to be spent on a next best candidate, so auto keeps none there. Its head drafts among a part of a
-    large vocabulary too."""
+    too much to be spent on a next best candidate, so auto keeps none there. Its NextN head drafts among a part of
+    a large vocabulary too. (An assistant does not: in its vocabulary single characters come last.)"""
     if not isinstance(chosen.draft, Auto):
         return chosen.params
     kind, large = device.partition(":")[0], n_vocab >= 2 * PART
     return replace(
         chosen.params,
         n_top=0 if kind == "cpu" else chosen.params.n_top,
-        n_part=PART if chosen.draft.gamma and large else 0,
+        n_part=PART if chosen.draft.gamma and large and chosen.draft.head != "assistant" else 0,
     )

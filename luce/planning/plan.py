@@ -26,7 +26,7 @@ DEFAULT_BUDGET = 15  # A round has so many candidates where a lookup is asked fo
 MAX_BUDGET = 63  # These are LUCE_MAX_ROWS less the anchor's row.
 SPECS = ("auto", "off", "mtp", "dflash", "lookup")
 
-Where = Literal["embedded", "separate"]
+Where = Literal["embedded", "separate", "assistant"]
 
 
 def part_of(n_vocab: int) -> int:
@@ -47,7 +47,7 @@ class Options:
     multiplies them; with "auto" it is as few as leave room on the device.
 
     `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
-    in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree, 1..MAX_BUDGET.
+    or assistant in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree, 1..MAX_BUDGET.
     With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
     """
 
@@ -87,7 +87,7 @@ class Plain:
 @dataclass(frozen=True)
 class Mtp:
     """The NextN head drafts `gamma` >= 1 tokens a round. It is in the model's own file (embedded) or in
-    another one (separate). With a budget, its drafts and their next best candidates become a tree of so many
+    another one (separate), or an assistant chains in its place. With a budget, its drafts and their next best candidates become a tree of so many
     candidates. With a part, it drafts among so many first tokens of the vocabulary."""
 
     mode: ClassVar[str] = "mtp"
@@ -251,7 +251,7 @@ def plan(
     drafter: tuple[str, Facts] | None = None,
 ) -> Plan:
     """Returns the plan of an engine for the model of `facts`. `head` has the facts of the file that the
-    NextN head is taken from, and `drafter` the path and facts of a DFlash drafter's file. `prompt` and `new`
+    NextN head is taken from or that is an assistant, and `drafter` the path and facts of a DFlash drafter's file. `prompt` and `new`
     count the tokens of the longest request that is known already, and those that it may add. `cpus` counts
     the CPUs that this process may use; 0 means that it is not known.
 
@@ -350,21 +350,25 @@ def _drafting(
     if asked is not None and spec in ("dflash", "lookup"):
         chains = f"chains of {asked} drafts were asked for (gamma), which the NextN head makes"
         raise ArgumentError(f"{chains}, and drafts of {spec}: leave one out")
+    assistant = head is not None and head.kind == "assistant"
     if spec == "dflash":
+        if assistant and drafter is None:
+            raise UnsupportedError("drafts of a DFlash drafter were asked for, and what was given is an assistant")
         return _dflash(facts, options, drafter)
     if spec == "lookup":
         budget = options.budget or DEFAULT_BUDGET
         length = "as asked" if options.budget else f"by default {budget} a round"
         return Lookup(budget), f"what followed earlier in the text, {length}"
-    if head is not None and not _has_head(head):
-        why = f"it {_ASSISTANT}" if head.kind == "assistant" else _missing(head)
-        raise UnsupportedError(f"the head's file holds no NextN head: {why}")
-    where: Where | None = "separate" if head is not None else "embedded" if _has_head(facts) else None
+    if head is not None and not assistant and not _has_head(head):
+        raise UnsupportedError(f"the head's file holds no NextN head: {_missing(head)}")
+    where: Where | None = "embedded" if _has_head(facts) else None
+    if head is not None:
+        where = "assistant" if assistant else "separate"
     if spec == "mtp":
         if asked == 0 and (where is not None or options.spec is None):
             return Plain(), "no drafts, as asked"
         if where is None and facts.layers is not None:  # Some have a window, as in no other model that luce runs.
-            raise UnsupportedError(f"no NextN head to draft with: Gemma 4 has none. {_LOOKUPS}")
+            raise UnsupportedError("no assistant to draft with: Gemma 4's are files of their own", concerns="assistant")
         if where is None:
             raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}", concerns="nextn_head")
         length = "as asked" if asked else f"by default {DEFAULT_GAMMA} a round"
@@ -373,9 +377,11 @@ def _drafting(
     return _auto(facts, options, where if asked != 0 else None, drafter)
 
 
-_LOOKUPS = "Without one, drafts are of what followed earlier in the text"
-_ASSISTANT = f"is an assistant of Gemma 4, with which luce does not draft yet. {_LOOKUPS}"
-_OF_FILE = {"embedded": "the head in the model's file", "separate": "the head of its own file"}
+_OF_FILE = {
+    "embedded": "the head in the model's file",
+    "separate": "the head of its own file",
+    "assistant": "the assistant that was given",
+}
 
 
 def _auto(
@@ -408,8 +414,6 @@ def _dflash(facts: Facts, options: Options, drafter: tuple[str, Facts] | None) -
 def _block_of(model: Facts, drafter: tuple[str, Facts]) -> int:
     """Returns the number of drafts in a block of a drafter, which has to fit the model."""
     path, facts = drafter
-    if facts.kind == "assistant":
-        raise UnsupportedError(f"{path} {_ASSISTANT}")
     dflash = facts.dflash
     if dflash is None:
         raise UnsupportedError(f"{path} is no DFlash drafter: its architecture is {facts.architecture}")

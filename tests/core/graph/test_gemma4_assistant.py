@@ -4,6 +4,7 @@ one call, in steps, and after rows that were rejected."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import drive
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 import tiny_gemma4
 from checkout import GOLDENS
+from gemma4_reference import AssistantReference, Reference
 from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES
 
+from luce.convert.gemma4_layout import Config
 from luce.native import Library
 from luce.native import Sequence as Timeline
+from luce.native.structs import Sampling
 
 BOUND = 2e-3  # Logits with F32 weights and f32 KV may be off by so much.
 N = 4
@@ -77,3 +81,62 @@ def test_drafts_agree_with_transformers(
         chances = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
         errors.append(np.abs(scores - np.take_along_axis(chances, ids, -1)).max())
     assert max(errors) <= BOUND, errors
+
+
+# ---- by the reference in numpy, which the golden holds to transformers
+
+OTHERS: dict[str, tuple[str, Config]] = {  # A model of CASES, and an assistant that fits it.
+    "dense": ("dense", ASSISTANT),
+    "shared K and V": ("per-layer", replace(ASSISTANT, window=11, v_is_k=False, n_head_kv_swa=1)),
+    "experts": ("experts", replace(ASSISTANT, window=9)),
+    "published head sizes": (
+        "wide-heads", replace(ASSISTANT, window=15, n_head=2, n_head_kv_swa=1, head_dim=512, head_dim_swa=256,
+                              n_embd_out=128)),
+    "a head of its own": ("dense", replace(ASSISTANT, tied=False)),
+    "a narrower window": ("dense", replace(ASSISTANT, window=5)),
+    "global layers first": ("dense", replace(ASSISTANT, sliding=(False, True, False))),
+    "a cap": ("dense", replace(ASSISTANT, softcap=3.0)),
+}  # fmt: skip
+
+
+class Sampled(AssistantReference):
+    """Drafts what a rule chooses of each draft's logits."""
+
+    def chain(self, tokens: np.ndarray, n: int, choose: Callable[[np.ndarray, int], int]) -> list[int]:
+        states, kv = self.target.states(tokens[:-1])
+        self.first, token, state, found = len(tokens) - 1, int(tokens[-1]), states[-1], list[int]()
+        for i in range(n):
+            x = self.projected(token, state)[None]
+            for layer in range(self.c.n_layer):
+                x = self.block(layer, x, None, {layer: self.seen(layer, kv)})
+            normed = self.norm(x[0], "output_norm.weight")
+            token, state = choose(self.capped(self.head() @ normed), i), self.passed_on(x[0], normed)
+            found.append(token)
+        return found
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(0.8, 30, seed=9)])
+@pytest.mark.parametrize("name", OTHERS)
+def test_drafts_are_those_of_the_reference(name: str, sampling: Sampling, native: Library, tmp_path: Path) -> None:
+    """A draft is drawn with the noise of the token that it guesses, though all are at one position."""
+    (case, own), n = OTHERS[name], 6
+    config, seed = CASES[case]
+    weights, of_own = tiny_gemma4.layout(config, seed), tiny_gemma4.layout(own, 17)
+    target = tiny_gemma4.write(tmp_path / "target.gguf", config, weights)
+    assistant = tiny_gemma4.write(tmp_path / "assistant.gguf", own, of_own)
+    model = drive.open_model(native, target, head=assistant)
+    sequence = drive.open_sequence(model, n_ctx=512, n_draft=8, n_rows=16)
+    sequence.set_sampling(sampling)
+    reference = Sampled(own, of_own, Reference(config, weights))
+    for length in (2, 14, 40):
+        tokens = np.random.default_rng(length).integers(0, config.n_vocab, length)
+
+        def choose(logits: np.ndarray, i: int, length: int = length) -> int:
+            if not sampling.temperature:
+                return int(logits.argmax())
+            return native.sample(logits.astype(np.float32), sampling, length + i)
+
+        sequence.reset()
+        drive.prefill(sequence, tokens[:-1].tolist())
+        drive.draft(sequence, int(tokens[-1]), n)
+        assert sequence.drafted(n) == reference.chain(tokens, n, choose), length
