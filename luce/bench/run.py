@@ -64,7 +64,8 @@ def with_drafters(
     modes: Sequence[Mode], drafters: Sequence[Path], chains: Callable[[Path], bool] = lambda path: False
 ) -> list[Mode]:
     """Returns the modes where several drafters are compared: each that uses one, once for each of them, as
-    "dflash:22@NAME". What `chains` is used by mtp, and the others by dflash. Raises ArgumentError where two drafters have the same name."""
+    "dflash:22@NAME". What `chains` is used by mtp, and the others by dflash. Raises ArgumentError where two
+    drafters have the same name."""
     if len(drafters) < 2:
         return list(modes)
     names = [drafter.stem for drafter in drafters]

@@ -199,8 +199,8 @@ DRAFTING = (
                  f"at most N.  [default: {DEFAULT_GAMMA} with --spec mtp]"),
     *HEAD,
     click.option("--draft", type=FilePath(path_type=Path),
-                 help="Draft with the DFlash, DFlash2 or DSpark drafter of this GGUF, or with the assistant that it is; "
-                 "alone it means --spec dflash, or mtp of an assistant."),
+                 help="Draft with the DFlash, DFlash2 or DSpark drafter of this GGUF, or with the assistant that it "
+                 "is; alone it means --spec dflash, or mtp of an assistant."),
     click.option("--tree-budget", type=click.IntRange(1, MAX_BUDGET), metavar="N",
                  help=f"Verify at most N candidates a round, 1 to {MAX_BUDGET}.  [default: {DEFAULT_BUDGET} "
                  "with --spec lookup]"),

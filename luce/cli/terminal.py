@@ -286,7 +286,7 @@ def _layer_lines(layers: Layers, vocabulary: int | None) -> list[tuple[str, str]
         lines.append(("F16 K and V", f"{size(of_global)} a position in global layers, {size(of_sliding)} in sliding"))
     if layers.target_embedding is not None:
         size_of = f"embedding {layers.target_embedding:,}, vocabulary {vocabulary or 0:,}"
-        lines.append(("drafts for", f"models with {size_of} and KV heads as its layers say"))
+        lines.append(("drafts for", f"models with {size_of} and the KV heads of these layers"))
     return lines
 
 
@@ -352,6 +352,6 @@ def _or_dash(value: object) -> str:
 
 
 def _blocks(facts: Facts) -> str:
-    if facts.block_count is None or not facts.nextn_predict_layers:
+    if facts.block_count is None or not facts.nextn_predict_layers or facts.kind == "assistant":
         return _or_dash(facts.block_count)
     return f"{facts.block_count}, of these {facts.nextn_predict_layers} NextN"

@@ -312,8 +312,8 @@ def load(
     device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N"
     ctx: room for so many tokens of a prompt and its answer; None: as many as were trained, up to 32768, and fit
     parallel: so many answers are generated at once; the others wait
-    draft: "auto" (as it pays), "mtp" (the NextN head, or an assistant), "dflash" (a drafter), "lookup" (what followed earlier in
-        the text) or "off"; no token depends on it
+    draft: "auto" (as it pays), "mtp" (the NextN head, or an assistant), "dflash" (a drafter), "lookup" (what
+        followed earlier in the text) or "off"; no token depends on it
     drafter, head: the files of a DFlash drafter, and of a NextN head in place of the model's own; either may name
         an assistant
     gamma, budget: the most drafts of the head or assistant, and the most candidates of a tree or a lookup, a round

@@ -135,9 +135,9 @@ def _asked(n_draft: int, n_part: int, blocks: int, kinds: Sequence[str | None]) 
 
 class Model(Handle):
     """Weights on a device, with a list of drafters: the NextN head that `head` holds (the model's own file or
-    another) or the assistant that it is, the DFlash drafter of `drafter`, and those of `drafters`. Of the first `cpu_experts` layers the
-    experts stay in host memory, where the CPU multiplies them. `progress` may cancel (Cancelled); what it raises
-    is raised here."""
+    another) or the assistant that it is, the DFlash drafter of `drafter`, and those of `drafters`. Of the first
+    `cpu_experts` layers the experts stay in host memory, where the CPU multiplies them. `progress` may cancel
+    (Cancelled); what it raises is raised here."""
 
     def __init__(
         self,

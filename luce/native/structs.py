@@ -130,9 +130,9 @@ class DrafterParams:
 
 @dataclass(frozen=True)
 class DrafterInfo:
-    """A drafter of a model's or an engine's list (luce.h: luce_drafter_info). `kind` is "nextn", "assistant" or "dflash",
-    `form` a Form, and `n_block` counts the rows of the step that drafts all at once; 0 means that a step drafts one
-    token. Conditional lists have `n_list` candidates of each depth."""
+    """A drafter of a model's or an engine's list (luce.h: luce_drafter_info). `kind` is "nextn", "assistant" or
+    "dflash", `form` a Form, and `n_block` counts the rows of the step that drafts all at once; 0 means that a step
+    drafts one token. Conditional lists have `n_list` candidates of each depth."""
 
     STRUCT: ClassVar[str] = "luce_drafter_info"
 

@@ -47,8 +47,8 @@ class Options:
     multiplies them; with "auto" it is as few as leave room on the device.
 
     `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
-    or assistant in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree, 1..MAX_BUDGET.
-    With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
+    or assistant in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree,
+    1..MAX_BUDGET. With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
     """
 
     device: str | None = None
@@ -87,8 +87,9 @@ class Plain:
 @dataclass(frozen=True)
 class Mtp:
     """The NextN head drafts `gamma` >= 1 tokens a round. It is in the model's own file (embedded) or in
-    another one (separate), or an assistant chains in its place. With a budget, its drafts and their next best candidates become a tree of so many
-    candidates. With a part, it drafts among so many first tokens of the vocabulary."""
+    another one (separate), or an assistant chains in its place. With a budget, its drafts and their next best
+    candidates become a tree of so many candidates. With a part, it drafts among so many first tokens of the
+    vocabulary."""
 
     mode: ClassVar[str] = "mtp"
     block: ClassVar[int] = 0
@@ -251,9 +252,9 @@ def plan(
     drafter: tuple[str, Facts] | None = None,
 ) -> Plan:
     """Returns the plan of an engine for the model of `facts`. `head` has the facts of the file that the
-    NextN head is taken from or that is an assistant, and `drafter` the path and facts of a DFlash drafter's file. `prompt` and `new`
-    count the tokens of the longest request that is known already, and those that it may add. `cpus` counts
-    the CPUs that this process may use; 0 means that it is not known.
+    NextN head is taken from or that is an assistant, and `drafter` the path and facts of a DFlash drafter's
+    file. `prompt` and `new` count the tokens of the longest request that is known already, and those that it may
+    add. `cpus` counts the CPUs that this process may use; 0 means that it is not known.
 
     Raises UnsupportedError where luce cannot run these files as asked, ArgumentError where the options
     contradict each other or ask for more than the model has, and ContextFull where the prompt alone is
@@ -350,31 +351,42 @@ def _drafting(
     if asked is not None and spec in ("dflash", "lookup"):
         chains = f"chains of {asked} drafts were asked for (gamma), which the NextN head makes"
         raise ArgumentError(f"{chains}, and drafts of {spec}: leave one out")
-    assistant = head is not None and head.kind == "assistant"
     if spec == "dflash":
-        if assistant and drafter is None:
+        if drafter is None and head is not None and head.kind == "assistant":
             raise UnsupportedError("drafts of a DFlash drafter were asked for, and what was given is an assistant")
         return _dflash(facts, options, drafter)
     if spec == "lookup":
         budget = options.budget or DEFAULT_BUDGET
         length = "as asked" if options.budget else f"by default {budget} a round"
         return Lookup(budget), f"what followed earlier in the text, {length}"
-    if head is not None and not assistant and not _has_head(head):
-        raise UnsupportedError(f"the head's file holds no NextN head: {_missing(head)}")
-    where: Where | None = "embedded" if _has_head(facts) else None
-    if head is not None:
-        where = "assistant" if assistant else "separate"
+    where = _where(facts, head)
     if spec == "mtp":
-        if asked == 0 and (where is not None or options.spec is None):
-            return Plain(), "no drafts, as asked"
-        if where is None and facts.layers is not None:  # Some have a window, as in no other model that luce runs.
-            raise UnsupportedError("no assistant to draft with: Gemma 4's are files of their own", concerns="assistant")
-        if where is None:
-            raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}", concerns="nextn_head")
-        length = "as asked" if asked else f"by default {DEFAULT_GAMMA} a round"
-        chosen = Mtp(asked or DEFAULT_GAMMA, where, options.budget, options.part)
-        return chosen, f"{_OF_FILE[where]}, {length}"
+        return _mtp(facts, options, where)
     return _auto(facts, options, where if asked != 0 else None, drafter)
+
+
+def _where(facts: Facts, head: Facts | None) -> Where | None:
+    """Says where what chains is: in the model's file, in a head's, or an assistant; None where there is none."""
+    if head is None:
+        return "embedded" if _has_head(facts) else None
+    if head.kind == "assistant":
+        return "assistant"
+    if not _has_head(head):
+        raise UnsupportedError(f"the head's file holds no NextN head: {_missing(head)}")
+    return "separate"
+
+
+def _mtp(facts: Facts, options: Options, where: Where | None) -> tuple[Drafting, str]:
+    asked = options.gamma
+    if asked == 0 and (where is not None or options.spec is None):
+        return Plain(), "no drafts, as asked"
+    if where is None and facts.layers is not None:  # Some have a window, as in no other model that luce runs.
+        raise UnsupportedError("no assistant to draft with: Gemma 4's are files of their own", concerns="assistant")
+    if where is None:
+        raise UnsupportedError(f"no NextN head to draft with: {_missing(facts)}", concerns="nextn_head")
+    length = "as asked" if asked else f"by default {DEFAULT_GAMMA} a round"
+    chosen = Mtp(asked or DEFAULT_GAMMA, where, options.budget, options.part)
+    return chosen, f"{_OF_FILE[where]}, {length}"
 
 
 _OF_FILE = {

@@ -176,10 +176,10 @@ LUCE_API luce_status luce_file_get_tensor(luce_file *file, uint64_t index, luce_
 /* It is called with the part done, in 0..1; it returns non-zero to cancel (LUCE_E_CANCELLED). */
 typedef int32_t (*luce_progress_fn)(float fraction, void *user);
 
-/* The file of a drafter, which may be the model's own, and the drafter's kind: "nextn", a NextN (MTP) head; "dflash", a
- * block drafter (DFlash, DFlash2, DSpark) of llama.cpp's layout or an older one; NULL: what the file holds. E_FILE names
- * what is missing, or both values where it does not fit the model; E_UNSUPPORTED names what luce does not implement; E_ARG
- * lists the kinds. */
+/* The file of a drafter, which may be the model's own, and the drafter's kind: "nextn", a NextN (MTP) head; "assistant",
+ * one of Gemma 4 (MTP), of llama.cpp's layout or a fork's; "dflash", a block drafter (DFlash, DFlash2, DSpark) of
+ * llama.cpp's layout or an older one; NULL: what the file holds. E_FILE names what is missing, or both values where it does
+ * not fit the model; E_UNSUPPORTED names what luce does not implement; E_ARG lists the kinds. */
 typedef struct luce_drafter_file {
     luce_file *file;
     const char *kind;

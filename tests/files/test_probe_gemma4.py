@@ -101,10 +101,25 @@ def test_an_assistant_says_what_it_fits(facts_of, native, tmp_path, arch):
     (reason,) = facts.reasons
     assert reason == "an assistant: it drafts for a Gemma 4 model of width 5376, it does not generate alone"
     text = facts_text(facts)
-    assert "drafts for      models with embedding 5,376\n" in text
+    said = "models with embedding 5,376, vocabulary 262,144 and the KV heads of these layers"
+    assert f"drafts for      {said}\n" in text and "supported       beside a model, with --draft: " in text
     assert "1 global of 4 KV heads of 512, 3 sliding of 16 of 256 with a window of 1024, the last 4 read" in text
     with File(tmp_path / "hollow.gguf", native) as file:
         assert what_it_holds(file) == "a Gemma 4 assistant"
+
+
+def test_forks_have_a_key_of_their_own_for_the_width(native, tmp_path):
+    w = gguf.GGUFWriter(tmp_path / "fork.gguf", "gemma4_assistant")
+    add_keys(w, PUBLISHED["31B-assistant"], "fork", file_type=0)
+    for key in ("embedding_length_out", "nextn_predict_layers"):
+        w.kv_data[0].pop(f"gemma4_assistant.{key}")
+    w.add_uint32("gemma4_assistant.n_embd_backbone", 5376)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.close()
+    with File(tmp_path / "fork.gguf", native) as file:
+        facts = probe(file)
+    assert facts.kind == "assistant" and facts.layers.target_embedding == 5376
 
 
 def test_json_has_all_of_it(facts_of):

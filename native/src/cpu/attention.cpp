@@ -196,9 +196,7 @@ struct Unit {
         return a.committed != 0 ? seq.n_past : a.ctl->rows[seq.row0 + row].position;
     }
     int32_t last_seen(int row) const {
-        return a.committed != 0 ? seq.n_past - 1
-               : a.block != 0   ? seq.n_past + seq.n_rows - 1
-                                : position(row);
+        return a.committed != 0 ? seq.n_past - 1 : a.block != 0 ? seq.n_past + seq.n_rows - 1 : position(row);
     }
 
     // Loads positions [from, to) as rows of a tile: committed ones, then the ancestors of the row that `path`

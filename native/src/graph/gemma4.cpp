@@ -193,8 +193,7 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
         if (il >= n_own) {
             check_has_source(file, hp, n_own, il);
         }
-        const Gemma4Layer layer =
-            read_gemma4_layer(r, hp, il, n_ff[il], own->P, il < n_own, rope_factors);
+        const Gemma4Layer layer = read_gemma4_layer(r, hp, il, n_ff[il], own->P, il < n_own, rope_factors);
         w.blocks.push_back(layer.block);
         own->blocks.push_back(layer.own);
     }

@@ -40,9 +40,10 @@ struct Pair {
     const Model &model;
 
     [[noreturn]] void unlike(const std::string &own, const std::string &targets) const {
-        fail(LUCE_E_FILE,
-             "%s does not draft for %s: %s, and the model %s. Take the assistant that was made for this model",
-             file.path().c_str(), model.file().path().c_str(), own.c_str(), targets.c_str());
+        fail(
+            LUCE_E_FILE,
+            "%s does not draft for %s: %s, and the model %s. Take the assistant that was made for this model",
+            file.path().c_str(), model.file().path().c_str(), own.c_str(), targets.c_str());
     }
     void same(const char *what, int64_t own, int64_t targets) const {
         if (own != targets) {
@@ -53,8 +54,10 @@ struct Pair {
 
 // Returns the width of the models that it drafts for.
 uint32_t read_target_width(const GgufFile &file) {
-    const std::string key = prefix_of(file) + "embedding_length_out", forks = prefix_of(file) + "n_embd_backbone";
-    return uint32_t(file.integer(file.find(key) == nullptr && file.find(forks) != nullptr ? forks : key, 1, 1 << 20));
+    const std::string key = prefix_of(file) + "embedding_length_out",
+                      forks = prefix_of(file) + "n_embd_backbone";
+    return uint32_t(
+        file.integer(file.find(key) == nullptr && file.find(forks) != nullptr ? forks : key, 1, 1 << 20));
 }
 
 // E_UNSUPPORTED: it has parts that no assistant has had yet.
@@ -100,7 +103,8 @@ std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, cons
     if (const GgufTensor *head = file.tensor("token_embd.weight"); head != nullptr && head->n_dims == 2) {
         pair.same("vocabulary", head->ne[1], V);
     }
-    const std::vector<uint32_t> n_ff = per_block(file, keys + "feed_forward_length", a.hp.n_layer, 1, 1 << 20);
+    const std::vector<uint32_t> n_ff =
+        per_block(file, keys + "feed_forward_length", a.hp.n_layer, 1, 1 << 20);
 
     WeightReader r(model, file);
     const auto outside = [&](const std::string &name) { // of the blocks
@@ -120,7 +124,8 @@ std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, cons
         a.sources.push_back(find_source(pair, target, shape));
         a.layers.push_back(read_gemma4_layer(r, a.hp, il, n_ff[il], 0, /*has_cells=*/false, rope_factors));
     }
-    for (const char *unused : {"token_embd.weight", "mtp.centroids.", "mtp.token_ordering.", "masked_embedding."}) {
+    for (const char *unused :
+         {"token_embd.weight", "mtp.centroids.", "mtp.token_ordering.", "masked_embedding."}) {
         r.forget(unused);
     }
     r.finish("", "assistants");

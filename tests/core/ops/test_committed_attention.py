@@ -1,5 +1,5 @@
-"""Checks attention over committed positions alone: by numpy, and by the bits of the attention of a row whose K and V are the
-last committed ones. On a GPU there is no such op yet."""
+"""Checks attention over committed positions alone: by numpy, and by the bits of the attention of a row whose K and V
+are the last committed ones. On a GPU there is no such op yet."""
 
 from __future__ import annotations
 
