@@ -309,7 +309,7 @@ def devices(as_json: bool) -> None:
     "--ctx", type=click.IntRange(1, MAX_U32), help="State the memory for a context of so many tokens."
 )
 @options(KV_TYPE, HEAD)
-@click.option("--draft", type=FilePath(path_type=Path), help="Say what it takes with this DFlash drafter.")
+@click.option("--draft", type=FilePath(path_type=Path), help="Say what it takes with this DFlash drafter or assistant.")
 @options(DEVICE)
 def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, **flags: Any) -> None:
     """Say what a GGUF holds, whether luce can run it, and whether it fits into the memory.

@@ -185,7 +185,7 @@ def test_what_is_not_in_a_list_is_refused(native: Library, files: Files, model: 
         with pytest.raises(ArgumentError, match=said):
             engine_of(model, [wrong])
     file = File(files.target, native)
-    with pytest.raises(ArgumentError, match="drafter 'eagle': luce has dflash, nextn"):
+    with pytest.raises(ArgumentError, match="drafter 'eagle': luce has dflash, assistant, nextn"):
         Model(file, device, drafters=[(file, "eagle")])
     with pytest.raises(ArgumentError, match="at most 16 drafters"):
         Model(file, device, drafters=[(file, "nextn")] * 17)
