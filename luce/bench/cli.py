@@ -28,11 +28,12 @@ from luce.bench.flags import (
     rounds_option,
 )
 from luce.bench.oracle_drafter import ACCEPT, make_drafter, sharpness
-from luce.bench.oracle_gemma4 import SHAPES as UNDRAFTED
-from luce.bench.oracle_gemma4 import make_oracle as make_undrafted
+from luce.bench.oracle_gemma4 import SHAPES as ASSISTED
+from luce.bench.oracle_gemma4 import make_assistant
+from luce.bench.oracle_gemma4 import make_oracle as make_assisted
 from luce.bench.oracle_model import SHAPES, TYPES, Rule, make_oracle, wrong_tokens
 from luce.bench.report import Measured, Report
-from luce.bench.run import Case, Mode, Record, parse_modes
+from luce.bench.run import Case, Mode, Record
 from luce.bench.serve_cli import serve_bench
 from luce.bench.summary import summarise
 from luce.cli.command import MAX_U32, CtrlC, FilePath, Finite, Listed
@@ -169,23 +170,23 @@ def make_once(path: Path, make: Callable[[], object]) -> None:
         raise Error(f"the oracle model cannot be made: {said}; --cache names another folder") from error
 
 
-def _without_drafters(shape: str, modes: list[Mode]) -> list[Mode]:
-    """Returns the modes of a model in which nothing drafts. Raises a usage error for options of drafts."""
-    for name in ("accept", "draft_accept", "coverage", "draft_head"):
+def _require_of_assistant(shape: str, modes: list[Mode], accept: Acceptance) -> None:
+    """Raises a usage error where options or modes are of other drafters than the assistant that the model has."""
+    for name in ("draft_accept", "coverage", "draft_head"):
         if given(name):
-            raise click.UsageError(f"--{name.replace('_', '-')} is of drafts, and {shape} has no drafter")
-    if not given("modes"):
-        return parse_modes("plain")
+            said = f"--{name.replace('_', '-')} is of other drafters"
+            raise click.UsageError(f"{said}, and {shape} has an assistant")
+    if accept.constant is None:
+        raise click.UsageError(f"--accept is by depth, and the assistant of {shape} has one share: give a number")
     for mode in modes:
-        if mode.spec in ("mtp", "dflash"):
-            raise click.UsageError(f"the mode {mode.name} drafts, and {shape} has no drafter")
-    return modes
+        if mode.spec == "dflash" or mode.part:
+            raise click.UsageError(f"the mode {mode.name} is of other drafters, and {shape} has an assistant")
 
 
 @bench.command()
 @click.option(
     "--shape",
-    type=click.Choice([*SHAPES, *UNDRAFTED]),
+    type=click.Choice([*SHAPES, *ASSISTED]),
     default="27b",
     show_default=True,
     help="Make a model of this shape.",
@@ -204,8 +205,8 @@ def _without_drafters(shape: str, modes: list[Mode]) -> list[Mode]:
     metavar="SHARES|CLASS",
     default="0.8",
     show_default=True,
-    help="Make this share of the NextN head's drafts right; by depth as 0.74,0.72,0.7, or as reported of code, "
-    "mixed or prose.",
+    help="Make this share of the NextN head's or assistant's drafts right; of a head also by depth as 0.74,0.72,0.7, "
+    "or as reported of code, mixed or prose.",
 )
 @click.option(
     "--draft-accept",
@@ -269,8 +270,8 @@ def oracle(
     reported of texts of its kind, for each kind of drafter; with one of dflash2 or dspark the drafter is a DFlash2 or
     a DSpark.
 
-    The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder. Nothing drafts in
-    one of Gemma 4, which is run plain where no modes are given.
+    The file is made once (27b: 17 GiB, and 3 GiB for its drafter) and kept in the cache folder. One of Gemma 4 has
+    an assistant in place of a head, in a file of its own.
     Its likeliest token leads by so much that sampling chooses it too: with --temp, the cost of sampling is
     measured, and the tokens are still known.
 
@@ -287,9 +288,9 @@ def oracle(
       luce bench oracle --shape 9b --type Q8_0 --modes plain
       luce bench oracle --shape gemma4-26b-a4b --prompt-tokens 2048
     """
-    undrafted = shape in UNDRAFTED
-    if undrafted:
-        flags["modes"] = _without_drafters(shape, flags["modes"])
+    assisted = shape in ASSISTED
+    if assisted:
+        _require_of_assistant(shape, flags["modes"], accept)
     drafts_blocks = any(mode.spec == "dflash" for mode in flags["modes"])
     if given("draft_accept") and not drafts_blocks:
         raise click.UsageError("--draft-accept is of a DFlash drafter, and no mode is dflash")
@@ -298,9 +299,9 @@ def oracle(
     typed = shape if kind == "mixed" else f"{shape}-{kind.lower()}"
     of_part = f"-covered-{coverage:g}" if coverage else ""
     of_head = f"-head-{draft_head.lower()}" if draft_head else ""
-    drafted = "" if undrafted else f"-{accept.slug}{of_part}{of_head}"
+    drafted = "" if assisted else f"-{accept.slug}{of_part}{of_head}"
     path = folder / f"oracle-{typed}{drafted}.gguf"
-    config = UNDRAFTED[shape] if undrafted else SHAPES[shape]
+    config = ASSISTED[shape] if assisted else SHAPES[shape]
     rule = Rule(config.n_vocab, 0, accept, coverage or 0.0)
     if draft_accept is None:
         draft_accept = parse(accept.name, "dflash", MAX_BUDGET) if accept.name else acceptance(ACCEPT)
@@ -309,8 +310,13 @@ def oracle(
         mib: Callable[[int, int], None] = lambda done, total: display.count(  # noqa: E731
             f"making {path.name}, MiB", done >> 20, total >> 20
         )
-        if undrafted:
-            make_once(path, lambda: make_undrafted(path, shape, 0, mib, kind))
+        if assisted:
+            make_once(path, lambda: make_assisted(path, shape, 0, mib, kind))
+            if any(mode.spec in ("mtp", "auto") for mode in flags["modes"]):
+                assistant = folder / f"oracle-{typed}-assistant-{accept.slug}.gguf"
+                share = accept.at(1)
+                make_once(assistant, lambda: make_assistant(assistant, path, shape, 0, share, mib))
+                flags["drafters"] = (assistant,)
         else:
             make_once(path, lambda: make_oracle(path, shape, 0, accept, mib, kind, rule.coverage, draft_head))
         if drafts_blocks:
@@ -332,13 +338,13 @@ def oracle(
 
     flags |= {"bench": "oracle"}
     extra: dict[str, Any] = {"shape": shape, "type": kind, "prompt_tokens": prompt_tokens}
-    extra |= {} if undrafted else {"accept": accept.as_json()}
+    extra |= {"accept": accept.as_json()} if "drafters" in flags or not assisted else {}
     if flags["cpu_experts"] is not None:
         extra["cpu_experts"] = flags["cpu_experts"]
     extra |= {"coverage": coverage} if coverage else {}
     extra |= {"draft_head": draft_head} if draft_head else {}
     asked = {"NextN": accept}
-    if "drafters" in flags:
+    if drafts_blocks:
         extra["draft_accept"] = draft_accept.as_json()
         asked["DFlash"] = draft_accept
     listed = [f"{name} {each}" for name, each in asked.items() if each.constant is None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import gguf
@@ -100,12 +101,27 @@ def test_an_assistant_has_its_target_s_heads() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (["--accept", "0.7"], "--accept is of drafts, and gemma4-mini has no drafter"),
-    (["--draft-head", "Q4_K"], "--draft-head is of drafts"),
-    (["--coverage", "0.9"], "--coverage is of drafts"),
-    (["--modes", "plain,mtp:2"], "the mode mtp:2 drafts, and gemma4-mini has no drafter"),
-    (["--modes", "dflash"], "the mode dflash drafts"),
+    (["--accept", "0.7,0.6"], "--accept is by depth, and the assistant of gemma4-mini has one share: give a number"),
+    (["--accept", "mixed"], "--accept is by depth"),
+    (["--draft-head", "Q4_K"], "--draft-head is of other drafters, and gemma4-mini has an assistant"),
+    (["--coverage", "0.9"], "--coverage is of other drafters"),
+    (["--draft-accept", "0.9", "--modes", "mtp"], "--draft-accept is of other drafters"),
+    (["--modes", "dflash"], "the mode dflash is of other drafters, and gemma4-mini has an assistant"),
+    (["--modes", "mtp-part:2:1k"], "the mode mtp-part:2:1k is of other drafters"),
 ])  # fmt: skip
-def test_options_of_drafts_are_refused(options: list[str], message: str) -> None:
+def test_options_of_other_drafters_are_refused(options: list[str], message: str) -> None:
     result = CliRunner().invoke(cli, ["bench", "oracle", "--shape", "gemma4-mini", *options])
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_an_oracle_drafts_with_its_assistant(tmp_path: Path) -> None:
+    args = ["bench", "oracle", "--shape", "gemma4-mini", "--accept", "0.5", "--modes", "plain,mtp:3", "--rounds", "1"]
+    args += ["-n", "200", "--device", "cpu", "--cache", str(tmp_path), "--json"]
+    result = CliRunner().invoke(cli, args)
+    assert result.exit_code == 0, result.stderr
+    made = json.loads(result.stdout)
+    assert made["accept"] == 0.5 and made["drafters"] == ["oracle-gemma4-mini-assistant-0.5.gguf"]
+    plain, chains = made["modes"]
+    assert plain["wrong_tokens"] == chains["wrong_tokens"] == 0
+    shares = chains["acceptance_by_position"]
+    assert all(abs(share - expected) < 0.15 for share, expected in zip(shares, (0.5, 0.25, 0.125), strict=True))

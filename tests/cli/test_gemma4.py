@@ -135,13 +135,17 @@ def test_probe_counts_an_assistant(files, assistants):
     assert more["weights"] > less["weights"] and more["state"] > less["state"]
 
 
-def test_benches_draft_with_an_assistant(oracle, assistants):
+@pytest.mark.parametrize("temp", ["0", "30"])
+def test_benches_draft_with_an_assistant(oracle, assistants, temp):
+    """Trees have the next best candidates beside each draft of the chain. Where noise decides, it is the same one."""
     target, assistant = oracle
     args = ["bench", "prompts", "--gguf", target, "--limit", "1", "--rounds", "1", "-n", "24", "--device", "cpu"]
-    found = json.loads(run(*args, "--modes", "plain,mtp:3,auto", "--draft", assistant, "--json"))
-    assert [each["same_tokens"] for each in found["modes"]] == [1, 1, 1]
-    _, chains, _ = found["modes"]
-    assert 0 < chains["accepted"] < chains["drafted"]
+    modes = "plain,mtp:3,mtp-tree:3:11,mtp-part:2:512,auto"
+    found = json.loads(run(*args, "--temp", temp, "--modes", modes, "--draft", assistant, "--json"))
+    assert [each["same_tokens"] for each in found["modes"]] == [1] * 5
+    _, chains, trees, *_ = found["modes"]
+    assert 0 < chains["accepted"] and chains["drafted"] < trees["drafted"]
+    assert (chains["accepted"] == chains["drafted"]) == (temp == "30")
     said = run(*args, "--modes", "plain,dflash", "--draft", assistant, code=2)
     assert "--draft names an assistant, and no mode is mtp or auto" in said
 
