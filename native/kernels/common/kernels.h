@@ -293,9 +293,6 @@ struct AttentionArgs {
     float softcap; // where it is > 0, scores become softcap * tanh(score / softcap)
     int32_t max_pages; // a sequence has at most so many pages, which bounds the chunks of a row
     int32_t block; // it is 1 where the rows of a sequence, which are a chain, all see each other
-    // It is 1 where rows see committed positions alone, and nothing of their step: each sees what a row at n_past sees of
-    // these, whatever its own position is. (No CUDA kernel does this yet.)
-    int32_t committed;
     const float *q; // [T][H][D], normalised and rotated
     const float *gate; // null, or [T][H] rows of D values: out is multiplied by sigmoid(gate)
     int64_t gate_row, gate_head; // one row or head of gate is so many values from the next
@@ -314,6 +311,9 @@ struct AttentionArgs {
     int32_t layer;
     // Null, or [H] of each head a score without a value, which takes its part of the softmax. No CUDA kernel has it.
     const float *sinks;
+    // It is 1 where rows see committed positions alone, and nothing of their step: each sees what a row at n_past sees of
+    // these, whatever its own position is. (No CUDA kernel does this yet.)
+    int32_t committed;
 };
 // Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages, and pool.D
 // and .type alone.

@@ -229,7 +229,8 @@ ggml_tensor *Lowering::gate_of(Val gate) {
 
 // Adds an op of attention over what a step's rows see, whose plan may be null.
 OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_tensor *plan, int32_t layer) {
-    const Attends &attends = std::get<Attends>(n.params);
+    const AttendsCommitted *committed = std::get_if<AttendsCommitted>(&n.params);
+    const Attends &attends = committed != nullptr ? committed->of : std::get<Attends>(n.params);
     AttentionArgs a{};
     a.first = attends.kv.first;
     a.window = int32_t(attends.shape->window);

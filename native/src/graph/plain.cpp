@@ -193,7 +193,7 @@ Val attend(Val q, Val kv, const AttentionShape &s, bool block, ggml_tensor *sink
     return like(Op::attend, q, {q, kv}, one_or_none(sinks), Attends{&s, layer, score_scale(s), block});
 }
 Val attend_committed(Val q, const KvLayer &kv, const AttentionShape &s) {
-    return like(Op::attend_committed, q, {q}, {}, Attends{&s, kv, score_scale(s), false});
+    return like(Op::attend_committed, q, {q}, {}, AttendsCommitted{{&s, kv, score_scale(s), false}});
 }
 
 Val conv(Val qkv, const DeltaNet &w, const DeltaState &state) {

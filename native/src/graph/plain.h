@@ -127,6 +127,10 @@ struct Attends {
     float scale; // of scores
     bool block; // the rows of a sequence all see each other
 };
+// Of attend_committed: it is a type of its own, so that no pass takes it for attention over a step's own rows.
+struct AttendsCommitted {
+    Attends of;
+};
 struct UnitNorm {
     int64_t D; // of a head
     float eps;
@@ -149,7 +153,7 @@ struct Links {
 
 // What a node has besides its inputs and weights: an epsilon or a factor, a count, a shape, a state.
 using Params = std::variant<std::monostate, float, int64_t, Activation, UnitNorm, const AttentionShape *,
-                            KvLayer, Attends, Recurs, const Moe *, Chooses, Links>;
+                            KvLayer, Attends, AttendsCommitted, Recurs, const Moe *, Chooses, Links>;
 
 struct Node {
     Op op = Op::any;

@@ -331,11 +331,7 @@ static void check_supported(const Cache &cache, const Step::Graph &graph) {
     for (int i = 0; i < ggml_graph_n_nodes(graph.nodes); i++) {
         const ggml_tensor *node = ggml_graph_node(graph.nodes, i);
         const Device &device = cache.stages()[size_t(stages[size_t(i)])].device;
-        const CustomOp *op = custom_op(node);
-        if (op != nullptr && device.gpu && !op->on_cuda() && !op->on_team && !op->to_team) {
-            fail(LUCE_E_UNSUPPORTED, "%s has no %s: device \"cpu\" has it", device.name.c_str(), op->name);
-        }
-        if (op == nullptr && !ggml_backend_dev_supports_op(device.dev, node)) {
+        if (custom_op(node) == nullptr && !ggml_backend_dev_supports_op(device.dev, node)) {
             const ggml_tensor *a = node->src[0], *b = node->src[1];
             fail(LUCE_E_UNSUPPORTED, "%s has no %s of %s and %s", device.name.c_str(), ggml_op_desc(node),
                  a == nullptr ? "nothing" : type_name(a->type),
