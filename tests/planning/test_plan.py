@@ -15,6 +15,7 @@ from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
 from luce.files.probe import probe
 from luce.native import File
 from luce.native.structs import EngineParams, Memory
+from luce.planning.opened import params_of
 from luce.planning.plan import (
     AUTO_BUDGET,
     DEFAULT_BUDGET,
@@ -22,6 +23,7 @@ from luce.planning.plan import (
     MAX_BUDGET,
     MAX_GAMMA,
     MAX_TOP,
+    PART,
     SPECS,
     Auto,
     Lookup,
@@ -349,3 +351,24 @@ def test_only_the_command_line_speaks_of_flags():
         speaks = (text for text in said if re.search(r"(?<![\w-])--[a-z]", text))
         found += [(path.relative_to(root).as_posix(), text) for text in speaks]
     assert found == [] and len(lower) > 60
+
+
+def test_an_assistant_takes_the_place_of_a_head(facts):
+    """It never drafts among first tokens alone where luce chooses: in its vocabulary single characters come last."""
+    assistant = replace(facts, kind="assistant", architecture="x-assistant")
+    chosen = plan(facts, Options(spec="mtp"), assistant)
+    assert chosen.draft == Mtp(DEFAULT_GAMMA, "assistant") and chosen.params.n_draft == DEFAULT_GAMMA
+    assert chosen.reasons["draft"].startswith("the assistant that was given")
+    assert plan(facts, Options(gamma=0), assistant).draft == Plain()
+    auto = plan(facts, Options(), assistant)
+    assert auto.draft == Auto(MAX_GAMMA, "assistant", AUTO_BUDGET)
+    assert "by the assistant that was given" in auto.reasons["draft"]
+    head = replace(facts, kind="head", nextn_predict_layers=1)
+    large = 2 * PART
+    parts = [params_of(plan(facts, Options(), each), "cpu", large).n_part for each in (head, assistant)]
+    assert parts == [PART, 0]
+    with pytest.raises(UnsupportedError, match="were asked for, and what was given is an assistant"):
+        plan(facts, Options(spec="dflash"), assistant)
+    assert plan(facts, Options(spec="lookup"), assistant).draft == Lookup(DEFAULT_BUDGET)
+    less = smaller(auto, Memory(weights=0, kv=2, state=0, compute=0, other=0, total=2, device_free=1))
+    assert less is not None and less.draft == Auto(0, None, AUTO_BUDGET)
