@@ -282,11 +282,9 @@ template <int D, int TYPE, int MT> struct MmaUnit {
                     }
                 }
             }
-            if (part == 0) {
 #pragma unroll
-                for (int i = 0; i < M; i++) {
-                    multiply(sum[i], p[i], ONES, ONES);
-                }
+            for (int i = 0; i < M; i++) { // each warp divides its columns by the sum
+                multiply(sum[i], p[i], ONES, ONES);
             }
         }
     }
