@@ -24,7 +24,7 @@ static void check_each_kernel() {
     const auto contexts = [&](int type) { // a tile of F32 has few keys, which keep a tool busy
         return watched() && type == 0 ? Ints{40 + pick(30), 20} : Ints{first + pick(100), 70};
     };
-    for (int D : {64, 128, 256}) {
+    for (int D : {64, 128, 256, 512}) {
         for (int type : {0, 1, 2, 8}) {
             const KvShape s{12, 2, D, type};
             check_case(s, {contexts(type), {any_tree(12), chain(3)}, false, 1, decoded},
@@ -34,6 +34,7 @@ static void check_each_kernel() {
     }
     check_case({12, 2, 128, 1, 1, 250, 5.0f}, {{600, 400}, {any_tree(12), chain(3)}, false, 1, decoded},
                "a window");
+    check_case({8, 1, 512, 1, 0, 250, 0, false}, {{600, 400}, {any_tree(12), chain(3)}, true, 0, decoded}, "a window");
     // Blocks take units one by one here.
     for (int type : {1, 8}) {
         check_case({6, 1, 256, type}, {{2300}, {chain(1)}, false, 1, watched() ? 1 : MAX_ROWS},
@@ -63,6 +64,19 @@ void check_attention_units(bool all) {
         check_attention_f32();
         check_many_sequences();
     }
+}
+
+// Tensor cores, where they are emulated: one context of each type of cells and size of heads, of few pairs and of many.
+void check_attention_tiles() {
+    multiprocessors_told = std::min(multiprocessors_told, 2);
+    for (int type : {1, 8, 2}) {
+        for (int D : {64, 128, 256, 512}) {
+            check_case({8, 2, D, type}, {{140 + pick(60)}, {any_tree(5)}, false, 2, 2}, "tiles");
+        }
+    }
+    check_case({16, 1, 512, 1, 0, 70, 0, false}, {{150, 30}, {random_tree(5, 3, true), chain(1)}, true, 0, 2}, "a window");
+    check_case({4, 1, 512, 0, 0, 70, 0, false}, {{150, 30}, {random_tree(5, 3, true), chain(1)}, true, 0, 2}, "a window");
+    check_case({32, 2, 512, 1}, {{20}, {chain(1)}, false, 1, 1}, "more heads than a group has");
 }
 
 void check_attention(bool all) {

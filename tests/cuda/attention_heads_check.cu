@@ -12,6 +12,8 @@ struct Shape {
     int T;
     bool queries;
     int64_t K; // the product sums over so many values
+    // Queries have no gates, V is normed, or it is K before its norm, and RoPE's frequencies are divided.
+    bool plain = false, v_is_k = false;
 };
 
 // Parts are random, with the sums that they stand for.
@@ -26,9 +28,9 @@ struct Parts {
         args.T = s.T;
         args.K = s.K;
         if (s.queries) {
-            args.weights[args.n_weights++] = {8, 2 * s.kv.H * D, nullptr, nullptr, 0, nullptr, 0};
+            args.weights[args.n_weights++] = {8, (s.plain ? 1 : 2) * s.kv.H * D, nullptr, nullptr, 0, nullptr, 0};
         }
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < (s.v_is_k ? 1 : 2); i++) {
             args.weights[args.n_weights++] = {8, s.kv.width(), nullptr, nullptr, 0, nullptr, 0};
         }
         args.parts = memory.p;
@@ -158,16 +160,26 @@ void check_heads(const Shape &s) {
     Parts parts(s);
     const int first = s.queries ? 1 : 0;
     const Floats q_gate = s.queries ? parts.sums(0) : Floats();
-    Device<float> raw_q(q_gate), raw_k(parts.sums(first)), raw_v(parts.sums(first + 1));
+    Device<float> raw_q(q_gate), raw_k(parts.sums(first)), raw_v(parts.sums(parts.args.n_weights - 1));
     Device<float> q(q_values), keys(raw_k.n), got_q(2 * q_values), memory(parts.values);
     const KvPool pool = {k.p, v.p, kv.type, kv.Hkv, kv.D};
 
     NormRopeArgs rope{s.T, kv.D, kv.D / 4, 1e6f, 1e-6f, positions.p, {}, {}};
     rope.k = {raw_k.p, kv.width(), D, kv.Hkv, k_norm.p, keys.p};
     if (s.queries) {
-        rope.q = {raw_q.p, 2 * kv.H * D, 2 * D, kv.H, q_norm.p, q.p};
+        rope.q = s.plain ? RopeHeads{raw_q.p, kv.H * D, D, kv.H, q_norm.p, q.p}
+                         : RopeHeads{raw_q.p, 2 * kv.H * D, 2 * D, kv.H, q_norm.p, q.p};
     }
     must(cuda::norm_rope(rope, stream));
+    const Device<float> ones(Floats(size_t(D), 1.0f)), unit_v(raw_v.n), factors(Floats(size_t(D) / 8, 1.0f));
+    if (s.plain) { // V is normed as K is, by ones, and does not turn
+        NormRopeArgs unit = rope;
+        unit.rope_dim = 0;
+        unit.q = {};
+        unit.k = {raw_v.p, kv.width(), D, kv.Hkv, ones.p, unit_v.p};
+        must(cuda::norm_rope(unit, stream));
+        raw_v.set(unit_v.get());
+    }
     must(cuda::kv_store({pool, s.T, 0, keys.p, raw_v.p, ctl.p, pages.p}, stream));
 
     AttentionHeadsArgs a{};
@@ -188,6 +200,9 @@ void check_heads(const Shape &s) {
     a.pages = pages.p;
     a.q = got_q.p;
     a.gate = got_q.p + q_values;
+    a.gated = !s.plain;
+    a.unit_v = s.plain;
+    a.rope_factors = s.plain ? factors.p : nullptr;
     must(cuda::attention_heads(a, stream));
     must(cudaStreamSynchronize(stream));
 
@@ -203,17 +218,74 @@ void check_heads(const Shape &s) {
         const Floats got = got_q.get(), expected = q.get();
         expect(same_bits(got.data(), expected.data(), q_values), what + "queries");
         bool gates = true;
-        for (size_t i = 0; i < q_values; i++) {
+        for (size_t i = 0; !s.plain && i < q_values; i++) {
             gates = gates && got[q_values + i] == q_gate[i / D * 2 * D + D + i % D];
         }
         expect(gates, what + "gates");
     }
 }
 
+// What stands where frequencies are divided by much is not rotated, and what has half of a frequency turns half as far.
+void check_factors() {
+    constexpr int D = 256, T = 3;
+    const KvShape kv{2, 1, D, 0};
+    const Shape s{kv, T, true, 512, true, true};
+    Ints table, where{5, 90, 241};
+    Device<StepCtl> ctl(1);
+    ctl.set({random_step(s, 3, table)});
+    Floats factors(size_t(D) / 2, 1.0f);
+    for (int i = 0; i < D / 2; i++) {
+        factors[size_t(i)] = i < 20 ? 1.0f : i < 40 ? 2.0f : 1e30f;
+    }
+    Parts parts(s);
+    const Device<float> memory(parts.values), norm(normals(size_t(D))), divisors(factors);
+    const Device<int32_t> pages(table), positions(where);
+    const Device<uint8_t> k(table.size() * PAGE * kv.cell_bytes()), v(k.n);
+    Device<float> q(size_t(T) * 2 * D);
+    parts.args.parts = memory.p;
+    AttentionHeadsArgs a{};
+    a.parts = &parts.args;
+    a.pool = {k.p, v.p, 0, 1, D};
+    a.T = T;
+    a.H = 2;
+    a.rope_dim = D;
+    a.base = 1e4f;
+    a.eps = 1e-6f;
+    a.positions = positions.p;
+    a.q_norm = a.k_norm = norm.p;
+    a.ctl = ctl.p;
+    a.pages = pages.p;
+    a.q = q.p;
+    a.unit_v = 1;
+    a.rope_factors = divisors.p;
+    must(cuda::attention_heads(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const Floats raw = parts.sums(0), w = norm.get(), got = q.get();
+    double worst = 0;
+    for (size_t first = 0; first < raw.size(); first += D) {
+        double sum = 0;
+        for (int i = 0; i < D; i++) {
+            sum += double(raw[first + size_t(i)]) * raw[first + size_t(i)];
+        }
+        const auto normed = [&](int i) {
+            return raw[first + size_t(i)] * w[size_t(i)] / std::sqrt(sum / D + 1e-6);
+        };
+        for (int i = 0; i < D / 2; i++) {
+            const double angle = where[first / (2 * D)] * std::pow(1e4, -2.0 * i / D) / factors[size_t(i)];
+            const double x = normed(i), y = normed(i + D / 2);
+            worst = std::fmax(worst, std::fabs(x * std::cos(angle) - y * std::sin(angle) - got[first + size_t(i)]));
+            worst = std::fmax(worst, std::fabs(y * std::cos(angle) + x * std::sin(angle) -
+                                               got[first + size_t(i + D / 2)]));
+        }
+    }
+    expect(worst < 2e-4, "attention_heads with factors is off by " + std::to_string(worst));
+}
+
 } // namespace
 
 void check_attention_heads(bool all) {
-    for (const int D : {64, 128, 256}) {
+    check_factors();
+    for (const int D : {64, 128, 256, 512}) {
         for (const int rope_dim : {D, D / 4, 0}) {
             check_norm_rope(D, rope_dim);
         }
@@ -224,6 +296,13 @@ void check_attention_heads(bool all) {
                 const KvShape kv{all ? 24 : 3, all ? 4 : 1, D, type};
                 check_heads({kv, T, T % 2 != 0 || all, all ? 5120 : 768});
                 check_heads({kv, T, T % 2 == 0, 512});
+            }
+        }
+        for (const int D : {256, 512}) {
+            for (const int T : {1, 7, 33}) {
+                const KvShape kv{all ? 32 : 2, all ? 4 : 1, D, type};
+                check_heads({kv, T, true, all ? 5376 : 768, true, false});
+                check_heads({kv, T, true, 512, true, true});
             }
         }
     }

@@ -173,11 +173,14 @@ void check_attention_prompts() {
                   {{20, 20}, {PREFILL_RANGE + 9, 70}, {PREFILL_RANGE, 1}, {90, 10}});
     check_prompts({1, 1, 128, 1, 2, 0, 0, false}, {{33, 33}, {3, 1}});
     check_prompts({1, 1, 256, 1, 0, 0, 0, false}, {{17, 17}, {66, 2}});
+    check_rows({2, 1, 512, 1, 0, 40, 0, false}, 100, 70);
+    check_rows({1, 1, 512, 1, 0, 0, 0, false}, PREFILL_RANGE + 3, 5);
+    check_prompts({2, 1, 512, 1, 0, 0, 0, false}, {{33, 33}, {66, 2}});
 }
 
 void check_attention_prefill(bool all) {
     check_attention_prompts();
-    for (const int D : {64, 128, 256}) {
+    for (const int D : {64, 128, 256, 512}) {
         check_rows({6, 2, D, 1, 0, 0, 0, false}, 200, 200);
         check_rows({2, 1, D, 1, 0, 70, 3.0f, false}, 300, 140);
         check_rows({3, 1, D, 1, 2, 0, 0, false}, PREFILL_RANGE + 70, 100);

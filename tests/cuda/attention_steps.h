@@ -61,7 +61,11 @@ struct Kv {
             seq.pages = int(table.size());
             seq.cells = 0;
             std::copy(w.pending.begin(), w.pending.end(), seq.pending);
-            table.insert(table.end(), w.context->pages.begin(), w.context->pages.end());
+            for (int page = 0; page < int(w.context->pages.size()); page++) {
+                // A page behind the window has gone: where it was there is nothing to be read.
+                const bool gone = s.window > 0 && (page + 1) * PAGE <= w.context->n - s.window + 1 - int(w.pending.size());
+                table.push_back(gone ? -(1 << 20) : w.context->pages[size_t(page)]);
+            }
             for (size_t r = 0; r < w.parents.size(); r++) {
                 const int parent = w.parents[r];
                 RowCtl &row = host.rows[row0 + r];
@@ -381,6 +385,10 @@ inline const std::vector<KvShape> SHAPES = {{24, 4, 256, 1},
                                             {24, 1, 128, 1},
                                             {34, 2, 64, 0},
                                             {48, 2, 256, 8},
-                                            {17, 1, 64, 2, 0, 90}};
+                                            {17, 1, 64, 2, 0, 90},
+                                            {32, 4, 512, 1, 0, 0, 0, false},
+                                            {8, 1, 512, 8, 0, 300, 0, false},
+                                            {16, 1, 512, 0, 0, 70, 0, false},
+                                            {4, 2, 512, 2}};
 
 } // namespace attention_test

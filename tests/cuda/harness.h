@@ -36,6 +36,7 @@ void check_kv_pages(bool all);
 void check_nextn(bool all);
 void check_attention_plan(bool all);
 void check_attention_f32(); // it checks what needs no tensor cores
+void check_attention_tiles(); // it checks a little of what needs those of before Hopper
 void time_kernels();
 void check_pack(bool all);
 void check_pack_kind(); // it checks what depends on the kind of device

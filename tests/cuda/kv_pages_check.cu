@@ -63,7 +63,8 @@ void check_moves(const KvShape &s, int rounds) {
     expect(good, name_of(s) + "cells after moves");
 }
 
-void check_gather(const KvShape &s) {
+// A page that has gone gives zeros.
+void check_gather(const KvShape &s, bool gone) {
     Kv kv(s, 4);
     Context c;
     const Floats rows = normals(size_t(300) * s.width()), values = normals(rows.size());
@@ -72,6 +73,7 @@ void check_gather(const KvShape &s) {
     StepCtl host = kv.control({{&c, {}, {}}}, table);
     host.seqs[0].n_past = 200;
     host.seqs[0].n_rows = 100;
+    table[0] = gone ? -(1 << 20) : c.pages[0];
     kv.ctl.set({host});
     Device<int32_t> pages(table);
     const int n_kv = 512;
@@ -85,7 +87,7 @@ void check_gather(const KvShape &s) {
         const std::vector<__half> h = narrow.get();
         bool good = true;
         for (int p = 0; p < n_kv; p++) {
-            const std::vector<double> cell = p < 300
+            const std::vector<double> cell = p < 300 && (!gone || p >= PAGE)
                                                  ? read_cell(s, &(which == 0 ? c.k : c.v)[p * s.cell_bytes()])
                                                  : std::vector<double>(s.width());
             for (int i = 0; i < s.width(); i++) {
@@ -181,7 +183,8 @@ void check_mask(int T, int64_t n_kv, int first, int window) {
 void check_kv_pages(bool all) {
     for (const KvShape &s : SHAPES) {
         check_moves(s, all ? 6 : 1);
-        check_gather(s);
+        check_gather(s, false);
+        check_gather(s, true);
         check_gather_of_prompts(s);
     }
     check_mask(17, 256, 0, 0);

@@ -17,26 +17,29 @@ namespace {
 
 // Hopper's own instructions need code for sm_90a.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr bool WGMMA = true;
+constexpr bool HOPPER = true;
 #else
-constexpr bool WGMMA = false;
+constexpr bool HOPPER = false;
 #endif
 
 template <int D, int TYPE, bool AHEAD>
 __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
-    using L = Layout<D, TYPE, WGMMA, AHEAD>;
+    using L = Layout<D, TYPE, HOPPER, AHEAD>;
     Plan &plan = *reinterpret_cast<Plan *>(shared + L::PLAN);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    lay_ones<L>(shared);
+    if constexpr (L::WGMMA) {
+        lay_ones<L>(shared);
+    }
 #endif
     plan.have(a, L::MAX_M);
     if (!plan.stays()) {
         return;
     }
+    int leaving = L::WARPS; // so many warps leave a slot
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    const int leaving = prepare_wgmma<L>(a, plan, shared); // so many warps leave a slot
-#else
-    const int leaving = L::WARPS;
+    if constexpr (L::WGMMA) {
+        leaving = prepare_wgmma<L>(a, plan, shared);
+    }
 #endif
     // It does not run beside the plan's writes: racecheck takes those 4 KiB further for this one.
     if (threadIdx.x < L::SLOTS) {
@@ -50,15 +53,20 @@ __device__ void tensor_attention(const AttentionParams &a, uint8_t *shared) {
     }
     __syncthreads();
     if (threadIdx.x < L::MATH_THREADS) {
+        if constexpr (!L::WGMMA) {
+            mma_units<D, TYPE, HOPPER>(a, plan, shared);
+        }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(L::MATH_REGISTERS));
-        wgmma_units<D, TYPE, AHEAD>(a, plan, shared);
-#else
-        mma_units<D, TYPE>(a, plan, shared);
+        else {
+            asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(L::MATH_REGISTERS));
+            wgmma_units<D, TYPE, AHEAD>(a, plan, shared);
+        }
 #endif
     } else if (threadIdx.x >= MMA_THREADS - LOAD_THREADS) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::LOAD_REGISTERS));
+        if constexpr (L::WGMMA) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::LOAD_REGISTERS));
+        }
 #endif
         Loader<L> loader{a, plan, shared};
         loader.run();
@@ -98,7 +106,7 @@ __global__ void __launch_bounds__(MMA_THREADS + 4 * WARP, 1)
 template <int D, int TYPE>
 cudaError_t launch_parts(const AttentionParams &a, const DeviceLimits &device, cudaStream_t stream) {
     const LaunchPlan plan = plan_attention(device, a);
-    if constexpr (TYPE == KV_Q8_0 || TYPE == KV_Q4_0) {
+    if constexpr ((TYPE == KV_Q8_0 || TYPE == KV_Q4_0) && D <= WGMMA_D) {
         if (unpacks_ahead(device, a)) {
             return launch_kernel(ahead_kernel<D, TYPE>, plan, stream, true, a);
         }
@@ -116,19 +124,12 @@ int32_t most_chunks(const AttentionArgs &args) {
     return chunk_at(args.max_pages * PAGE - 1) + 1;
 }
 
-// Units of these kinds have room for different numbers of pairs.
-enum PlanKind { F32_PLAN, TENSOR_PLAN, AHEAD_PLAN };
-
 // Makes the plan for all blocks of all layers. It never says let_next_start(), so that what is behind comes up when it has ended,
 // and may read the plan at once.
-template <PlanKind KIND>
 __global__ void __launch_bounds__(MAX_WORKERS)
-    plan_kernel(const __grid_constant__ AttentionParams a, MadePlan *to) {
+    plan_kernel(const __grid_constant__ AttentionParams a, int most_pairs, MadePlan *to) {
     __shared__ MadePlan made;
-    constexpr int MOST_PAIRS = KIND == F32_PLAN     ? F32_M
-                               : KIND == AHEAD_PLAN ? AHEAD_PAIRS
-                                                    : Layout<256, KV_F16, WGMMA, false>::MAX_M;
-    made.plan.make(a, MOST_PAIRS, &made.ends_of_workers[0][0]);
+    made.plan.make(a, most_pairs, &made.ends_of_workers[0][0]);
     if (threadIdx.x < PLAN_LAYERS) {
         made.taken[threadIdx.x] = 0;
     }
@@ -149,7 +150,7 @@ template <int D> int launch(const AttentionParams &a, const DeviceLimits &device
 AttentionParams params_of(const AttentionArgs &args, const DeviceLimits &device) {
     AttentionParams a{};
     static_cast<AttentionArgs &>(a) = args;
-    const HeadGroups heads = head_groups(args.H, args.pool.Hkv);
+    const HeadGroups heads = head_groups(args);
     a.G = heads.size;
     a.groups = heads.groups;
     a.groups_of_head = heads.of_head;
@@ -187,11 +188,8 @@ int cuda::attention_plan(const AttentionArgs &args, void *plan, void *stream) {
     }
     AttentionParams a = params_of(args, device);
     a.taken = a.pool.type == KV_F32 ? nullptr : static_cast<MadePlan *>(plan)->taken;
-    const auto kernel = a.pool.type == KV_F32      ? plan_kernel<F32_PLAN>
-                        : unpacks_ahead(device, a) ? plan_kernel<AHEAD_PLAN>
-                                                   : plan_kernel<TENSOR_PLAN>;
-    return int(launch_kernel(kernel, dim3(1), MAX_WORKERS, 0, static_cast<cudaStream_t>(stream), true, a,
-                             static_cast<MadePlan *>(plan)));
+    return int(launch_kernel(plan_kernel, dim3(1), MAX_WORKERS, 0, static_cast<cudaStream_t>(stream), true, a,
+                             plan_units(device, a).pairs, static_cast<MadePlan *>(plan)));
 }
 
 int cuda::attention(const AttentionArgs &args, void *stream) {

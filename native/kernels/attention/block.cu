@@ -197,8 +197,8 @@ template <int TYPE, int D> int run(const AttentionArgs &a, cudaStream_t stream) 
 }
 
 template <int TYPE> int run(const AttentionArgs &a, cudaStream_t stream) {
-    return HeadSizes::with(a.pool.D, int(cudaErrorInvalidValue),
-                           [&](auto D) { return run<TYPE, D()>(a, stream); });
+    return BlockHeadSizes::with(a.pool.D, int(cudaErrorInvalidValue),
+                                [&](auto D) { return run<TYPE, D()>(a, stream); });
 }
 
 } // namespace

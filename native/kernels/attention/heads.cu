@@ -17,6 +17,8 @@ constexpr int WARPS = HEADS_WARPS;
 
 // Params are the arguments that a kernel takes, with the parts apart.
 struct Params : AttentionHeadsArgs {
+    int32_t k_weight, v_weight; // of the launch's weights
+
     // Returns which row of the pool the first head of a position is.
     __device__ int64_t row(const SeqCtl &seq, int32_t position) const {
         return pool.row(pages[seq.pages + position / PAGE], position, 0);
@@ -84,16 +86,16 @@ template <int TYPE, int D> struct Head {
 
     __device__ Head(const Params &args, int unit)
         : a(args), lane(threadIdx.x % LANES), norm{}, base(nullptr) {
-        const int H = a.H, Hkv = a.pool.Hkv;
-        kind = unit < H ? Heads::q : unit < 2 * H ? Heads::gate : unit < 2 * H + Hkv ? Heads::k : Heads::v;
+        const int H = a.H, Hkv = a.pool.Hkv, k0 = a.gated != 0 ? 2 * H : H;
+        kind = unit < H ? Heads::q : unit < k0 ? Heads::gate : unit < k0 + Hkv ? Heads::k : Heads::v;
         head = kind == Heads::q      ? unit
                : kind == Heads::gate ? unit - H
-               : kind == Heads::k    ? unit - 2 * H
-                                     : unit - 2 * H - Hkv;
-        if (kind == Heads::q || kind == Heads::k) {
+               : kind == Heads::k    ? unit - k0
+                                     : unit - k0 - Hkv;
+        if (normed()) {
 #pragma unroll
             for (int i = 0; i < OWN; i++) {
-                norm[i] = (kind == Heads::q ? a.q_norm : a.k_norm)[lane * OWN + i];
+                norm[i] = kind == Heads::v ? 1.0f : (kind == Heads::q ? a.q_norm : a.k_norm)[lane * OWN + i];
             }
         }
         if (in_cells()) {
@@ -101,13 +103,14 @@ template <int TYPE, int D> struct Head {
         }
     }
     __device__ bool in_cells() const { return kind == Heads::k || kind == Heads::v; }
+    __device__ bool rotated() const { return kind == Heads::q || kind == Heads::k; }
+    __device__ bool normed() const { return rotated() || (kind == Heads::v && a.unit_v != 0); }
     // Returns which of the launch's weights it is of, and the first of its values there.
     __device__ int weight() const {
-        const int k = a.H > 0 ? 1 : 0;
-        return kind == Heads::k ? k : kind == Heads::v ? k + 1 : 0;
+        return kind == Heads::k ? a.k_weight : kind == Heads::v ? a.v_weight : 0;
     }
     __device__ int64_t first_value() const {
-        return in_cells() ? int64_t(head) * D : int64_t(head) * 2 * D + (kind == Heads::gate ? D : 0);
+        return int64_t(head) * (in_cells() || a.gated == 0 ? D : 2 * D) + (kind == Heads::gate ? D : 0);
     }
 
     // Returns the place of a row's head, which is null where the row is of no sequence.
@@ -122,17 +125,18 @@ template <int TYPE, int D> struct Head {
 
     __device__ void run(const RowmmParts &parts, int row, RopeRoom<D> &room) {
         const LaneParts<OWN / 4> of(parts, weight(), row, first_value() + lane * OWN);
-        if (kind == Heads::q || kind == Heads::k) {
-            LaneRope<D>::find(a.positions[row], a.rope_dim, a.base, room, lane);
+        const int rope_dim = rotated() ? a.rope_dim : 0;
+        if (rotated()) {
+            LaneRope<D>::find(a.positions[row], rope_dim, a.base, a.rope_factors, room, lane);
         }
         uint8_t *cell = in_cells() ? cell_of(row) : nullptr;
         wait_for_previous();
-        float4 x[8][OWN / 4];
+        float4 x[OWN > 8 ? 4 : 8][OWN / 4];
         float v[OWN] = {};
         of.fetch(x, 0);
         of.add(x, v);
-        if (kind == Heads::q || kind == Heads::k) {
-            LaneRope<D>::apply(v, norm, a.eps, a.rope_dim, room, lane);
+        if (normed()) {
+            LaneRope<D>::apply(v, norm, a.eps, rope_dim, room, lane);
         }
         if (in_cells()) {
             if (cell != nullptr) {
@@ -175,13 +179,13 @@ template <int TYPE> cudaError_t launch(const Params &a, const RowmmParts &parts,
 bool valid(const AttentionHeadsArgs &a) {
     const KvPool &pool = a.pool;
     const RowmmArgs *parts = a.parts;
-    const int k = a.H > 0 ? 1 : 0;
-    return parts != nullptr && parts->T == a.T && parts->n_weights == k + 2 && a.T > 0 && a.T <= MAX_ROWS &&
+    const int k = a.H > 0 ? 1 : 0, last = parts == nullptr ? 0 : parts->n_weights - 1;
+    return parts != nullptr && parts->T == a.T && (last == k || last == k + 1) && a.T > 0 && a.T <= MAX_ROWS &&
            pool.Hkv > 0 && aligned(pool.k) && aligned(pool.v) &&
            parts->weights[k].N == int64_t(pool.Hkv) * pool.D &&
-           parts->weights[k + 1].N == int64_t(pool.Hkv) * pool.D &&
-           (k == 0 ||
-            (parts->weights[0].N == int64_t(2) * a.H * pool.D && aligned(a.q) && aligned(a.gate))) &&
+           parts->weights[last].N == int64_t(pool.Hkv) * pool.D &&
+           (k == 0 || (parts->weights[0].N == int64_t(a.gated != 0 ? 2 : 1) * a.H * pool.D && aligned(a.q) &&
+                       aligned(a.gate))) &&
            a.rope_dim >= 0 && a.rope_dim <= pool.D && a.rope_dim % 2 == 0;
 }
 
@@ -197,6 +201,8 @@ int cuda::attention_heads(const AttentionHeadsArgs &args, void *stream) {
     }
     Params a{};
     static_cast<AttentionHeadsArgs &>(a) = args;
+    a.k_weight = args.H > 0 ? 1 : 0;
+    a.v_weight = args.parts->n_weights - 1;
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     return KvTypes::with(a.pool.type, int(cudaErrorInvalidValue),
                          [&](auto type) { return int(launch<type()>(a, parts, st)); });

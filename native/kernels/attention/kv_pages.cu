@@ -197,9 +197,10 @@ __global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
     const SeqCtl &seq = a.ctl->seqs[seq_of_cell(*a.ctl, int32_t(c))];
     const int32_t position = int32_t(c) - seq.cells;
     float x[8] = {};
-    if (position < seq.n_past + seq.n_rows) {
+    const int32_t page = position < seq.n_past + seq.n_rows ? a.pages[seq.pages + position / PAGE] : -1;
+    if (page >= 0) { // one that no row sees may be gone
         const uint8_t *rows = a.which == 0 ? a.pool.k : a.pool.v;
-        const int64_t row = a.pool.row(a.pages[seq.pages + position / PAGE], position, i / a.pool.D);
+        const int64_t row = a.pool.row(page, position, i / a.pool.D);
         load_row<TYPE>(rows + row * kv_bytes<TYPE>(a.pool.D), i % a.pool.D, x);
     }
     Out *out = static_cast<Out *>(a.out) + c * words * 8 + i;

@@ -17,9 +17,10 @@ namespace {
 struct HeadGroups {
     int size, groups, of_head; // all heads have `groups` groups, a KV head has `of_head`
 };
-inline HeadGroups head_groups(int H, int Hkv) {
+inline HeadGroups head_groups(const AttentionArgs &a) {
+    const int H = a.H, Hkv = a.pool.Hkv, most = a.pool.type == KV_F32 ? f32_pairs(a.pool.D) : GROUP_HEADS;
     int size = H / Hkv;
-    while (size > F32_M || H / Hkv % size != 0) {
+    while (size > most || H / Hkv % size != 0) {
         size--;
     }
     return {size, H / size, H / size / Hkv};
@@ -34,31 +35,39 @@ inline int attention_workers(const DeviceLimits &device) {
 // Returns whether a step's packed cells are unpacked ahead.
 inline bool unpacks_ahead(const DeviceLimits &device, const AttentionArgs &a) {
     const bool packed = a.pool.type == KV_Q8_0 || a.pool.type == KV_Q4_0;
-    return packed && a.T * head_groups(a.H, a.pool.Hkv).size <= AHEAD_PAIRS && device.wgmma;
+    return packed && a.T * head_groups(a).size <= AHEAD_PAIRS && device.wgmma && a.pool.D <= WGMMA_D;
 }
 
-template <int D, int TYPE> int block_bytes([[maybe_unused]] bool wgmma, [[maybe_unused]] bool ahead) {
+struct UnitPlan {
+    int bytes, pairs; // a block's shared memory, and the most pairs of a unit
+};
+template <int D, int TYPE> UnitPlan plan_units([[maybe_unused]] bool hopper, [[maybe_unused]] bool ahead) {
     if constexpr (TYPE == KV_F32) {
-        return f32_bytes(D);
+        return {f32_bytes(D), f32_pairs(D)};
     } else {
-        if constexpr (TYPE != KV_F16) {
+        using Small = BlockLayout<D, TYPE, false, false>;
+        using Large = BlockLayout<D, TYPE, true, false>;
+        if constexpr (TYPE != KV_F16 && D <= WGMMA_D) {
             if (ahead) {
-                return BlockLayout<D, TYPE, true, true>::BYTES;
+                return {BlockLayout<D, TYPE, true, true>::BYTES, AHEAD_PAIRS};
             }
         }
-        return wgmma ? BlockLayout<D, TYPE, true, false>::BYTES : BlockLayout<D, TYPE, false, false>::BYTES;
+        return hopper ? UnitPlan{Large::BYTES, Large::MAX_M} : UnitPlan{Small::BYTES, Small::MAX_M};
     }
+}
+inline UnitPlan plan_units(const DeviceLimits &device, const AttentionArgs &a) {
+    const bool ahead = unpacks_ahead(device, a);
+    return HeadSizes::with(a.pool.D, UnitPlan{}, [&](auto D) {
+        return KvTypes::with(a.pool.type, UnitPlan{}, [&](auto type) {
+            return plan_units<decltype(D)::value, decltype(type)::value>(device.wgmma, ahead);
+        });
+    });
 }
 
 // Plans the kernel that leaves partial results.
 inline LaunchPlan plan_attention(const DeviceLimits &device, const AttentionArgs &a) {
-    const bool ahead = unpacks_ahead(device, a);
-    const int bytes = HeadSizes::with(a.pool.D, 0, [&](auto D) {
-        return KvTypes::with(a.pool.type, 0, [&](auto type) {
-            return block_bytes<decltype(D)::value, decltype(type)::value>(device.wgmma, ahead);
-        });
-    });
-    return {attention_workers(device), 1, 1, a.pool.type == KV_F32 ? F32_THREADS : MMA_THREADS, bytes};
+    return {attention_workers(device), 1, 1, a.pool.type == KV_F32 ? F32_THREADS : MMA_THREADS,
+            plan_units(device, a).bytes};
 }
 
 // ---- adding up ----
@@ -82,7 +91,8 @@ inline CombinePlan plan_combine(const DeviceLimits &device, const AttentionArgs 
 
 inline LaunchPlan plan_heads(const AttentionHeadsArgs &a) {
     const int warps = std::min(a.T, HEADS_WARPS);
-    return {2 * (a.H + a.pool.Hkv), divided(a.T, warps), 1, warps * WARP, 0};
+    const int heads = a.H * (a.gated != 0 ? 2 : 1) + 2 * a.pool.Hkv;
+    return {heads, divided(a.T, warps), 1, warps * WARP, 0};
 }
 
 // There are no more sequences than rows.

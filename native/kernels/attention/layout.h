@@ -41,13 +41,16 @@ constexpr int PLAN_BYTES = 4208, TOLD_BYTES = 160, TOLD_UNITS = 4;
 constexpr int LOAD_THREADS = 4 * WARP, MMA_THREADS = 8 * WARP + LOAD_THREADS;
 constexpr int AHEAD_PAIRS = 64; // one warpgroup computes so many
 constexpr int FEW_PAIRS = 8; // wgmma computes units of up to so many pairs with keys as rows
+constexpr int WGMMA_D = 256; // a warpgroup has registers for heads of so many values at most
 
-// With WGMMA it is for 227 KB of shared memory and Hopper's instructions, and otherwise for 99 KB. Where it is AHEAD, of
-// packed cells and units of few pairs, one warpgroup computes, and another unpacks the cells ahead of it. Rows of F16 lie
-// in 16-byte words, whose order is changed by the row so that eight rows of one column lie in different banks. For wgmma
-// they lie in panels of 64 columns, one row after the other.
-template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct BlockLayout {
-    static constexpr bool PACKED = TYPE != KV_F16, AHEAD = AHEAD_;
+// On HOPPER it is for 227 KB of shared memory, and otherwise for 99 KB. With WGMMA, of heads that it has registers for, it is
+// for Hopper's instructions. Where it is AHEAD, of packed cells and units of few pairs, one warpgroup computes, and another
+// unpacks the cells ahead of it. Rows of F16 lie in 16-byte words, whose order is changed by the row so that eight rows of one
+// column lie in different banks. For wgmma they lie in panels of 64 columns, one row after the other. Large heads in 99 KB
+// have smaller tiles.
+template <int D, int TYPE, bool HOPPER, bool AHEAD_> struct BlockLayout {
+    static constexpr bool PACKED = TYPE != KV_F16, AHEAD = AHEAD_, WGMMA = HOPPER && D <= WGMMA_D;
+    static constexpr bool SMALL = D > WGMMA_D && !HOPPER;
     static_assert(!AHEAD || (WGMMA && PACKED));
     static constexpr int WARPS = AHEAD ? 4 : 8, MATH_THREADS = WARPS * WARP; // they compute
     static constexpr int UNPACK_THREADS = AHEAD ? 4 * WARP : 0;
@@ -55,19 +58,21 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct BlockLayout {
     // Other threads leave registers to those that compute: all have 168 at first, or 128.
     static constexpr int MATH_REGISTERS = AHEAD ? 216 : 224, LOAD_REGISTERS = AHEAD ? 72 : 56,
                          UNPACK_REGISTERS = 96;
-    static constexpr int KEYS = WGMMA ? 64 : 32;
-    static constexpr int SLOTS = WGMMA && !AHEAD ? 5 : 4; // the ring's slots hold K and V of a tile by turns
+    static constexpr int KEYS = WGMMA ? 64 : SMALL ? 16 : 32;
+    // The ring's slots hold K and V of a tile by turns.
+    static constexpr int SLOTS = WGMMA && !AHEAD ? 5 : SMALL ? 3 : 4;
     static constexpr int TILES = AHEAD ? 3 : 2; // unpacked ones are a ring too, or those of K and V
-    static constexpr int MAX_M = AHEAD ? AHEAD_PAIRS : WGMMA ? 96 : 48; // a unit has at most as many pairs
+    // A unit has at most as many pairs: of large heads a thread has registers for no more.
+    static constexpr int MAX_M = AHEAD ? AHEAD_PAIRS : WGMMA ? 96 : D > WGMMA_D ? 32 : 48;
     static constexpr int HALF_M =
         MAX_M / 2; // the queries of two units of so many pairs have room beside each other
-    static constexpr int ROW = 2 * D, P_ROW = 2 * KEYS;
+    static constexpr int ROW = 2 * D, P_ROW = SMALL ? 64 : 2 * KEYS; // rows of less are not swizzled
     // Weights pass through shared memory: with wgmma those of units of few pairs, for each warpgroup.
     static constexpr int P_ROWS = WGMMA ? WARPS / 4 * FEW_PAIRS : MAX_M;
     static constexpr int NEXT_ROW = WGMMA ? 128 : ROW; // a row of a tile is so far from the next
     static constexpr int CELL = kv_bytes<TYPE>(D); // one head of a cell has so many bytes
     // A copy of a part of a cell has so many bytes, as blocks of 18 and 34 bytes allow.
-    static constexpr int COPY = PACKED ? D / 16 : 16;
+    static constexpr int COPY = PACKED && D < 256 ? D / 16 : 16;
     static constexpr int SLOT = KEYS * CELL;
     static constexpr int UNPACKED = (SLOTS * SLOT + 1023) / 1024 * 1024, TILE = KEYS * ROW;
     static constexpr int Q = UNPACKED + (PACKED ? TILES * TILE : 0);
@@ -89,21 +94,28 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct BlockLayout {
     static constexpr int BYTES = PLAN + PLAN_BYTES;
     static_assert(AHEAD ? SLOTS + TILES < 2 * TOLD_UNITS : SLOTS <= 2 * TOLD_UNITS - 3,
                   "what is told has been read");
-    static_assert(BYTES <= (WGMMA ? 232448 : 101376), "a block's shared memory");
+    static_assert(BYTES <= (HOPPER ? 232448 : 101376), "a block's shared memory");
 };
 
 // ---- F32 cells ----
 
 constexpr int F32_THREADS = 256;
-constexpr int F32_M = 16; // a unit has as many pairs
 constexpr int F32_KEYS = WARP;
+// A unit has as many pairs. Large heads have few, and their keys and values have one room by turns.
+constexpr LUCE_HOST_DEVICE int f32_pairs(int D) {
+    return D > 256 ? 8 : 16;
+}
+constexpr LUCE_HOST_DEVICE int f32_rooms(int D) {
+    return D > 256 ? 1 : 2;
+}
+constexpr int GROUP_HEADS = 16; // a group has as many query heads at most
 // A row of keys or values takes so many floats, so that eight rows of one column lie in different banks.
 constexpr LUCE_HOST_DEVICE int f32_row(int D) {
     return D + 4;
 }
 // Returns a block's bytes: its queries, keys and values, and its plan.
 constexpr int f32_bytes(int D) {
-    return (F32_M * D + 2 * F32_KEYS * f32_row(D)) * int(sizeof(float)) + PLAN_BYTES;
+    return (f32_pairs(D) * D + f32_rooms(D) * F32_KEYS * f32_row(D)) * int(sizeof(float)) + PLAN_BYTES;
 }
 
 // ---- adding up ----

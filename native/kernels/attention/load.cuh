@@ -16,9 +16,9 @@ namespace luce {
 namespace {
 
 // What threads do in the shared memory of a block.
-template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout : BlockLayout<D, TYPE, WGMMA, AHEAD_> {
-    using Block = BlockLayout<D, TYPE, WGMMA, AHEAD_>;
-    using Block::BAD, Block::KEYS, Block::ROW, Block::TOLD;
+template <int D, int TYPE, bool HOPPER, bool AHEAD_> struct Layout : BlockLayout<D, TYPE, HOPPER, AHEAD_> {
+    using Block = BlockLayout<D, TYPE, HOPPER, AHEAD_>;
+    using Block::BAD, Block::KEYS, Block::ROW, Block::TOLD, Block::WGMMA;
 
     __device__ static Told::Ring *told(uint8_t *shared) {
         return reinterpret_cast<Told::Ring *>(shared + TOLD);
@@ -75,6 +75,9 @@ template <int D, int TYPE, bool WGMMA, bool AHEAD_> struct Layout : BlockLayout<
 
 template <typename L> struct Loader {
     static constexpr int KEYS = L::KEYS, WORDS = L::CELL / L::COPY;
+    // Of F16 all threads copy so many rows at once. Rows that are 8 apart have the same order of words, and so have those that
+    // are so many turns apart.
+    static constexpr int STEP = LOAD_THREADS / WORDS, TURNS = STEP < 4 ? 8 / STEP : 2;
     const AttentionParams &a;
     const Plan &plan;
     uint8_t *shared;
@@ -85,6 +88,13 @@ template <typename L> struct Loader {
     int32_t held = 0; // the first thread has this number for the next unit
     int turn = 0;
 
+    // Finds where a thread's word of its row at a turn is, less what lies between the turns.
+    __device__ __forceinline__ void find_turns(int (&first)[TURNS]) const {
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            first[i] = L::place(tid / WORDS + i * STEP, tid % WORDS, KEYS) - i * STEP * L::NEXT_ROW;
+        }
+    }
     // Calls copy(row, word, place in the slot) for this thread's share of a tile's first n rows.
     template <typename Copy> __device__ void each(int n, Copy copy) const {
         if constexpr (L::PACKED) {
@@ -92,15 +102,14 @@ template <typename L> struct Loader {
             for (int u = tid; u < n * WORDS; u += LOAD_THREADS) {
                 copy(u / WORDS, u % WORDS, u * L::COPY);
             }
-        } else { // rows that are 8 apart have the same order of words
-            constexpr int STEP = LOAD_THREADS / WORDS; // there are 4, 8 or 16 rows
+        } else {
             const int row = tid / WORDS, word = tid % WORDS;
-            const int even = L::place(row, word, KEYS),
-                      odd = L::place(row + STEP, word, KEYS) - STEP * L::NEXT_ROW;
+            int first[TURNS];
+            find_turns(first);
 #pragma unroll 8
             for (int i = 0; i < KEYS / STEP; i++) {
                 if (i * STEP + row < n) {
-                    copy(i * STEP + row, word, i * STEP * L::NEXT_ROW + (i % 2 == 0 ? even : odd));
+                    copy(i * STEP + row, word, i * STEP * L::NEXT_ROW + first[i % TURNS]);
                 }
             }
         }
@@ -118,14 +127,12 @@ template <typename L> struct Loader {
                 }
             }
         } else {
-            constexpr int STEP = LOAD_THREADS / WORDS;
-            const int row = tid / WORDS, word = tid % WORDS;
-            const uint32_t even = to + L::place(row, word, KEYS),
-                           odd = to + L::place(row + STEP, word, KEYS) - STEP * L::NEXT_ROW;
+            int turns[TURNS];
+            find_turns(turns);
             const uint8_t *from = first + tid * 16;
 #pragma unroll
             for (int i = 0; i < KEYS / STEP; i++) {
-                copy_async<16>((i % 2 == 0 ? even : odd) + i * STEP * L::NEXT_ROW, from + i * STEP * L::CELL);
+                copy_async<16>(to + turns[i % TURNS] + i * STEP * L::NEXT_ROW, from + i * STEP * L::CELL);
             }
         }
     }
@@ -148,7 +155,7 @@ template <typename L> struct Loader {
             copy_async<L::COPY>(to + at, pool + (from >= 0 ? from * L::CELL + word * L::COPY : 0), from >= 0);
         });
     }
-    __device__ static void load_barrier() { asm volatile("bar.sync 2, %0;" ::"n"(LOAD_THREADS) : "memory"); }
+    __device__ static void load_barrier() { loaders_barrier<LOAD_THREADS>(); }
 
     // Returns a committed page. The next one is asked for at once, since behind all the copies that are on their way an
     // answer takes as long as they do.

@@ -1,5 +1,5 @@
-// Computes attention on the tensor cores before and after Hopper, over F16 cells or cells that are unpacked
-// to F16. Four warps of a block send K and V of its units' tiles of KEYS keys through a ring in shared memory
+// Computes attention on the tensor cores before and after Hopper, and there of heads that are too large for its warpgroups
+// (WGMMA_D), over F16 cells or cells that are unpacked to F16. Four warps of a block send K and V of its units' tiles of KEYS keys through a ring in shared memory
 // (attention/load.cuh). The other eight compute.
 //
 // A tile is computed in these steps. For S = Q K^T, each warp has some keys. The rows' maxima over warps pass
@@ -17,8 +17,8 @@ namespace {
 constexpr int WARPS = 8, MATH_THREADS = WARPS * WARP; // so many compute, as Layout has it too
 
 // This is what the computing warps keep in all their units.
-template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false, false>, false> {
-    using L = Layout<D, TYPE, false, false>;
+template <int D, int TYPE, bool HOPPER> struct MmaBlock : Taker<Layout<D, TYPE, HOPPER, false>, false> {
+    using L = Layout<D, TYPE, HOPPER, false>;
     const AttentionParams &a;
     const Plan &plan;
     const uint32_t base = shared_address(this->shared);
@@ -39,8 +39,8 @@ template <int D, int TYPE> struct MmaBlock : Taker<Layout<D, TYPE, false, false>
 // An MmaUnit is one unit, of up to 16 * MT pairs. Warps share the work on scores and on values differently:
 // of scores a warp has SM tiles of 16 rows by N tiles of 8 keys, and of values M tiles of rows by C tiles of
 // 8 columns.
-template <int D, int TYPE, int MT> struct MmaUnit {
-    using L = Layout<D, TYPE, false, false>;
+template <int D, int TYPE, bool HOPPER, int MT> struct MmaUnit {
+    using L = Layout<D, TYPE, HOPPER, false>;
     static constexpr int KEYS = L::KEYS;
     static constexpr int M = MT, SM = 1;
     static constexpr int SHARE = WARPS; // as many warps share rows of values
@@ -49,10 +49,10 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     static constexpr int N = KEYS / 8 / S_SHARE > 0 ? KEYS / 8 / S_SHARE : 1;
     static constexpr int N_WARPS = KEYS / 8 / N; // as many of them have keys
     static constexpr bool SAME_ROWS = SM == M;
-    static constexpr bool KEEP_Q = MT <= 2; // it says whether Q stays in registers
+    static constexpr bool KEEP_Q = MT <= 2 && D <= 256; // it says whether Q stays in registers
     static_assert(C > 0 && (!SAME_ROWS || S_SHARE == SHARE), "all warps have columns");
 
-    MmaBlock<D, TYPE> &b;
+    MmaBlock<D, TYPE, HOPPER> &b;
     const AttentionParams &a = b.a;
     const int lane = b.lane;
     // Of values, a warp has this part of the columns, in rows from m0 on.
@@ -66,7 +66,7 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     float most[M][2], s_most[SAME_ROWS ? 1 : SM][2];
     float o[M][C][4] = {}, sum[M][4] = {};
 
-    __device__ explicit MmaUnit(MmaBlock<D, TYPE> &block) : b(block) {
+    __device__ explicit MmaUnit(MmaBlock<D, TYPE, HOPPER> &block) : b(block) {
 #pragma unroll
         for (int i = 0; i < M; i++) {
             most[i][0] = most[i][1] = -INFINITY;
@@ -384,10 +384,10 @@ template <int D, int TYPE, int MT> struct MmaUnit {
     }
 };
 
-template <int D, int TYPE>
+template <int D, int TYPE, bool HOPPER>
 __device__ void mma_units(const AttentionParams &a, const Plan &plan, uint8_t *shared) {
-    using L = Layout<D, TYPE, false, false>;
-    MmaBlock<D, TYPE> block{a, plan, shared};
+    using L = Layout<D, TYPE, HOPPER, false>;
+    MmaBlock<D, TYPE, HOPPER> block{a, plan, shared};
     Told told{L::told(shared)};
     wait_for_previous();
     for (;;) {
@@ -399,11 +399,11 @@ __device__ void mma_units(const AttentionParams &a, const Plan &plan, uint8_t *s
         block.unit = &unit;
         const int tiles = (unit.n_rows * a.G + 15) / 16;
         if (tiles == 1) {
-            MmaUnit<D, TYPE, 1>(block).run();
+            MmaUnit<D, TYPE, HOPPER, 1>(block).run();
         } else if (tiles == 2) {
-            MmaUnit<D, TYPE, 2>(block).run();
-        } else {
-            MmaUnit<D, TYPE, 3>(block).run();
+            MmaUnit<D, TYPE, HOPPER, 2>(block).run();
+        } else if constexpr (L::MAX_M > 32) {
+            MmaUnit<D, TYPE, HOPPER, 3>(block).run();
         }
     }
 }

@@ -18,10 +18,13 @@ template <int D> struct RopeRoom {
 template <int D> struct LaneRope {
     static constexpr int LANES = 32, OWN = D / LANES;
 
-    // Finds the angles of a position, of which the first rope_dim values of a head rotate. All lanes have left `room`.
-    __device__ static void find(int32_t position, int rope_dim, float base, RopeRoom<D> &room, int lane) {
+    // Finds the angles of a position, of which the first rope_dim values of a head rotate. Frequencies are divided by `factors`,
+    // where there are any. All lanes have left `room`.
+    __device__ static void find(int32_t position, int rope_dim, float base, const float *factors,
+                                RopeRoom<D> &room, int lane) {
         for (int pair = lane; pair < rope_dim / 2; pair += LANES) {
-            const float angle = float(position) * powf(base, float(-2 * pair) / float(rope_dim));
+            float angle = float(position) * powf(base, float(-2 * pair) / float(rope_dim));
+            angle = factors != nullptr ? angle / factors[pair] : angle;
             sincosf(angle, &room.sine[pair], &room.cosine[pair]);
         }
     }

@@ -17,9 +17,12 @@ namespace luce {
 namespace {
 
 template <int D, int WARPS> struct PrefillLayout {
-    static constexpr int KEYS = PREFILL_KEYS, ROWS = 16 * WARPS, THREADS = WARP * WARPS, ROW = 2 * D;
-    static_assert(ROWS == PREFILL_ROWS);
+    static constexpr int SHARES = prefill_shares(D); // so many warps share a row's columns, and each has all of its scores
+    static constexpr int ROW_WARPS = WARPS / SHARES;
+    static constexpr int KEYS = prefill_keys(D), ROWS = 16 * ROW_WARPS, THREADS = WARP * WARPS, ROW = 2 * D;
+    static_assert(ROWS == prefill_rows(D));
     static constexpr int Q = 0, K = ROWS * ROW, V = K + KEYS * ROW, BYTES = V + KEYS * ROW;
+    static_assert(BYTES <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
 };
 
 constexpr float LOG2E = 1.44269504f;
@@ -43,11 +46,13 @@ __device__ float2 add_up(Sum &sum, const Sum &more) {
 // lane / 4 and lane / 4 + 8 of the warp's.
 template <int D, int WARPS> struct PrefillBlock {
     using L = PrefillLayout<D, WARPS>;
-    static constexpr int N = L::KEYS / 8, C = D / 8;
+    static constexpr int N = L::KEYS / 8, C = D / 8 / L::SHARES;
     const PrefillAttentionArgs &a;
     uint8_t *const shared;
     const uint32_t base = shared_address(shared);
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    // `warp` counts those that have other rows, and `share` those that have other columns of the same.
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % L::ROW_WARPS,
+              share = threadIdx.x / WARP / L::ROW_WARPS;
     const int head = blockIdx.y, group = int(gridDim.x - 1 - blockIdx.x), // those with most keys come first
         i_seq = seq_of_group(*a.ctl, group, L::ROWS);
     const SeqCtl &seq = a.ctl->seqs[i_seq];
@@ -61,8 +66,9 @@ template <int D, int WARPS> struct PrefillBlock {
     __device__ PrefillBlock(const PrefillAttentionArgs &args, uint8_t *block) : a(args), shared(block) {}
 
     __device__ int row(int half) const { return warp * 16 + half * 8 + lane / 4; } // in the block
+    __device__ int column() const { return share * C * 8 + lane % 4 * 2; } // the thread's first
     __device__ float *out(int half) const {
-        return a.out + (int64_t(first_row + row(half)) * a.H + head) * D + lane % 4 * 2;
+        return a.out + (int64_t(first_row + row(half)) * a.H + head) * D + column();
     }
 
     __device__ void load_queries() {
@@ -182,7 +188,7 @@ template <int D, int WARPS> struct PrefillBlock {
     }
 
     __device__ void add_values(const uint32_t (&weights)[N][2]) {
-        const uint32_t v = base + L::V + swizzle<L::ROW>(lane % 16, lane / 16);
+        const uint32_t v = base + L::V + swizzle<L::ROW>(lane % 16, share * C + lane / 16);
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             const uint32_t rows[4] = {weights[n][0], weights[n][1], weights[n + 1][0], weights[n + 1][1]};
@@ -231,13 +237,13 @@ template <int D, int WARPS> struct PrefillBlock {
                 continue;
             }
             float *to = prefill_range(a, blockIdx.z, first_row + row(half), head);
-            if (lane % 4 == 0) {
+            if (lane % 4 == 0 && share == 0) {
                 to[0] = sums[half].most;
                 to[1] = sums[half].weights;
             }
 #pragma unroll
             for (int c = 0; c < C; c++) {
-                *reinterpret_cast<float2 *>(to + 2 + c * 8 + lane % 4 * 2) = {o[c][2 * half],
+                *reinterpret_cast<float2 *>(to + 2 + column() + c * 8) = {o[c][2 * half],
                                                                               o[c][2 * half + 1]};
             }
         }

@@ -10,9 +10,18 @@
 
 namespace luce {
 
-constexpr int PREFILL_KEYS = 64; // a tile has so many cells
 constexpr int PREFILL_RANGE = 2048; // sums begin anew at its multiples
-constexpr int PREFILL_ROWS = 64; // a block has so many of one sequence, of one head
+// A block has so many rows of one sequence, of one head, and a tile so many cells. Of large heads two warps share a row's
+// columns, for want of registers, and tiles are small, for want of shared memory.
+constexpr LUCE_HOST_DEVICE int prefill_shares(int D) {
+    return D > 256 ? 2 : 1;
+}
+constexpr LUCE_HOST_DEVICE int prefill_rows(int D) {
+    return 64 / prefill_shares(D);
+}
+constexpr LUCE_HOST_DEVICE int prefill_keys(int D) {
+    return 64 / prefill_shares(D);
+}
 constexpr int64_t PREFILL_RANGES_BYTES = int64_t(256) << 20; // ranges that are apart leave at most so much
 
 // A sequence's rows have positions n_past .. One at p sees cells first <= c <= p, and c > p - window where there is one.
@@ -39,7 +48,8 @@ inline int64_t prefill_range_values(const PrefillAttentionArgs &a) {
 // Says whether ranges get blocks of their own: where blocks of all of a row's keys come in rounds that few of them fill, they take
 // longer than more of them that are shorter. A multiprocessor has two blocks at once.
 inline bool prefill_apart(const PrefillAttentionArgs &a, const DeviceLimits &device) {
-    const int64_t blocks = (a.T + PREFILL_ROWS - 1) / PREFILL_ROWS * a.H,
+    const int rows = prefill_rows(a.D);
+    const int64_t blocks = (a.T + rows - 1) / rows * a.H,
                   at_once = 2 * device.multiprocessors;
     const int64_t seen = a.window > 0 ? std::min(a.n_kv, int64_t(a.window) + a.T) : a.n_kv;
     const auto rounds = [&](int64_t n) { return (n + at_once - 1) / at_once; };

@@ -5,16 +5,15 @@
 
 namespace luce {
 
-using HeadSizes = Sizes<64, 128, 256>; // D
-using CpuHeadSizes = Sizes<64, 128, 256, 512>; // of a CPU, whose code has no instance for each
-using SummedHeadSizes = Sizes<128, 256>; // of which attention_heads adds a product's partial sums up
+using HeadSizes = Sizes<64, 128, 256, 512>; // D
+using BlockHeadSizes = Sizes<64, 128, 256>; // of blocks that a drafter drafts, on a GPU
+using SummedHeadSizes = Sizes<128, 256, 512>; // of which attention_heads adds a product's partial sums up
 using KvTypes = Sizes<0, 1, 2, 8>; // ggml's F32, F16, Q4_0 and Q8_0
 
 // Says in a file's words what attention of H heads of D values over Hkv of KV lacks, or "" where it lacks nothing.
-inline std::string attention_lacks(int64_t D, int64_t H, int64_t Hkv, bool gpu = true) {
-    if (gpu ? !HeadSizes::has(D) : !CpuHeadSizes::has(D)) {
-        return "attention.key_length is " + std::to_string(D) + ": luce runs " +
-               (gpu ? HeadSizes::text() : CpuHeadSizes::text());
+template <class Has = HeadSizes> std::string attention_lacks(int64_t D, int64_t H, int64_t Hkv) {
+    if (!Has::has(D)) {
+        return "attention.key_length is " + std::to_string(D) + ": luce runs " + Has::text();
     }
     if (Hkv < 1 || H < 1 || H % Hkv != 0) {
         return "attention.head_count is " + std::to_string(H) +

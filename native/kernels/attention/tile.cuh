@@ -72,6 +72,10 @@ __device__ int barrier_of(int threads, int group) {
 __device__ void barrier(int threads, int group = 0) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier_of(threads, group)), "r"(threads) : "memory");
 }
+// Waits among the threads that load.
+template <int THREADS> __device__ void loaders_barrier() {
+    asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
+}
 __device__ bool barrier_or(int threads, int group, bool value) {
     uint32_t any;
     asm volatile(

@@ -261,9 +261,10 @@ struct KeepHiddenArgs {
 };
 
 // attention_heads does what norm_rope and kv_store do, and reads q, the gates, k and v as the parts that the product of
-// their weights has left (matmul/quantised.h), which spares the kernels between. D is 128 or 256.
+// their weights has left (matmul/quantised.h), which spares the kernels between. D is 128, 256 or 512.
 struct AttentionHeadsArgs {
-    // They are of q (per head D values of q, then D of its gate), k and v, or of k and v alone.
+    // They are of q (per head D values of q, then where it is gated D of its gate), k and v, or of k and v alone. Where v is
+    // missing it is k as the product gives it.
     const RowmmArgs *parts;
     KvPool pool;
     int32_t T, H; // H is 0 where there is no q
@@ -274,6 +275,9 @@ struct AttentionHeadsArgs {
     const StepCtl *ctl;
     const int32_t *pages;
     float *q, *gate; // [T][H][D]
+    int32_t gated;
+    int32_t unit_v; // 1: v is normed too, without weights
+    const float *rope_factors; // null, or [rope_dim / 2] by which RoPE's frequencies are divided
 };
 
 constexpr int PLAN_LAYERS = 128; // as many layers of a step may take a plan

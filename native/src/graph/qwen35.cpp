@@ -249,14 +249,14 @@ Weights read_trunk(WeightReader &reader, const HParams &hp) {
 
 // Reads a head's hyperparameters, from a file that may hold nothing else. The error has both values where the
 // head does not fit the trunk.
-HParams read_head_shape(const GgufFile &file, const char *expected, const HParams &trunk, bool gpu) {
+HParams read_head_shape(const GgufFile &file, const char *expected, const HParams &trunk) {
     const char *path = file.path().c_str();
     const std::string arch = file.string("general.architecture");
     if (arch != expected) {
         fail(LUCE_E_FILE, "%s: the head's architecture is %s, the model's %s", path, arch.c_str(), expected);
     }
     HParams hp = read(file);
-    check_shapes(path, hp, gpu);
+    check_shapes(path, hp);
     if (hp.n_nextn == 0) {
         fail(LUCE_E_FILE, "%s holds no NextN head: %s.nextn_predict_layers is %lld, and no block has nextn.*",
              path, expected, (long long) file.integer_or(arch + ".nextn_predict_layers", 0, 0, 1024));
@@ -280,7 +280,7 @@ HParams read_head_shape(const GgufFile &file, const char *expected, const HParam
 
 std::shared_ptr<NextN> read_head(Model &model, const GgufFile &file, const HParams &trunk,
                                  const Weights &weights) {
-    const HParams hp = read_head_shape(file, model.architecture().name, trunk, model.gpu());
+    const HParams hp = read_head_shape(file, model.architecture().name, trunk);
     if (&file != &model.file()) { // the model's own file is checked with its trunk
         WeightReader checking(model, file, /*loading=*/false);
         if (holds_trunk(file)) {

@@ -347,7 +347,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         const DrafterKind &kind = drafter_kind(from.kind, *from.file);
         const std::shared_ptr<Drafter> drafter = kind.read(*model, *from.file, hp, model->weights_);
         for (const AttentionShape &shape : drafter->kv) {
-            check_attention(from.file->path().c_str(), shape, device.gpu);
+            check_attention(from.file->path().c_str(), shape, device.gpu && drafter->n_block > 0);
         }
         drafter->kind = &kind;
         drafter->index = uint32_t(model->weights_.drafters.size());

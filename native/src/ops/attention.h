@@ -72,8 +72,11 @@ template <class Row, class A> void attends(Row &op, A &a) {
     op.params(FIELD(first), FIELD(window), FIELD(max_pages), FIELD(scale), FIELD(softcap));
     op.lacks([](const auto &args) {
         const bool gpu = args.max_pages > 0;
-        return gpu && args.sinks != nullptr ? std::string("no kernel has attention sinks")
-                                            : attention_lacks(args.pool.D, args.H, args.pool.Hkv, gpu);
+        if (gpu && args.sinks != nullptr) {
+            return std::string("no kernel has attention sinks");
+        }
+        return gpu && args.block != 0 ? attention_lacks<BlockHeadSizes>(args.pool.D, args.H, args.pool.Hkv)
+                                      : attention_lacks(args.pool.D, args.H, args.pool.Hkv);
     });
 }
 #ifdef LUCE_USE_CUDA
@@ -144,28 +147,32 @@ inline const auto &prefill_attention = row<PrefillAttentionArgs>("prefill_attent
     op.in(FIELD(ctl));
     op.dims(a.T, T, a.H, H, a.Hkv, Hkv, a.D, D, a.n_kv, cells);
     op.params(FIELD(n_prompts), FIELD(first), FIELD(window), FIELD(scale), FIELD(softcap), FIELD(apart));
-    op.lacks([](const auto &args) { return attention_lacks(args.D, args.H, args.Hkv, true); });
+    op.lacks([](const auto &args) { return attention_lacks(args.D, args.H, args.Hkv); });
     op.out(FIELD(out), {D * H, T});
     op.room(FIELD(ranges),
             [](const auto &args) { return args.apart == 0 ? 0 : 4 * prefill_range_values(args); });
     op.runs(nullptr, cuda::prefill_attention);
 });
 
-// norm_rope and kv_store of the parts of q with its gate, k and v, or of k and v alone. Its results are q and the gate.
+// norm_rope and kv_store of the parts of q, with its gate where it is gated, k and v, or of k and v alone. Its results are q and
+// the gate.
 inline const auto &attention_heads = row<AttentionHeadsArgs>("attention_heads", [](auto &op, auto &a) {
     op.launch(FIELD(parts));
     op.in(FIELD(k_norm), {D});
     op.in(FIELD(positions), {T});
     takes_pool(op, a);
     op.in(FIELD(q_norm), {D}).maybe();
+    op.in(FIELD(rope_factors), {ANY}).maybe();
     op.dims(a.T, T);
     op.derive([](auto &args) {
-        args.H = args.q_norm == nullptr ? 0 : int32_t(args.parts->weights[0].N / (2 * args.pool.D));
+        const int64_t of_head = (args.gated != 0 ? 2 : 1) * int64_t(args.pool.D);
+        args.H = args.q_norm == nullptr ? 0 : int32_t(args.parts->weights[0].N / of_head);
     });
-    op.params(FIELD(rope_dim), FIELD(base), FIELD(eps));
+    op.params(FIELD(rope_dim), FIELD(base), FIELD(eps), FIELD(gated), FIELD(unit_v));
     op.known(H, a.H);
+    op.known(gates, [](const auto &args) { return args.gated != 0 ? args.H : 0; });
     op.out(FIELD(q), {D * H, T});
-    op.out(FIELD(gate), {D * H, T});
+    op.out(FIELD(gate), {D * gates, T});
     op.runs(nullptr, cuda::attention_heads);
 });
 

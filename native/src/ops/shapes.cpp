@@ -12,19 +12,20 @@ static void refuse(const char *path, const std::string &lack) {
     }
 }
 
-void check_attention(const char *path, const AttentionShape &a, bool gpu) {
+void check_attention(const char *path, const AttentionShape &a, bool gpu_block) {
     if (a.value_dim != a.head_dim) {
         refuse(path, format("attention.key_length is %u and attention.value_length %u: they must be equal",
                             a.head_dim, a.value_dim));
     }
-    refuse(path, attention_lacks(a.head_dim, a.n_head, a.n_head_kv, gpu));
+    refuse(path, gpu_block ? attention_lacks<BlockHeadSizes>(a.head_dim, a.n_head, a.n_head_kv)
+                           : attention_lacks(a.head_dim, a.n_head, a.n_head_kv));
     refuse(path, rope_lacks(a.rope_dim, a.head_dim, a.rope_base));
 }
 
-void check_shapes(const char *path, const HParams &hp, bool gpu) {
+void check_shapes(const char *path, const HParams &hp) {
     for (const auto &mixer : hp.mixers) {
         if (const auto *attention = std::get_if<AttentionShape>(&mixer)) {
-            check_attention(path, *attention, gpu);
+            check_attention(path, *attention, false);
         } else {
             const DeltaNetShape &d = std::get<DeltaNetShape>(mixer);
             refuse(path, delta_lacks(d.state_size, d.n_k_heads, d.n_v_heads));

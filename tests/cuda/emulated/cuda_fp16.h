@@ -39,10 +39,12 @@ inline __half2 __low2half2(__half2 h) { return {h.x, h.x}; }
 inline __half2 __high2half2(__half2 h) { return {h.y, h.y}; }
 inline float __low2float(__half2 h) { return __half2float(h.x); }
 inline __half __hadd(__half a, __half b) { return __half(_Float16(double(a.v) + double(b.v))); }
+inline __half __hsub(__half a, __half b) { return __half(_Float16(double(a.v) - double(b.v))); }
 inline __half __hmul(__half a, __half b) { return __half(_Float16(double(a.v) * double(b.v))); }
 inline __half __hfma(__half a, __half b, __half c) {
     return __half(_Float16(double(a.v) * double(b.v) + double(c.v)));
 }
 inline __half2 __hadd2(__half2 a, __half2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }
+inline __half2 __hsub2(__half2 a, __half2 b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }
 inline __half2 __hmul2(__half2 a, __half2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }
 inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) { return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)}; }

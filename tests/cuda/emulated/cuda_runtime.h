@@ -32,6 +32,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
+struct int2 { int32_t x, y; };
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct alignas(16) ulonglong2 { uint64_t x, y; };

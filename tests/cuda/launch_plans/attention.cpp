@@ -5,8 +5,8 @@
 void plan_attention(const Card &card) {
     const DeviceLimits &device = card.limits;
     for (const int type : {KV_F32, KV_F16, KV_Q4_0, KV_Q8_0}) {
-        for (const int D : {64, 128, 256}) {
-            for (const auto &[H, Hkv] : {std::pair<int, int>{8, 2}, {16, 2}, {16, 4}, {24, 4}, {32, 8}, {64, 1}}) {
+        for (const int D : {64, 128, 256, 512}) {
+            for (const auto &[H, Hkv] : {std::pair<int, int>{8, 2}, {16, 2}, {16, 4}, {24, 4}, {32, 8}, {64, 1}, {32, 4}, {8, 1}}) {
                 for (int T = 1; T <= MAX_ROWS; T++) {
                     const std::string what = "attention of " + std::to_string(T) + " rows of " + std::to_string(D) + " in type " + std::to_string(type);
                     AttentionArgs a{};
@@ -17,24 +17,28 @@ void plan_attention(const Card &card) {
                     expect_runs(card, plan, 0, what);
                     expect(plan.x <= device.multiprocessors && plan.x <= MAX_WORKERS, "one block a multiprocessor of " + what);
                     expect_runs(card, plan_combine(device, a).launch, 20 * KiB, what + ", added up");
-                    expect_runs(card, plan_draft_attention(a), 0, what + " of a draft");
-                    const HeadGroups heads = head_groups(H, Hkv);
-                    expect(heads.size * heads.groups == H && heads.of_head * Hkv == heads.groups && heads.size <= F32_M, "groups of " + what);
+                    if (BlockHeadSizes::has(D)) {
+                        expect_runs(card, plan_draft_attention(a), 0, what + " of a draft");
+                    }
+                    const HeadGroups heads = head_groups(a);
+                    expect(heads.size * heads.groups == H && heads.of_head * Hkv == heads.groups && heads.size <= GROUP_HEADS, "groups of " + what);
+                    expect(heads.size <= plan_units(device, a).pairs, "a unit has a row of a group, of " + what);
                     AttentionHeadsArgs of_heads{};
                     of_heads.T = T;
                     of_heads.H = H;
                     of_heads.pool = a.pool;
-                    expect_runs(card, plan_heads(of_heads), 8 * KiB, "heads of " + what);
+                    expect_runs(card, plan_heads(of_heads), 16 * KiB, "heads of " + what);
                 }
             }
         }
     }
     // What has no plan is refused, and the reason is named.
-    for (const int D : {1, 16, 32, 33, 63, 65, 96, 192, 255, 257, 512}) {
-        expect(attention_lacks(D, 8, 2) == "attention.key_length is " + std::to_string(D) + ": luce runs 64, 128 and 256", "heads are named");
+    for (const int D : {1, 16, 32, 33, 63, 65, 96, 192, 255, 257, 511, 1024}) {
+        expect(attention_lacks(D, 8, 2) == "attention.key_length is " + std::to_string(D) + ": luce runs 64, 128, 256 and 512", "heads are named");
         expect(!SummedHeadSizes::has(D), "partial sums of heads of " + std::to_string(D));
     }
-    expect(attention_lacks(64, 8, 2).empty() && attention_lacks(128, 7, 7).empty() && attention_lacks(256, 17, 1).empty(), "heads that there are");
+    expect(attention_lacks<BlockHeadSizes>(512, 8, 2) == "attention.key_length is 512: luce runs 64, 128 and 256", "heads of blocks are named");
+    expect(attention_lacks(512, 32, 4).empty() && attention_lacks(64, 8, 2).empty() && attention_lacks(128, 7, 7).empty() && attention_lacks(256, 17, 1).empty(), "heads that there are");
     for (const auto &[H, Hkv] : {std::pair<int, int>{5, 2}, {2, 4}, {0, 1}, {4, 0}}) {
         expect(attention_lacks(64, H, Hkv).find("head_count is " + std::to_string(H) + ", no multiple of") != std::string::npos, "groups are named");
     }

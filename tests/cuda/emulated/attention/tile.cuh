@@ -1,9 +1,8 @@
-// Stands in for native/kernels/attention/tile.cuh: what attention of prompts takes of it. Copies are done at once or when they
-// are waited for, by chance.
+// Stands in for native/kernels/attention/tile.cuh. Copies are done at once or when they are waited for, by chance.
 #pragma once
 
 #include "common/overlap.cuh"
-#include "matmul/ptx.cuh"
+#include "common/ring.cuh"
 
 #include <array>
 #include <map>
@@ -23,7 +22,9 @@ inline uint32_t at_word(uint32_t address, int x) {
 // are nobody's.
 struct LateWords {
     uint32_t to;
+    int bytes;
     std::array<uint8_t, 16> words;
+    void arrive() const { memcpy(emulated::dynamic_shared + to, words.data(), size_t(bytes)); }
 };
 struct LateGroups {
     uint64_t block = 0;
@@ -39,19 +40,21 @@ inline std::vector<std::vector<LateWords>> &own_copies() {
     return own.groups;
 }
 template <int BYTES> void copy_async(uint32_t to, const void *from, bool valid) {
-    static_assert(BYTES == 16);
-    if (to % 16 != 0 || to + BYTES > emulated::dynamic_bytes) {
+    if (to % BYTES != 0 || reinterpret_cast<uintptr_t>(from) % BYTES != 0 || to + BYTES > emulated::dynamic_bytes) {
         abort();
     }
-    LateWords copy = {to, {}};
+    LateWords copy = {to, BYTES, {}};
     if (valid) {
         memcpy(copy.words.data(), from, BYTES);
     }
     if (emulated::chance() % 2 == 0) {
-        memcpy(emulated::dynamic_shared + to, copy.words.data(), BYTES);
+        copy.arrive();
     } else {
         own_copies().back().push_back(copy);
     }
+}
+template <int BYTES> void copy_async(uint32_t to, const void *from) {
+    copy_async<BYTES>(to, from, true);
 }
 inline void copies_commit() {
     own_copies().emplace_back();
@@ -60,12 +63,70 @@ template <int GROUPS> void copies_wait() {
     auto &own = own_copies();
     while (own.size() > GROUPS + 1) {
         for (const LateWords &copy : own.front()) {
-            memcpy(emulated::dynamic_shared + copy.to, copy.words.data(), 16);
+            copy.arrive();
         }
         own.erase(own.begin());
     }
 }
 
+// ---- barriers in shared memory ----
+
+// The copies of a thread so far arrive ahead of it, and others may run meanwhile.
+inline void arrive_after_copies(uint32_t at) {
+    if (emulated::chance() % 2 == 0) {
+        emulated::yield();
+    }
+    copies_commit();
+    copies_wait<0>();
+    barrier_arrive(at);
+}
+inline void wait_patiently(uint32_t at, uint32_t parity) {
+    barrier_wait(at, parity);
+}
+
+inline emulated::Barrier named_barriers[16]; // by number, as the device has them
+inline int barrier_of(int threads, int group) {
+    return threads == 256 ? 1 : 3 + group;
+}
+inline void barrier(int threads, int group = 0) {
+    named_barriers[barrier_of(threads, group)].wait(threads);
+}
+template <int THREADS> void loaders_barrier() {
+    named_barriers[2].wait(THREADS);
+}
+inline bool barrier_or(int threads, int group, bool value) {
+    static bool any[16];
+    bool &seen = any[barrier_of(threads, group)];
+    seen |= value;
+    barrier(threads, group);
+    const bool result = seen;
+    barrier(threads, group);
+    seen = false;
+    barrier(threads, group);
+    return result;
+}
+inline void show_to_wgmma() {}
+
+// ---- values that are not finite ----
+
+inline bool finite(uint32_t halves) {
+    return (halves & 0x7c00) != 0x7c00 && (halves & 0x7c000000) != 0x7c000000;
+}
+inline bool finite(const uint4 &words) {
+    return finite(words.x) && finite(words.y) && finite(words.z) && finite(words.w);
+}
+inline uint32_t finite_or_zero(uint32_t halves) {
+    return halves & ((halves & 0x7c00) == 0x7c00 ? 0xffff0000 : ~0u) &
+           ((halves & 0x7c000000) == 0x7c000000 ? 0xffff : ~0u);
+}
+
+// ---- the tensor cores ----
+
+constexpr uint32_t ONES = 0x3c003c00; // it holds two F16
+
+inline int here(int x) {
+    return x;
+}
 inline void load_matrices(uint32_t (&m)[4], uint32_t at) {
     emulated::load_matrices(m, emulated::dynamic_shared + at);
 }
