@@ -168,7 +168,7 @@ struct Chain {
             norm_rows(false);
             last = product(E, {{Q4, FF}, {Q4, FF}}, true, nullptr);
             must(cuda::rowmm(last, stream));
-            must(cuda::rowmm_pack(pack(FF, ROWMM_SWIGLU, nullptr, &last), stream));
+            must(cuda::rowmm_pack(pack(FF, ROWMM_GLU, nullptr, &last), stream));
             last = product(FF, {{layer % 2 == 0 ? Q4 : Q6, E}}, false, nullptr);
             must(cuda::rowmm(last, stream));
         }

@@ -27,7 +27,7 @@ PackInput random_input(int input, int T, int64_t K, int head) {
     for (int t = 0; t < T; t++) { // F16 would not hold such rows
         const float size[] = {1.0f, 1e-7f, 3e30f, 100.0f, 1e-30f, 40000.0f, 0.0f};
         for (int64_t k = 0; k < K; k++) {
-            p.x[t * K + k] *= input == ROWMM_PLAIN || input == ROWMM_SWIGLU ? size[t % 7] : 1.0f;
+            p.x[t * K + k] *= input == ROWMM_PLAIN || input == ROWMM_GLU ? size[t % 7] : 1.0f;
         }
     }
     return p;
@@ -47,7 +47,7 @@ Doubles computed(const PackInput &p) {
             double &v = out[at + i];
             const double y = p.y[p.input == ROWMM_GATED ? 2 * at + p.head + i : at + i];
             v = p.input == ROWMM_PLAIN    ? v
-                : p.input == ROWMM_SWIGLU ? silu(v) * y
+                : p.input == ROWMM_GLU    ? (p.T == 3 ? gelu(v) : silu(v)) * y
                 : p.input == ROWMM_GATED  ? v / (1 + std::exp(-y))
                 : p.input == ROWMM_RMS    ? v * scale * p.w[i]
                                           : v * scale * p.w[i] * silu(y);
@@ -64,6 +64,7 @@ void pack(const PackInput &p, const Device<uint8_t> &out) {
     a.T = p.T;
     a.out = out.p;
     a.input = p.input;
+    a.activation = p.T == 3 ? GELU : SILU;
     a.head = p.head;
     a.eps = EPS;
     a.w = w.p;
@@ -197,7 +198,7 @@ void check_gemm_cuts(const GemmShape &shape) {
 } // namespace
 
 void check_gemm_kernels(bool all) {
-    for (int input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_SWIGLU, ROWMM_GATED, ROWMM_HEAD_RMS}) {
+    for (int input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_GLU, ROWMM_GATED, ROWMM_HEAD_RMS}) {
         for (int64_t K : {int64_t(256), int64_t(5120), int64_t(17408), GEMM_MAX_K}) {
             check_pack(input, all ? 15 : 7, K, input >= ROWMM_HEAD_RMS ? 16 << pick(4) : 0);
         }

@@ -1,6 +1,7 @@
 // Has a mixture of experts of random weights, and what its formulas give in double precision.
 #pragma once
 
+#include "common/activation.h"
 #include "harness.h"
 #include "moe/moe.h"
 #include "rowmm_reference.h"
@@ -56,19 +57,33 @@ struct Mixture {
     Matrices gate, up, down, gate_s, up_s, down_s;
     Device<float> d_router, d_norm, d_shared_gate;
     Device<uint8_t> counters{size_t(MOE_COUNTER_BYTES)};
+    // The router has a norm of its own, experts have factors, their activation is GELU, and nothing is added to their sum.
+    const bool apart;
+    Floats router_norm, factors;
+    Device<float> d_router_norm, d_factors;
 
-    static constexpr float EPS = 1e-6f;
+    static constexpr float EPS = 1e-6f, ROUTER_SCALE = 0.7f;
 
-    Mixture(const MoeDims &dims, const Types &t, uint32_t seed)
+    Mixture(const MoeDims &dims, const Types &t, uint32_t seed, bool apart = false)
         : dims(dims), router(normals(size_t(dims.n_expert * dims.E), 0.05f)), norm(normals(size_t(dims.E), 0.3f)),
           shared_gate(normals(size_t(dims.E), 0.05f)), gate(t.gate, dims.E, dims.FF, dims.n_expert, seed),
           up(t.up, dims.E, dims.FF, dims.n_expert, seed + 1), down(t.down, dims.FF, dims.E, dims.n_expert, seed + 2),
           gate_s(t.shared, dims.E, ff(dims), 1, seed + 3), up_s(t.shared, dims.E, ff(dims), 1, seed + 4),
-          down_s(t.shared, ff(dims), dims.E, 1, seed + 5), d_router(router), d_norm(norm), d_shared_gate(shared_gate) {
+          down_s(t.shared, ff(dims), dims.E, 1, seed + 5), d_router(router), d_norm(norm), d_shared_gate(shared_gate),
+          apart(apart), router_norm(apart ? size_t(dims.E) : 0), factors(apart ? size_t(dims.n_expert) : 0),
+          d_router_norm(router_norm.size()), d_factors(factors.size()) {
         for (float &w : norm) {
             w += 1;
         }
         d_norm.set(norm);
+        for (size_t i = 0; i < router_norm.size(); i++) {
+            router_norm[i] = 0.5f + float(i % 7) / 4;
+        }
+        for (size_t i = 0; i < factors.size(); i++) {
+            factors[i] = 0.4f + float(i % 5) / 3;
+        }
+        d_router_norm.set(router_norm);
+        d_factors.set(factors);
         must(cudaMemset(counters.p, 0, counters.n));
     }
     // Without a shared expert this value is not used.
@@ -98,9 +113,10 @@ struct Buffers {
     // Returns the arguments of up, behind which `rows` have been routed.
     MoeMatmulArgs enqueue_up(Mixture &l, const float *rows, bool overlap, bool hands_out) const {
         must(cuda::moe_route({dims, rows, l.d_norm.p, Mixture::EPS, l.d_router.p, l.d_shared_gate.p, l.counters.p, routed.p,
-                              hands_out ? values.p : nullptr, overlap}, stream));
+                              hands_out ? values.p : nullptr, overlap, l.apart ? l.d_router_norm.p : nullptr,
+                              l.apart ? Mixture::ROUTER_SCALE : 0.0f}, stream));
         const MoeMatmulArgs a = {dims, l.gate.matrix(), l.up.matrix(), l.gate_s.matrix(), l.up_s.matrix(), routed.p,
-                                 nullptr, h.p, overlap};
+                                 nullptr, h.p, overlap, nullptr, l.apart ? GELU : SILU};
         must(cuda::moe_up(a, stream));
         return a;
     }
@@ -112,7 +128,9 @@ struct Buffers {
         a.out = y.p;
         a.records = records.p;
         must(cuda::moe_down(a, stream));
-        must(cuda::moe_sum({dims, routed.p, y.p, nullptr, x.p, out.p, l.d_norm.p, dims.T <= ROWMM_MAX_ROWS ? packed.p : nullptr, overlap}, stream));
+        const bool packs = !l.apart && dims.T <= ROWMM_MAX_ROWS;
+        must(cuda::moe_sum({dims, routed.p, y.p, nullptr, l.apart ? nullptr : x.p, out.p, packs ? l.d_norm.p : nullptr,
+                            packs ? packed.p : nullptr, overlap, l.apart ? l.d_factors.p : nullptr}, stream));
     }
     Routed get() const {
         const std::vector<uint8_t> bytes = routed.get();
@@ -132,6 +150,9 @@ struct Buffers {
 inline double silu(double x) {
     return x / (1 + std::exp(-x));
 }
+inline double gelu(double x) {
+    return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
 
 struct Expected {
     Doubles logits; // they are the experts'
@@ -140,18 +161,21 @@ struct Expected {
 
 inline Expected expected_row(const Mixture &l, const float *x, const int32_t *ids) {
     const MoeDims &d = l.dims;
-    Doubles v(static_cast<size_t>(d.E));
+    Doubles v(static_cast<size_t>(d.E)), of_router(v);
     double squares = 0;
     for (int64_t k = 0; k < d.E; k++) {
         squares += double(x[k]) * x[k];
     }
     for (int64_t k = 0; k < d.E; k++) {
-        v[size_t(k)] = x[k] / std::sqrt(squares / double(d.E) + Mixture::EPS) * l.norm[size_t(k)];
+        const double normed = x[k] / std::sqrt(squares / double(d.E) + Mixture::EPS);
+        v[size_t(k)] = normed * l.norm[size_t(k)];
+        of_router[size_t(k)] =
+            l.apart ? normed * l.router_norm[size_t(k)] * double(Mixture::ROUTER_SCALE) : v[size_t(k)];
     }
     const auto dot = [&](const float *w) {
         double sum = 0;
         for (int64_t k = 0; k < d.E; k++) {
-            sum += w[k] * v[size_t(k)];
+            sum += w[k] * of_router[size_t(k)];
         }
         return sum;
     };
@@ -170,7 +194,7 @@ inline Expected expected_row(const Mixture &l, const float *x, const int32_t *id
         Doubles h = gate.times(expert, v);
         const Doubles u = up.times(expert, v);
         for (size_t i = 0; i < h.size(); i++) {
-            h[i] = silu(h[i]) * u[i];
+            h[i] = (l.apart ? gelu(h[i]) : silu(h[i])) * u[i];
         }
         const Doubles y = down.times(expert, h);
         for (size_t i = 0; i < y.size(); i++) {
@@ -178,7 +202,8 @@ inline Expected expected_row(const Mixture &l, const float *x, const int32_t *id
         }
     };
     for (int r = 0; r < d.n_used; r++) {
-        add(l.gate, l.up, l.down, ids[r], std::exp(e.logits[size_t(ids[r])] - top) / total);
+        const double factor = l.apart ? l.factors[size_t(ids[r])] : 1;
+        add(l.gate, l.up, l.down, ids[r], std::exp(e.logits[size_t(ids[r])] - top) / total * factor);
     }
     if (d.shared()) {
         add(l.gate_s, l.up_s, l.down_s, 0, 1 / (1 + std::exp(-dot(l.shared_gate.data()))));

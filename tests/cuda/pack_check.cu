@@ -2,6 +2,7 @@
 // words (matmul/layout.h), and what the conv makes of them. The parts are made here, so no product is needed.
 #include "made_parts.h"
 
+#include "common/activation.h"
 #include "common/device_limits.h"
 
 #include <cuda_fp16.h>
@@ -125,18 +126,76 @@ void check_norm(int T, int64_t K, int64_t N, bool alone) {
     expect(same_rows(packed, sum, T, N), name_of("norm", T, K, N));
 }
 
-void check_swiglu(int T, int64_t K, int64_t N) {
+// A product is normed, added to the residual and scaled, and that is packed for the norm behind it, or not. A row's bits are
+// those that it has alone.
+void check_post(int T, int64_t K, int64_t N, bool packs) {
+    const Parts parts(T, K, {{12, N}});
+    const Floats x = normals(size_t(T) * (N + 8)), w = normals(size_t(N)), post = normals(size_t(N));
+    Device<float> dx(x), dw(w), dpost(post), copy(size_t(T) * N);
+    Device<uint8_t> out(size_t(rowmm_x_bytes(T, N)));
+    RowmmPackArgs a = pack_args(T, N, parts, out, copy);
+    a.x = dx.p;
+    a.input = ROWMM_RMS;
+    a.w = packs ? dw.p : nullptr;
+    a.out = packs ? out.p : nullptr;
+    a.post = dpost.p;
+    a.eps = 1e-6f;
+    a.post_scale = 0.37f;
+    must(cuda::rowmm_pack(a, stream));
+    must(cudaStreamSynchronize(stream));
+    Floats got = copy.get();
+    double worst = 0;
+    for (int t = 0; t < T; t++) {
+        const float *sum = &parts.sums[0][size_t(t * N)];
+        double squares = 0;
+        for (int64_t n = 0; n < N; n++) {
+            squares += double(sum[n]) * sum[n];
+        }
+        for (int64_t n = 0; n < N; n++) {
+            const double expected = (x[size_t(t * (N + 8) + n)] +
+                                     sum[n] / std::sqrt(squares / double(N) + 1e-6) * post[size_t(n)]) * double(0.37f);
+            const double error = std::fabs(got[size_t(t * N + n)] - expected) / (std::fabs(expected) + 1e-2);
+            worst = std::isfinite(error) ? std::max(worst, error) : INFINITY;
+        }
+    }
+    expect(worst < 1e-5, name_of("a norm ahead of the residual", T, K, N) + " is off by " + std::to_string(worst));
+    if (!packs) {
+        return;
+    }
+    const std::vector<uint8_t> packed = out.get();
+    const float *squares = reinterpret_cast<const float *>(&packed[size_t(squares_offset(T, N))]);
+    bool near = true;
+    for (int t = 0; t < T; t++) {
+        for (int64_t c = 0; c < chunks_of(N); c++) {
+            double expected = 0;
+            for (int64_t n = c * CHUNK; n < std::min<int64_t>(N, (c + 1) * CHUNK); n++) {
+                expected += double(got[size_t(t * N + n)]) * got[size_t(t * N + n)];
+            }
+            near = near && std::fabs(squares[t * chunks_of(N) + c] - expected) <= 1e-5 * expected;
+        }
+    }
+    expect(near, name_of("squares behind a norm", T, K, N));
+    for (size_t i = 0; i < got.size(); i++) {
+        got[i] *= w[i % N];
+    }
+    expect(same_rows(packed, got, T, N), name_of("two norms", T, K, N));
+}
+
+void check_glu(int T, int64_t K, int64_t N) {
     const Parts parts(T, K, {{12, N}, {14, N}});
     Device<float> copy(size_t(T) * N);
     Device<uint8_t> out(size_t(rowmm_x_bytes(T, N)));
     RowmmPackArgs a = pack_args(T, N, parts, out, copy);
-    a.input = ROWMM_SWIGLU;
+    a.input = ROWMM_GLU;
+    a.activation = T % 2 == 0 ? GELU : SILU;
     must(cuda::rowmm_pack(a, stream));
     must(cudaStreamSynchronize(stream));
     const Floats got = copy.get();
     double worst = 0;
     for (size_t i = 0; i < got.size(); i++) {
-        const double x = parts.sums[0][i], expected = x / (1 + std::exp(-x)) * parts.sums[1][i];
+        const double x = parts.sums[0][i], u = std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x),
+                     gate = T % 2 == 0 ? x / 2 * (1 + std::tanh(u)) : x / (1 + std::exp(-x)),
+                     expected = gate * parts.sums[1][i];
         const double error = std::fabs(got[i] - expected) / (std::fabs(expected) + 1e-3);
         worst = std::isfinite(error) ? std::max(worst, error) : INFINITY;
     }
@@ -250,7 +309,7 @@ void check_conv(int T, int n_seqs, const Shape &s = {2, 4, 128}, int64_t K = 102
 void check_pack_kind() {
     for (int T : {3, 16, 17, 32, 33, 64}) {
         check_norm(T, 1536, 1288, T % 2 == 0);
-        check_swiglu(T, 1536, 520);
+        check_glu(T, 1536, 520);
         check_heads(T, 448, 64);
         check_heads(T, 768, 256);
     }
@@ -268,9 +327,12 @@ void check_pack(bool all) {
     for (const auto &[K, N] : {std::pair<int64_t, int64_t>{17408, 128}, {1536, 1288}, {17408, 520}}) {
         for (int T : all ? Ints{1, 2, 9, 16, 17, 32, 33, 64} : Ints{1, 9, 17, 40}) {
             check_norm(T, K, N, T % 2 == 0);
-            check_swiglu(T, K, N);
+            check_glu(T, K, N);
+            check_post(T, K, N, T % 2 != 0 || all);
         }
     }
+    check_post(2, 512, ROWMM_POST_K, true);
+    check_post(1, 512, 200, false);
     for (int T : all ? Ints{1, 2, 3, 4, 8, 9, 16, 17, 32, 33, 64} : Ints{3, 17, 40}) {
         for (int head : {16, 32, 64, 128, 256}) {
             check_heads(T, head * 7, head); // the last chunk is cut, but of heads of 256
@@ -280,6 +342,6 @@ void check_pack(bool all) {
     for (int T = 1; all && T <= MAX_ROWS; T++) {
         check_conv(T, T < 3 ? 1 : 2);
         check_norm(T, 512, 200, T % 2 == 0);
-        check_swiglu(T, 512, 200);
+        check_glu(T, 512, 200);
     }
 }

@@ -194,7 +194,7 @@ void check_pack(int input, int T, int64_t K, int head) {
                 }
                 e *= w[k % mean] / std::sqrt(squares / double(mean) + 1e-6);
             }
-            if (input == ROWMM_SWIGLU) {
+            if (input == ROWMM_GLU) {
                 e = e / (1 + std::exp(-e)) * y[t * y_row + k];
             } else if (input == ROWMM_HEAD_RMS) {
                 const double z = y[t * y_row + k];
@@ -315,7 +315,7 @@ struct Chain {
         rms.w = w.p;
         rms.parts = &m1;
         rms.copy = sum.p;
-        swiglu.input = ROWMM_SWIGLU;
+        swiglu.input = ROWMM_GLU;
         swiglu.parts = &m2;
         swiglu.copy = act.p;
         rms.overlap = swiglu.overlap = 1;
@@ -430,7 +430,7 @@ void check_rowmm(bool all) {
         check_pack(ROWMM_PLAIN, T, 288, 0);
         check_pack(ROWMM_RMS, T, 5120, 0);
         check_pack(ROWMM_RMS, T, 10240, 0);
-        check_pack(ROWMM_SWIGLU, T, 17408 / 8, 0);
+        check_pack(ROWMM_GLU, T, 17408 / 8, 0);
         check_pack(ROWMM_HEAD_RMS, T, 6144 / 4, 128);
         check_pack(ROWMM_HEAD_RMS, T, 512, 64);
         check_pack(ROWMM_HEAD_RMS, T, 512, 16);

@@ -139,7 +139,7 @@ struct Bench {
                     a.y = proj.p + T * QKV;
                     a.y_row = Z;
                     break;
-                default: a = pack_args(T, FF, nullptr, ROWMM_SWIGLU, overlap); a.parts = &all[i - 1];
+                default: a = pack_args(T, FF, nullptr, ROWMM_GLU, overlap); a.parts = &all[i - 1];
             }
             if (packs) {
                 must(cuda::rowmm_pack(a, stream));

@@ -180,8 +180,8 @@ bool valid(const AttentionHeadsArgs &a) {
     const KvPool &pool = a.pool;
     const RowmmArgs *parts = a.parts;
     const int k = a.H > 0 ? 1 : 0, last = parts == nullptr ? 0 : parts->n_weights - 1;
-    return parts != nullptr && parts->T == a.T && (last == k || last == k + 1) && a.T > 0 && a.T <= MAX_ROWS &&
-           pool.Hkv > 0 && aligned(pool.k) && aligned(pool.v) &&
+    return parts != nullptr && parts->T == a.T && (last == k || last == k + 1) && a.T > 0 &&
+           a.T <= MAX_ROWS && pool.Hkv > 0 && aligned(pool.k) && aligned(pool.v) &&
            parts->weights[k].N == int64_t(pool.Hkv) * pool.D &&
            parts->weights[last].N == int64_t(pool.Hkv) * pool.D &&
            (k == 0 || (parts->weights[0].N == int64_t(a.gated != 0 ? 2 : 1) * a.H * pool.D && aligned(a.q) &&

@@ -17,7 +17,8 @@ namespace luce {
 namespace {
 
 template <int D, int WARPS> struct PrefillLayout {
-    static constexpr int SHARES = prefill_shares(D); // so many warps share a row's columns, and each has all of its scores
+    static constexpr int SHARES =
+        prefill_shares(D); // so many warps share a row's columns, and each has all of its scores
     static constexpr int ROW_WARPS = WARPS / SHARES;
     static constexpr int KEYS = prefill_keys(D), ROWS = 16 * ROW_WARPS, THREADS = WARP * WARPS, ROW = 2 * D;
     static_assert(ROWS == prefill_rows(D));
@@ -243,8 +244,7 @@ template <int D, int WARPS> struct PrefillBlock {
             }
 #pragma unroll
             for (int c = 0; c < C; c++) {
-                *reinterpret_cast<float2 *>(to + 2 + column() + c * 8) = {o[c][2 * half],
-                                                                              o[c][2 * half + 1]};
+                *reinterpret_cast<float2 *>(to + 2 + column() + c * 8) = {o[c][2 * half], o[c][2 * half + 1]};
             }
         }
     }

@@ -49,8 +49,7 @@ inline int64_t prefill_range_values(const PrefillAttentionArgs &a) {
 // longer than more of them that are shorter. A multiprocessor has two blocks at once.
 inline bool prefill_apart(const PrefillAttentionArgs &a, const DeviceLimits &device) {
     const int rows = prefill_rows(a.D);
-    const int64_t blocks = (a.T + rows - 1) / rows * a.H,
-                  at_once = 2 * device.multiprocessors;
+    const int64_t blocks = (a.T + rows - 1) / rows * a.H, at_once = 2 * device.multiprocessors;
     const int64_t seen = a.window > 0 ? std::min(a.n_kv, int64_t(a.window) + a.T) : a.n_kv;
     const auto rounds = [&](int64_t n) { return (n + at_once - 1) / at_once; };
     return prefill_ranges(a) > 1 && 4 * prefill_range_values(a) <= PREFILL_RANGES_BYTES &&

@@ -283,8 +283,11 @@ struct PackPlan {
     int rows; // a block has so many
 };
 inline PackPlan plan_pack(const DeviceLimits &device, const RowmmPackArgs &a) {
+    if (a.post != nullptr) { // a block has a whole row
+        return {{a.T, 1, 1, int(chunks_of(a.K)) * WARP, 0}, 1};
+    }
     const bool parts = a.parts != nullptr, pairs = parts || a.input == ROWMM_HEAD_RMS;
-    const int rows = parts && a.input == ROWMM_SWIGLU && a.T > rows_gated_singly(device) ? 2 : 1;
+    const int rows = parts && a.input == ROWMM_GLU && a.T > rows_gated_singly(device) ? 2 : 1;
     return {{divided(chunks_of(a.K), pairs ? 1 : PACK_WARPS), divided(a.T, rows), 1,
              pairs ? PAIR_THREADS : PACK_WARPS * WARP, 0},
             rows};

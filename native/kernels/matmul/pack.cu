@@ -5,6 +5,7 @@
 // (matmul/pack_pairs.cuh).
 #include "matmul/launch_plan.h"
 #include "matmul/pack_pairs.cuh"
+#include "matmul/pack_post.cuh"
 
 namespace luce {
 namespace {
@@ -20,7 +21,7 @@ __device__ void store(const RowmmPackArgs &a, const RowsLayout &layout, const fl
 }
 
 // The grid is {chunks / WARPS, rows}, and a warp has a chunk.
-template <int INPUT>
+template <int INPUT, Activation F = SILU>
 __global__ void __launch_bounds__(WARPS *WARP)
     pack_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout) {
     let_next_start();
@@ -49,10 +50,10 @@ __global__ void __launch_bounds__(WARPS *WARP)
             v[i] *= w[i];
         }
     }
-    if constexpr (INPUT == ROWMM_SWIGLU) {
+    if constexpr (INPUT == ROWMM_GLU) {
         load_values(y, a.y + row * a.y_row, k, a.K);
         float gated[OWN];
-        silu(v, gated);
+        activate<F>(v, gated);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             v[i] = gated[i] * y[i];
@@ -70,9 +71,14 @@ bool valid(const RowmmPackArgs &a) {
     }
     if (a.parts != nullptr) {
         const int64_t n = a.input == ROWMM_RMS ? 1 : 2;
-        if ((a.input != ROWMM_RMS && a.input != ROWMM_SWIGLU) || a.parts->n_weights != n ||
-            a.parts->T != a.T || !rowmm_adds_up(a.K) || !aligned(a.copy)) {
+        if ((a.input != ROWMM_RMS && a.input != ROWMM_GLU) || a.parts->n_weights != n || a.parts->T != a.T ||
+            !rowmm_adds_up(a.K) || !aligned(a.copy)) {
             return false;
+        }
+        if (a.post != nullptr) {
+            return a.input == ROWMM_RMS && a.K <= ROWMM_POST_K && aligned(a.post) && given(a.x) &&
+                   a.x_row % 4 == 0 && a.copy != nullptr && a.parts->weights[0].N == a.K &&
+                   (a.out == nullptr || given(a.w));
         }
         for (int i = 0; i < n; i++) {
             if (a.parts->weights[i].N != a.K) {
@@ -82,7 +88,7 @@ bool valid(const RowmmPackArgs &a) {
     }
     switch (a.input) {
         case ROWMM_PLAIN: return true;
-        case ROWMM_SWIGLU: return a.y != nullptr || a.parts != nullptr;
+        case ROWMM_GLU: return a.y != nullptr || a.parts != nullptr;
         case ROWMM_RMS:
             return a.w != nullptr &&
                    (a.parts == nullptr || (aligned(a.w) && aligned(a.x) && a.x_row % 4 == 0));
@@ -121,15 +127,25 @@ int cuda::rowmm_pack(const RowmmPackArgs &args, void *stream) {
         if (const int error = rowmm_parts_of(*args.parts, parts); error != 0) {
             return error;
         }
+        if (args.post != nullptr) {
+            return launch(pack_post_kernel, parts);
+        }
         if (args.input == ROWMM_RMS) {
             return launch(pack_norm_kernel, parts);
         }
-        return plan.rows == 1 ? launch(pack_swiglu_kernel<1>, parts) : launch(pack_swiglu_kernel<2>, parts);
+        if (args.activation == GELU) {
+            return plan.rows == 1 ? launch(pack_glu_kernel<1, GELU>, parts)
+                                  : launch(pack_glu_kernel<2, GELU>, parts);
+        }
+        return plan.rows == 1 ? launch(pack_glu_kernel<1, SILU>, parts)
+                              : launch(pack_glu_kernel<2, SILU>, parts);
     }
     switch (args.input) {
         case ROWMM_PLAIN: return launch(pack_kernel<ROWMM_PLAIN>);
         case ROWMM_RMS: return launch(pack_kernel<ROWMM_RMS>);
-        case ROWMM_SWIGLU: return launch(pack_kernel<ROWMM_SWIGLU>);
+        case ROWMM_GLU:
+            return args.activation == GELU ? launch(pack_kernel<ROWMM_GLU, GELU>)
+                                           : launch(pack_kernel<ROWMM_GLU, SILU>);
         default: return launch(pack_heads_kernel);
     }
 }

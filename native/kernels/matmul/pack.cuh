@@ -2,6 +2,7 @@
 // values in sequence, which are 16 bytes of F16.
 #pragma once
 
+#include "common/activation.cuh"
 #include "common/lanes.cuh"
 #include "matmul/fields.cuh"
 #include "matmul/ptx.cuh"
@@ -71,21 +72,22 @@ __device__ __forceinline__ float largest(const float (&v)[OWN]) {
     return fmaxf(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])), 0.0f);
 }
 
-// Computes y / (1 + exp(-y)) of several values. It divides as the compiler's division does where no exponent is extreme; but
-// that asks so of each value, and one value's division comes behind another's.
-template <int N> __device__ __forceinline__ void silu(const float (&y)[N], float (&out)[N]) {
+// Computes an activation of several values. It divides as the compiler's division does where no exponent is extreme; but that
+// asks so of each value, and one value's division comes behind another's.
+template <Activation F, int N>
+__device__ __forceinline__ void activate(const float (&y)[N], float (&out)[N]) {
     bool usual = true;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        const float d = 1 + expf(-y[i]), about = __fdividef(1.0f, d),
+        const float t = opening(F, y[i]), d = 1 + expf(-t), about = __fdividef(1.0f, d),
                     r = fmaf(about, fmaf(-d, about, 1.0f), about), q = y[i] * r;
         out[i] = fmaf(r, fmaf(-d, q, y[i]), q);
-        usual = usual && fabsf(y[i]) < 80.0f && fabsf(y[i]) > 0x1p-60f;
+        usual = usual && fabsf(t) < 80.0f && fabsf(y[i]) > 0x1p-60f;
     }
     if (!usual) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            out[i] = y[i] / (1 + expf(-y[i]));
+            out[i] = activated(F, y[i]);
         }
     }
 }

@@ -152,11 +152,11 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     }
 }
 
-// Packs silu(x) * y, which are sums of parts, of ROWS rows a block.
-template <int ROWS>
+// Packs f(x) * y, which are sums of parts, of ROWS rows a block.
+template <int ROWS, Activation F>
 __global__ void __launch_bounds__(PAIR_THREADS)
-    pack_swiglu_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout,
-                       const __grid_constant__ RowmmParts parts) {
+    pack_glu_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout,
+                    const __grid_constant__ RowmmParts parts) {
     constexpr int AHEAD = 2;
     static_assert(SET % ROWS == 0, "a block's rows are of one set");
     __shared__ float4 values[ROWS][CHUNK / 4];
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(PAIR_THREADS)
         gates[2 * r] = gate.x, gates[2 * r + 1] = gate.y;
         up[2 * r] = value.x, up[2 * r + 1] = value.y;
     }
-    silu(gates, gated);
+    activate<F>(gates, gated);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         const float2 v = {place.there ? gated[2 * r] * up[2 * r] : 0.0f,
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     const float scale = __shfl_sync(~0u, head_scale(of_head, a.head, share, a.eps), place.own / OWN);
     const float both[2] = {y.x, y.y};
     float gates[2];
-    silu(both, gates);
+    activate<SILU>(both, gates);
     float2 v = {x.x * scale * w.x * gates[0], x.y * scale * w.y * gates[1]};
     v = place.there ? v : float2{};
     place.leave(values, v);

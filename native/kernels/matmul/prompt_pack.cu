@@ -1,5 +1,6 @@
 // Turns activations of a prefill into F16 rows, with the norm or gate before them. A block has a row, in
 // registers from the first read to the last write. A row's values depend on that row alone.
+#include "common/activation.cuh"
 #include "common/pointers.h"
 #include "matmul/prompt.h"
 
@@ -40,8 +41,8 @@ template <typename Op> __device__ float over_block(float x, float (&shared)[MAX_
 }
 
 // Computes it by the fast functions, right to some 1e-6 of x, since the result is rounded to F16.
-__device__ float silu(float x) {
-    return __fdividef(x, 1 + __expf(-x));
+__device__ float activate(int32_t activation, float x) {
+    return __fdividef(x, 1 + __expf(-opening(activation, x)));
 }
 __device__ float squares(const float4 &v) {
     return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, v.x * v.x)));
@@ -52,8 +53,8 @@ __device__ float4 product(const float4 &a, const float4 &b) {
 __device__ float4 times(const float4 &a, float b) {
     return {a.x * b, a.y * b, a.z * b, a.w * b};
 }
-__device__ float4 silu(const float4 &a) {
-    return {silu(a.x), silu(a.y), silu(a.z), silu(a.w)};
+__device__ float4 activate(int32_t f, const float4 &a) {
+    return {activate(f, a.x), activate(f, a.y), activate(f, a.z), activate(f, a.w)};
 }
 __device__ float sigmoid(float x) {
     return __fdividef(1, 1 + __expf(-x));
@@ -93,15 +94,15 @@ template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_
         v[j] = i < n ? x[i] : float4{0, 0, 0, 0};
         if (a.input == ROWMM_RMS) {
             sum += squares(v[j]);
-        } else if (a.input == ROWMM_SWIGLU) {
-            v[j] = product(silu(v[j]), i < n ? y[i] : float4{0, 0, 0, 0});
+        } else if (a.input == ROWMM_GLU) {
+            v[j] = product(activate(a.activation, v[j]), i < n ? y[i] : float4{0, 0, 0, 0});
         } else if (a.input == ROWMM_GATED) {
             v[j] =
                 product(v[j], i < n ? sigmoid(y[i + i / (a.head / 4) * (a.head / 4)]) : float4{0, 0, 0, 0});
         } else if (a.input == ROWMM_HEAD_RMS) { // here a head is a part of a warp
             const float mean = over_lanes(squares(v[j]), a.head / 4, Sum()) / float(a.head);
             const float4 scaled = product(times(v[j], rsqrtf(mean + a.eps)), w[i % (a.head / 4)]);
-            v[j] = product(scaled, i < n ? silu(y[i]) : float4{0, 0, 0, 0});
+            v[j] = product(scaled, i < n ? activate(SILU, y[i]) : float4{0, 0, 0, 0});
         }
     }
     if (a.input == ROWMM_RMS) {
@@ -147,7 +148,7 @@ bool valid(const RowmmPackArgs &a) {
     switch (a.input) {
         case ROWMM_PLAIN: return true;
         case ROWMM_RMS: return w;
-        case ROWMM_SWIGLU: return y;
+        case ROWMM_GLU: return y;
         case ROWMM_GATED: return y && a.head > 0 && a.head % 4 == 0 && a.K % a.head == 0;
         case ROWMM_HEAD_RMS:
             return w && y && (a.head == 16 || a.head == 32 || a.head == 64 || a.head == 128) &&

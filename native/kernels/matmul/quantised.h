@@ -65,7 +65,7 @@ enum RowmmInput : int32_t {
     // It packs x * w[k]. The product applies rsqrt(mean(x^2) + eps), with the mean over
     // the row (RowmmArgs.normed).
     ROWMM_RMS = 1,
-    ROWMM_SWIGLU = 2, // it packs silu(x) * y
+    ROWMM_GLU = 2, // it packs f(x) * y, where f is `activation`
     // It packs x * rsqrt(mean(x^2) + eps) * w[k % head] * silu(y), with the mean over each head
     // (DeltaNet's output).
     ROWMM_HEAD_RMS = 3,
@@ -82,22 +82,28 @@ struct RowmmPackArgs {
     int64_t K;
     void *out; // [rowmm_x_bytes(T, K)], aligned to 16
     int32_t input; // it is a RowmmInput
+    int32_t activation; // of ROWMM_GLU (common/activation.h)
     int32_t head; // ROWMM_HEAD_RMS takes 16, 32, 64, 128 or 256, and ROWMM_GATED a multiple of 4
     float eps; // ROWMM_HEAD_RMS uses it, and so does ROWMM_RMS of gemm_pack
     const float *w; // it is [K] for ROWMM_RMS and [head] for ROWMM_HEAD_RMS
-    // It is [T] rows of K values for ROWMM_SWIGLU and ROWMM_HEAD_RMS. For ROWMM_GATED a row has 2 K
+    // It is [T] rows of K values for ROWMM_GLU and ROWMM_HEAD_RMS. For ROWMM_GATED a row has 2 K
     // values, less the first head's.
     const float *y;
     int64_t y_row;
     // Null, or the launch that left parts (RowmmArgs.parts), of which this one makes the sums. With ROWMM_RMS
-    // it packs x, if there is one, plus the results of that launch's one weight. With ROWMM_SWIGLU the results of its two
+    // it packs x, if there is one, plus the results of that launch's one weight. With ROWMM_GLU the results of its two
     // weights stand for x and y. K is what rowmm_adds_up takes.
     const RowmmArgs *parts;
     // Null, or [T][K]. ROWMM_RMS writes x here, summed; the others write the values that are packed. With ROWMM_HEAD_RMS, and
     // with parts, rowmm_pack needs x, y, w and this aligned to 16, and x_row and y_row to be multiples of 4.
     float *copy;
     int32_t overlap; // it means what it does in RowmmArgs
+    // Null, or [K] aligned to 16, with parts and ROWMM_RMS: the sum of parts is normed by these weights and eps before x is
+    // added, and then multiplied by post_scale. `w` and `out` may be null then. K is ROWMM_POST_K or less.
+    const float *post;
+    float post_scale;
 };
+constexpr int64_t ROWMM_POST_K = 8192; // a block of 32 warps has a row
 
 // Returns the bytes of packed activations, which grow with T. The last [T][K / 256] F32, of ROWMM_RMS, are
 // sums of squares of x.

@@ -2,6 +2,7 @@
 // parts of K.
 #pragma once
 
+#include "common/activation.cuh"
 #include "moe/item.cuh"
 #include "moe/units.cuh"
 
@@ -37,7 +38,7 @@ __device__ __forceinline__ void scale_part(Sums<1> &acc, const Matrix &m, int ex
     }
 }
 
-// Adds the parts of K by pairs, and makes silu(gate) * up of two matrices. A place below zero is nobody's.
+// Adds the parts of K by pairs, and makes f(gate) * up of two matrices. A place below zero is nobody's.
 template <int ROWS>
 __device__ void write_out(const MatmulParams &p, const Group &g, const Parts<ROWS> &parts, const int *places,
                           int count, int x, int step) {
@@ -62,7 +63,8 @@ __device__ void write_out(const MatmulParams &p, const Group &g, const Parts<ROW
             }
         }
         const float sum = sums[0];
-        p.out[places[column] * p.out_row + n] = n_matrices == 1 ? sum : sum / (1 + expf(-sum)) * sums[1];
+        p.out[places[column] * p.out_row + n] =
+            n_matrices == 1 ? sum : activated(p.activation, sum) * sums[1];
     }
 }
 

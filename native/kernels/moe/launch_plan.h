@@ -115,6 +115,7 @@ inline bool set_params(MatmulParams &p, const MoeMatmulArgs &a, bool up) {
     p.max_items = int32_t(max_items(d));
     p.item_rows = item_rows(d);
     p.log_matrices = up ? 1 : 0;
+    p.activation = a.activation;
     const int64_t E = d.E, FF = d.FF, FFs = d.FF_shared;
     if (!set_group(p.experts, a.first, a.second, up ? E : FF, up ? FF : E, up, false) ||
         (d.shared() &&

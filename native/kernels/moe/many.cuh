@@ -192,8 +192,9 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
         }
         __syncthreads();
         if (w.matrix == 0) {
-            each(
-                [&](float v, int row, int o) { write(v / (1 + expf(-v)) * s.up[warp / 2][row][o], row, o); });
+            each([&](float v, int row, int o) {
+                write(activated(p.activation, v) * s.up[warp / 2][row][o], row, o);
+            });
         }
         __syncthreads();
     }

@@ -5,7 +5,7 @@
 // A launch has as many blocks as run at once, and each goes through its tasks, which it lists ahead. A warp
 // brings its own units into shared memory, ahead and across its tasks; the rows of the next task come
 // while one is multiplied. The parts of K are then added by pairs (moe/plan.h). In up, gate and up are two warps
-// of the same block, which go through silu(gate) * up together. Down packs its rows, which are up's F32
+// of the same block, which go through f(gate) * up together. Down packs its rows, which are up's F32
 // results, itself. A step of few rows has a kernel of its own (moe/few.cuh), and so have up of one row (moe/one.cuh) and many
 // rows (moe/many.cuh).
 #include "matmul/pack.cuh"

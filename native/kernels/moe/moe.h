@@ -1,10 +1,11 @@
 // Runs a mixture of experts on a GPU, in four launches: route, up, down, sum.
 //
 //   route  v = RMS(x) * norm; the router's logits, in F32; each row's experts and their weights; the list of work
-//   up     h = silu(gate v) * (up v) for each row and each of its experts
+//   up     h = f(gate v) * (up v) for each row and each of its experts, where f is an activation
 //   down   y = down h
 //   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert;
 //          it may also pack out for the product behind, which norms it
+// The router may have a norm of its own, a weight a factor of its expert's, and the sum no residual.
 //
 // A step of few rows needs no list: there up and down choose the experts themselves, each block anew, but for down of very few
 // rows, which takes what up has left. Of one row, down and sum may be one launch, end, which packs nothing: the product behind
@@ -75,6 +76,11 @@ struct MoeRouteArgs {
     void *routed; // [moe_routed_bytes(dims)], aligned to 16
     float *values; // null, or [T][E]: v is left here as well; aligned to 16
     int32_t overlap; // it means what it does in RowmmArgs
+    const float *
+        router_norm; // null, or [E], aligned to 16: the router reads RMS(x) * router_norm * router_scale, and not v
+    float router_scale;
+
+    ROWMM_BOTH float logit_scale() const { return router_norm != nullptr ? router_scale : 1.0f; }
 };
 
 // These are matrices that each expert has one of, packed by rowmm_permute one behind the other.
@@ -95,6 +101,7 @@ struct MoeMatmulArgs {
     float *out; // up: h; down: y, [places][E]; aligned to 16
     int32_t overlap;
     void *records; // down: room for h packed, moe_record_bytes(dims); aligned to 16
+    int32_t activation; // of up (common/activation.h)
 };
 
 struct MoeSumArgs {
@@ -104,13 +111,14 @@ struct MoeSumArgs {
     // Null, or [T][E], aligned to 16: the experts' weighted sums, made elsewhere. Then y is the shared
     // expert's [T][E].
     const float *sums;
-    const float *residual; // [T][E], aligned to 16
+    const float *residual; // null, or [T][E], aligned to 16
     float *out; // [T][E], aligned to 16; may be residual
     const float *norm; // [E], aligned to 16; `packed` needs it
     // Null, or [rowmm_x_bytes(T, E)], aligned to 16: `out` is packed here as ROWMM_RMS, with `norm` for its
     // weights. Then T is ROWMM_MAX_ROWS or less.
     void *packed;
     int32_t overlap;
+    const float *scales; // null, or [n_expert], by which the weights of experts are multiplied; not of `sums`
 };
 
 struct MoeEndArgs {

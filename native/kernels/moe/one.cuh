@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
     if (f < 1 << g.log_fragments && n < g.N) {
         const float *parts = s.parts[2 * f * n_parts] + o;
         const float gate = add_parts(parts, n_parts), up = add_parts(parts + FRAGMENT, n_parts);
-        p.out[(rank < 0 ? p.n_used : rank) * p.out_row + n] = gate / (1 + expf(-gate)) * up;
+        p.out[(rank < 0 ? p.n_used : rank) * p.out_row + n] = activated(p.activation, gate) * up;
     }
 }
 

@@ -38,6 +38,7 @@ struct MatmulParams {
     float *out;
     int64_t out_row, h_row;
     int32_t T, n_used, n_expert, n_shared, max_items;
+    int32_t activation;
     int32_t log_matrices, slot_bytes, slots;
     int32_t row_bytes, capacity; // so many rows are in shared memory, so far from each other
     int32_t item_rows, steps; // an item has so many rows at most, and a task so many steps of outputs

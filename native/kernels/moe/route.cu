@@ -19,13 +19,17 @@ constexpr int SOME_ROWS = 3; // a thread has fewer registers for so many: those 
 
 // Holds a thread's share of a row, or of as many rows as a tile has.
 struct Norm {
+    const float *weights;
     float4 w[VALUES];
 
-    __device__ void load(const MoeRouteArgs &a, int first, int n) {
+    __device__ explicit Norm(const float *norm, const MoeRouteArgs &a) : weights(norm) {
+        load(threadIdx.x, int(a.dims.E / 4));
+    }
+    __device__ void load(int first, int n) {
 #pragma unroll
         for (int j = 0; j < VALUES; j++) {
             const int i = first + j * THREADS;
-            w[j] = i < n ? reinterpret_cast<const float4 *>(a.norm)[i] : float4{};
+            w[j] = i < n ? reinterpret_cast<const float4 *>(weights)[i] : float4{};
         }
     }
 };
@@ -40,7 +44,7 @@ __device__ void weigh(const MoeRouteArgs &a, Norm &norm, int row0, int rows, flo
     float sums[ROWS] = {};
     for (int first = threadIdx.x; first < n; first += VALUES * THREADS) {
         if (first >= VALUES * THREADS) {
-            norm.load(a, first, n);
+            norm.load(first, n);
         }
         float4 q[ROWS][VALUES];
 #pragma unroll
@@ -205,9 +209,21 @@ __device__ void find_logits(const RouteParams &p, Router &router, TileShared &ti
                 sum += tile.dots[o][h][r];
             }
             __stcg(p.of<float>(p.at.logits) + (row0 + r) * logits_row(d) + output,
-                   sum * scale_of(p.a, tile, r));
+                   sum * scale_of(p.a, tile, r) * p.a.logit_scale());
         }
     }
+}
+
+// Leaves x * norm of a tile's rows in v.
+__device__ void weigh(const RouteParams &p, Norm &norm, int row0, int rows, float *v, TileShared &tile) {
+    if (rows == 1) {
+        weigh<1>(p.a, norm, row0, rows, v, tile);
+    } else if (rows <= SOME_ROWS) {
+        weigh<SOME_ROWS>(p.a, norm, row0, rows, v, tile);
+    } else {
+        weigh<TILE_ROWS>(p.a, norm, row0, rows, v, tile);
+    }
+    __syncthreads();
 }
 
 // The grid is {the router's outputs / OUTPUTS, of MANY rows fewer, and maybe blocks that pack; tiles of rows}.
@@ -223,26 +239,23 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     float *v = reinterpret_cast<float *>(shared); // [TILE_ROWS][E]
     let_next_start();
     Router router(p.a, first * OUTPUTS + warp / HALVES);
-    Norm norm;
-    norm.load(p.a, threadIdx.x, int(d.E / 4));
+    Norm norm(p.a.router_norm != nullptr ? p.a.router_norm : p.a.norm, p.a);
     wait_for_previous();
     if (blockIdx.x + blockIdx.y == 0 &&
         int(threadIdx.x) < p.polled) { // who is behind up waits for what it leaves here
         __stcg(p.of<int32_t>(p.at.ids) + threadIdx.x, -1);
     }
-    if (rows == 1) {
-        weigh<1>(p.a, norm, row0, rows, v, tile);
-    } else if (rows <= SOME_ROWS) {
-        weigh<SOME_ROWS>(p.a, norm, row0, rows, v, tile);
-    } else {
-        weigh<TILE_ROWS>(p.a, norm, row0, rows, v, tile);
-    }
-    __syncthreads();
+    weigh(p, norm, row0, rows, v, tile);
     find_logits(p, router, tile, v, first, row0, rows);
     for (int i = 1; MANY && i < p.groups; i++) {
         Router next(p.a, (first + i) * OUTPUTS + warp / HALVES);
         __syncthreads(); // the dots before have been added up
         find_logits(p, next, tile, v, first + i, row0, rows);
+    }
+    if (p.a.router_norm != nullptr) { // what experts read is normed by other weights
+        __syncthreads();
+        Norm other(p.a.norm, p.a);
+        weigh(p, other, row0, rows, v, tile);
     }
     uint32_t *counters = static_cast<uint32_t *>(p.a.counters);
     // Of a step of few rows the experts are chosen behind this (moe.h), unless others multiply by them.
@@ -298,7 +311,7 @@ int64_t moe_open_offset(const MoeDims &dims) {
 int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     const MoeDims &d = args.dims;
     if (!moe_has(d) || !given(args.x) || !given(args.norm) || !given(args.router) || !given(args.routed) ||
-        !given(args.counters) || (d.shared() && !given(args.shared_gate))) {
+        !given(args.counters) || (d.shared() && !given(args.shared_gate)) || !aligned(args.router_norm)) {
         return int(cudaErrorInvalidValue);
     }
     if (d.T == 0) {

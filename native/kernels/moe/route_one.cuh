@@ -80,11 +80,12 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_one_kernel(const __grid_
         return;
     }
     const Router router(p.a, blockIdx.x * OUTPUTS + warp / HALVES);
+    const float *weights = p.a.router_norm != nullptr ? p.a.router_norm : p.a.norm;
     float4 norm[WEIGHTS], x[WEIGHTS];
 #pragma unroll
     for (int j = 0; j < WEIGHTS; j++) {
         const int i = Router::at(j);
-        norm[j] = i < n ? reinterpret_cast<const float4 *>(p.a.norm)[i] : float4{};
+        norm[j] = i < n ? reinterpret_cast<const float4 *>(weights)[i] : float4{};
     }
     OneSquares own(p.a);
     const float4 *first = reinterpret_cast<const float4 *>(p.a.x + blockIdx.y * d.E) + Router::at(0);
@@ -125,7 +126,8 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_one_kernel(const __grid_
         for (int h = 1; h < HALVES; h++) {
             sum += tile.dots[threadIdx.x][h][0];
         }
-        __stcg(p.of<float>(p.at.logits) + blockIdx.y * logits_row(d) + output, sum * scale_of(p.a, tile, 0));
+        __stcg(p.of<float>(p.at.logits) + blockIdx.y * logits_row(d) + output,
+               sum * scale_of(p.a, tile, 0) * p.a.logit_scale());
     }
 }
 

@@ -59,16 +59,28 @@ struct RowOf {
         const float *x = p.a.residual + row * d.E;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            residual.v[j] =
-                k + 4 * j < d.E ? __ldcg(reinterpret_cast<const float4 *>(x + k + 4 * j)) : float4{};
+            residual.v[j] = p.a.residual != nullptr && k + 4 * j < d.E
+                                ? __ldcg(reinterpret_cast<const float4 *>(x + k + 4 * j))
+                                : float4{};
         }
         const auto *opens =
             reinterpret_cast<const float *>(static_cast<const uint8_t *>(p.a.routed) + p.at.open);
         open = d.shared() ? __ldcg(opens + row) : 0.0f;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            weights[i] = i < d.n_used ? __ldcg(of_ranks + i) : 0.0f;
+            weights[i] = i < d.n_used ? weight_of(p, of_ranks, row, i) : 0.0f;
         }
+    }
+    // Returns the weight of a rank, with the factor of its expert.
+    static __device__ __forceinline__ float weight_of(const SumParams &p, const float *of_ranks, int64_t row,
+                                                      int rank) {
+        const float weight = __ldcg(of_ranks + rank);
+        if (p.a.scales == nullptr) {
+            return weight;
+        }
+        const auto *ids =
+            reinterpret_cast<const int32_t *>(static_cast<const uint8_t *>(p.a.routed) + p.at.ids);
+        return weight * p.a.scales[__ldcg(ids + row * p.a.dims.n_used + rank)];
     }
 };
 
@@ -110,7 +122,9 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
         for (int i = 0; i < AHEAD; i++) {
             const bool present = first + i < d.n_used;
             of_rank[i] = present ? own_values(p.a.y + (row * d.n_used + first + i) * E, k, E) : Own{};
-            w[i] = first == 0 ? own.weights[i] : present ? weights[first + i] : 0.0f;
+            w[i] = first == 0 ? own.weights[i]
+                   : present  ? RowOf::weight_of(p, weights, row, first + i)
+                              : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
@@ -147,7 +161,7 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
 int cuda::moe_sum(const MoeSumArgs &args, void *stream) {
     const MoeDims &d = args.dims;
     if (!moe_has(d) || !given(args.routed) || ((args.sums == nullptr || d.shared()) && !given(args.y)) ||
-        (args.sums != nullptr && !given(args.sums)) || !given(args.residual) || !given(args.out) ||
+        (args.sums != nullptr && !given(args.sums)) || !aligned(args.residual) || !given(args.out) ||
         (args.packed != nullptr && (!given(args.packed) || !given(args.norm) || d.T > ROWMM_MAX_ROWS))) {
         return int(cudaErrorInvalidValue);
     }

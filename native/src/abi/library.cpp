@@ -37,8 +37,12 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
     for (uint32_t i = 0; i < std::min(n, uint32_t(LUCE_MAX_DRAFTERS) + 1); i++) { // more are refused there
         drafters.push_back({g_files.get(params->drafters[i].file)->gguf, params->drafters[i].kind});
     }
-    return Model::describe(file.gguf, drafters, find_device(params == nullptr ? nullptr : params->device),
-                           params == nullptr ? 0 : params->n_cpu_experts);
+    const Device &device = find_device(params == nullptr ? nullptr : params->device);
+    if (const Architecture &a = architecture_of(*file.gguf); device.gpu && !a.on_gpu) {
+        fail(LUCE_E_UNSUPPORTED, "%s: luce does not run %s on a GPU yet: device \"cpu\" runs it",
+             file.gguf->path().c_str(), a.name);
+    }
+    return Model::describe(file.gguf, drafters, device, params == nullptr ? 0 : params->n_cpu_experts);
 }
 
 } // namespace

@@ -41,6 +41,7 @@ Moe read_mixture(WeightReader &r, const std::string &p, const MoeShape &shape, i
     }
     const std::string down = p + "ffn_down_exps.weight";
     m.down = scaled ? r.scaled_experts(down, FF, E, n, in_ram) : r.experts(down, FF, E, n, in_ram);
+    m.down_scale = scaled ? r.f32(p + "ffn_down_exps.scale", {n}) : nullptr;
     return m;
 }
 

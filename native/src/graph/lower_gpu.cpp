@@ -9,7 +9,7 @@
 //                        out                 rowmm_parts
 //                        residual, norm      rowmm_parts_rms       adds the parts up; x, squares of x, packed x * w
 //   and the FFN          gate up             rowmm_parts           applies the norm's scale to its sums
-//                        SwiGLU              rowmm_parts_swiglu    adds the parts up, packs
+//                        SwiGLU or GEGLU     rowmm_parts_glu       adds the parts up, packs
 //                        down                rowmm_parts
 //                        residual, norm      rowmm_parts_rms       of the next block
 //   or, ahead of a mixture, of up to 8 rows: out, residual   rowmm_add   a block has all of K of its outputs
@@ -24,6 +24,10 @@
 //                        norms, RoPE, cells  attention_heads       adds the parts up
 //                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed
 //                        out, residual ..    as above, and the FFN
+//   where products are normed ahead of the residual
+//                        residual, norms     rowmm_parts_post      adds the parts up, norms; x, squares of x, packed x * w
+//   and its mixture, beside an FFN whose sum is normed by ggml
+//                        norms, router       moe_route, moe_up, moe_down, moe_sum_prompt   the router's norm is another
 //   once a step          plan                attention_plan        which block of attention does what, for all layers
 //   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
 //                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
@@ -61,8 +65,10 @@ bool all_packed(const std::vector<ggml_tensor *> &weights) {
     return std::all_of(weights.begin(), weights.end(), is_packed);
 }
 
-bool is_swiglu(const Node &n) {
-    return n.op == Op::glu && std::get<Activation>(n.params) == SILU;
+RowmmPackArgs of_glu(const Node &n) {
+    RowmmPackArgs a{};
+    a.activation = std::get<Activation>(n.params);
+    return a;
 }
 
 class GpuLowering : public Lowering {
@@ -107,11 +113,11 @@ protected:
             t = t == nullptr ? pack(ops::rowmm_pack_rms, {x, norm.w}, norm.eps) : t;
         } else if (t != nullptr) {
             return t;
-        } else if (is_swiglu(n) && reads_partials(n)) {
-            t = ops::rowmm_parts_swiglu(ctx, {partials(n.in[0])});
-        } else if (is_swiglu(n)) {
+        } else if (n.op == Op::glu && reads_partials(n)) {
+            t = ops::rowmm_parts_glu(ctx, {partials(n.in[0])}, of_glu(n));
+        } else if (n.op == Op::glu) {
             ggml_tensor *gate = flat(n.in[0]), *up = flat(n.in[1]);
-            t = pack(ops::rowmm_pack_swiglu, {gate, up});
+            t = ops::rowmm_pack_glu(ctx, {gate, up}, of_glu(n));
         } else if (n.op == Op::gated_norm) {
             ggml_tensor *o = flat(n.in[0]), *z = flat(n.in[1]);
             t = pack(ops::rowmm_pack_gated, {o, n.w[0], z}, std::get<float>(n.params));
@@ -139,7 +145,7 @@ protected:
                                                                               : &ops::attention_packed;
     }
 
-    // SwiGLU adds partial sums up where the product behind it leaves such sums too. A shared expert's does not, beside experts
+    // A glu adds partial sums up where the product behind it leaves such sums too. A shared expert's does not, beside experts
     // of the host: nothing waits for it.
     bool reads_partials(const Node &glu) const {
         const Target target = {plain, gpu, nullptr};
@@ -202,10 +208,10 @@ protected:
             if (ggml_tensor *x = flat(norm.x); ggml_is_contiguous(x)) {
                 return t = pack(ops::gemm_pack_norm, {x, norm.w}, norm.eps);
             }
-        } else if (is_swiglu(n)) {
+        } else if (n.op == Op::glu) {
             ggml_tensor *gate = flat(n.in[0]), *up = flat(n.in[1]);
             if (ggml_is_contiguous(gate) && ggml_is_contiguous(up)) {
-                return t = pack(ops::gemm_pack_swiglu, {gate, up});
+                return t = ops::gemm_pack_glu(ctx, {gate, up}, of_glu(n));
             }
         } else if (n.op == Op::gated && plain.at(n.in[1]).op == Op::split_heads) {
             if (ggml_tensor *x = flat(n.in[0]); ggml_is_contiguous(x)) {
@@ -299,22 +305,44 @@ protected:
         made(normed, Form::packed) = t[1];
     }
 
+    // Its params and weights are of the node whose place it took: a number that scales the stream, or none.
+    void add_normed(const Node &n, Val y) {
+        const Val normed = {y.graph, y.node, 1};
+        NormOf norm{};
+        const bool packs = n.n.size() > 1 && as_norm(normed, norm);
+        const Node &post = part(n, "A");
+        RowmmPackArgs a{};
+        a.eps = std::get<float>(post.params);
+        a.post_scale = n.part("F") >= 0 ? std::get<float>(n.params) : 1.0f;
+        ggml_tensor *parts = partials(n.in[1]), *residual = flat(n.in[0]);
+        const OpNode t =
+            ops::rowmm_parts_post(ctx, {post.w[0], parts, residual, packs ? norm.w : nullptr}, a);
+        made(y, Form::rows) = t[0];
+        if (packs) {
+            made(normed, Form::packed) = t[1];
+        }
+    }
+
     void heads(const Node &n, Val y) {
         const Node &k_norm = part(n, "k_norm");
         const KvLayer &kv = std::get<KvLayer>(n.params);
         const AttentionShape &shape = *std::get<const AttentionShape *>(part(n, "Q").params);
-        const bool queries = n.in.size() > 2;
+        const bool queries = n.part("q_norm") >= 0;
+        const std::vector<ggml_tensor *> &factors = part(n, "Q").w;
         AttentionHeadsArgs a{};
         a.rope_dim = int32_t(shape.rope_dim);
         a.base = shape.rope_base;
         a.eps = std::get<float>(k_norm.params);
+        a.gated = n.part("S") >= 0;
+        a.unit_v = n.part("V") >= 0;
         const OpNode t =
             ops::attention_heads(ctx,
                                  {partials(n.in[0]), k_norm.w[0], in->positions, kv.cells.k, kv.cells.v,
-                                  in->ctl, pages_of(kv.cells), queries ? part(n, "q_norm").w[0] : nullptr},
+                                  in->ctl, pages_of(kv.cells), queries ? part(n, "q_norm").w[0] : nullptr,
+                                  factors.empty() ? nullptr : factors[0]},
                                  a);
         expand(t.node); // attention reads the cells and not this node
-        for (int32_t half = 0; queries && half < 2; half++) {
+        for (int32_t half = 0; queries && half < (a.gated != 0 ? 2 : 1); half++) {
             made({y.graph, y.node, 1 + half}, Form::rows) = t[half];
         }
     }
@@ -408,34 +436,69 @@ protected:
 
     // ---- mixtures ----
 
+    // Which experts the rows x {E, T} of a mixture have, and what these read, for the launches behind. The router may have a norm
+    // of its own.
+    ggml_tensor *route(const Node &n, const Moe &w, ggml_tensor *x) {
+        const Node &norm = part(n, "P");
+        MoeRouteArgs a{};
+        a.dims = dims_of(w, n.T);
+        a.eps = std::get<float>(norm.params);
+        const bool own_norm = n.part("Q") >= 0;
+        a.router_scale = own_norm ? std::get<float>(part(n, "F").params) : 0.0f;
+        return (w.in_ram ? ops::moe_route_values
+                         : ops::moe_route)(ctx,
+                                           {x, norm.w[0], stage().rowmm_scratch, w.router, w.shared_gate,
+                                            own_norm ? part(n, "Q").w[0] : nullptr},
+                                           a)
+            .node;
+    }
+    // What experts in host memory make of it.
+    ggml_tensor *experts_of_host(const Moe &w, ggml_tensor *routed, int64_t T) {
+        RamGiveArgs give{};
+        give.dims = dims_of(w, T);
+        return host_experts(expand(ops::ram_give(ctx, {routed}, give)), nullptr, w, T);
+    }
+    ggml_tensor *up(const Moe &w, ggml_tensor *routed, int64_t T) {
+        MoeMatmulArgs a{};
+        a.dims = dims_of(w, T);
+        a.activation = w.activation;
+        ggml_tensor *gate = w.gate_up != nullptr ? w.gate_up : w.gate;
+        return ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up}, a);
+    }
+    ggml_tensor *rows_of_mixture(const Node &n) {
+        ggml_tensor *x = flat(n.in[0]);
+        return ggml_is_contiguous(x) ? x : ggml_cont(ctx, x);
+    }
+
+    // The mixture of experts of x {E, T}, alone.
+    ggml_tensor *routed_experts(const Node &n) {
+        const Moe &w = *std::get<const Moe *>(part(n, "H").params);
+        ggml_tensor *routed = route(n, w, rows_of_mixture(n));
+        if (w.in_ram) {
+            return experts_of_host(w, routed, n.T);
+        }
+        MoeMatmulArgs of_dims{};
+        MoeSumArgs sum{};
+        of_dims.dims = sum.dims = dims_of(w, n.T);
+        ggml_tensor *experts = ops::moe_down(ctx, {routed, up(w, routed, n.T), w.down, nullptr}, of_dims);
+        return ops::moe_sum_prompt(ctx, {routed, experts, nullptr, nullptr, nullptr, w.down_scale}, sum);
+    }
+
     // x {E, T} + the mixture of experts of its norm, and of a step, packed, the norm that follows.
     void mixture(const Node &n, Val y) {
         const Moe &w = *std::get<const Moe *>(part(n, "H").params);
         const MoeDims dims = dims_of(w, n.T);
-        const Node &norm = part(n, "P");
-        ggml_tensor *x = flat(n.in[0]);
-        x = ggml_is_contiguous(x) ? x : ggml_cont(ctx, x);
-        MoeRouteArgs by_router{};
-        by_router.dims = dims;
-        by_router.eps = std::get<float>(norm.params);
-        ggml_tensor *routed =
-            (w.in_ram ? ops::moe_route_values : ops::moe_route)(
-                ctx, {x, norm.w[0], stage().rowmm_scratch, w.router, w.shared_gate}, by_router)
-                .node;
+        ggml_tensor *x = rows_of_mixture(n), *routed = route(n, w, x);
         ggml_tensor *experts, *sums = nullptr;
         if (w.in_ram) {
             // The shared expert is the device's. It lies between the way to the host and the host's part, which so runs
             // beside it: sources come in a graph's order.
-            RamGiveArgs give{};
-            give.dims = dims;
-            ggml_tensor *given = expand(ops::ram_give(ctx, {routed}, give));
-            sums = host_experts(given, nullptr, w, dims.T);
+            sums = experts_of_host(w, routed, n.T);
             experts = dims.shared() ? flat(n.in[2]) : sums;
         } else {
             MoeMatmulArgs of_dims{};
             of_dims.dims = dims;
-            ggml_tensor *gate = w.gate_up != nullptr ? w.gate_up : w.gate;
-            ggml_tensor *h = ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up}, of_dims);
+            ggml_tensor *h = up(w, routed, n.T);
             const int32_t shared_type = dims.shared() ? w.shared.down->type : w.down->type;
             if (!plain.prefill() && moe_ends_at_once(dims, w.down->type, shared_type)) {
                 // It polls for what up leaves, so no launch comes between (common/overlap.cuh).
@@ -470,16 +533,21 @@ protected:
             case Op::add_norm: add_norm(n, y); break;
             case Op::glu: {
                 ggml_tensor *gate = flat(n.in[0]), *up = flat(n.in[1]);
-                made(y, Form::rows) =
-                    is_swiglu(n) ? ggml_swiglu_split(ctx, gate, up) : ggml_geglu_split(ctx, gate, up);
+                made(y, Form::rows) = std::get<Activation>(n.params) == SILU
+                                          ? ggml_swiglu_split(ctx, gate, up)
+                                          : ggml_geglu_split(ctx, gate, up);
                 break;
             }
+            case Op::add_normed: add_normed(n, y); break;
             case Op::heads: heads(n, y); break;
             case Op::delta_layer: delta_layer(n, y); break;
             case Op::mixture: mixture(n, y); break;
+            case Op::routed_experts: made(y, Form::rows) = routed_experts(n); break;
             case Op::route:
             case Op::experts:
-            case Op::mix: fail(LUCE_E_UNSUPPORTED, "a GPU has no op of experts but by the rules mixture..");
+            case Op::mix:
+                fail(LUCE_E_UNSUPPORTED,
+                     "a GPU has no op of experts but by the rules mixture.. and routed_experts");
             default: fail(LUCE_E_INTERNAL, "a GPU has no op %d of a plain graph", int(n.op));
         }
     }

@@ -98,6 +98,8 @@ enum class Op : uint8_t {
     add_shared,
     host_experts,
     mixture,
+    routed_experts,
+    add_normed,
     any, // of a pattern: every op fits
 };
 

@@ -28,14 +28,27 @@ Pattern rotated(const char *rope, const char *norm, Pattern x) {
 }
 const Pattern QUERIES_OF_M = rotated("Q", "q_norm", {Op::split_heads, "S", {part(Op::matmul, "M", 0)}, 0});
 const Pattern KEYS_OF_M = rotated("", "k_norm", part(Op::matmul, "M", 1));
+// Queries without a gate, and V that is normed: of output `v` of the product.
+Pattern attend_plain(int32_t v) {
+    return {Op::attend,
+            "",
+            {rotated("Q", "q_norm", part(Op::matmul, "M", 0)),
+             {Op::kv_write,
+              "W",
+              {rotated("K", "k_norm", part(Op::matmul, "M", 1)),
+               {Op::unit_norm, "V", {part(Op::matmul, "M", v)}}}}}};
+}
 
 // The experts that the router chose for rows x, which may be normed, and their weighted sum.
 const Pattern ROUTE = {Op::route, "R", {part(Op::matmul, "L", 0)}};
 const Pattern NORMED = {Op::norm, "P", {any("x")}};
-Pattern expert_products(Pattern x) {
-    const auto up = [&](int32_t out) { return Pattern{Op::experts, "H", {x, ROUTE}, out}; };
-    return {Op::mix, "mix", {{Op::experts, "", {{Op::glu, "", {up(0), up(1)}}, ROUTE}}, ROUTE}};
+Pattern expert_products(Pattern x, const Pattern &route = ROUTE) {
+    const auto up = [&](int32_t out) { return Pattern{Op::experts, "H", {x, route}, out}; };
+    return {Op::mix, "mix", {{Op::experts, "", {{Op::glu, "", {up(0), up(1)}}, route}}, route}};
 }
+// The router reads the same rows, normed by weights of its own.
+const Pattern OWN_NORM = {
+    Op::route, "R", {{Op::matmul, "L", {{Op::scale, "F", {{Op::norm, "Q", {any("x")}}}}}, 0}}};
 Pattern gate_of_shared(Pattern shared) {
     return {Op::gated, "", {std::move(shared), part(Op::matmul, "L", 1)}};
 }
@@ -44,6 +57,8 @@ const Pattern SHARED = {
 Pattern beside_shared(Pattern shared) {
     return {Op::add, "", {expert_products(NORMED), gate_of_shared(std::move(shared))}};
 }
+// The residual stream and a product that is normed ahead.
+const Pattern NORMED_PRODUCT = {Op::add, "S", {any("x"), {Op::norm, "A", {{Op::matmul, "M"}}}}};
 // The residual stream behind a block, and the norm ahead of the next one.
 Pattern normed_sum(Pattern y) {
     return {Op::norm, "N", {{Op::add, "S", {any("x"), std::move(y)}}}};
@@ -68,7 +83,10 @@ bool in_step(const Target &t, const Match &) {
     return t.step();
 }
 bool experts_on_gpu(const Target &t, const Match &m) {
-    return t.gpu && !moe_of(t, m).in_ram && moe_of(t, m).activation == SILU;
+    return t.gpu && !moe_of(t, m).in_ram;
+}
+bool experts_of_gpu(const Target &t, const Match &m) {
+    return t.gpu && std::get<float>(node(t, m, "P").params) == std::get<float>(node(t, m, "Q").params);
 }
 bool experts_beside_gpu(const Target &t, const Match &m) {
     return t.gpu && moe_of(t, m).in_ram;
@@ -96,6 +114,17 @@ bool of_partials(const Target &t, const Match &m, size_t n_weights) {
 bool heads_of_partials(const Target &t, const Match &m) {
     return both_normed(t, m) && of_partials(t, m, 3);
 }
+// Queries and keys turn alike, and V is normed with their epsilon.
+bool plain_heads(const Target &t, const Match &m) {
+    const Node &q = node(t, m, "Q"), &product = node(t, m, "M");
+    const auto eps = [&](const char *name) { return std::get<float>(node(t, m, name).params); };
+    const UnitNorm &v = std::get<UnitNorm>(node(t, m, "V").params);
+    const int64_t D = node(t, m, "k_norm").w[0]->ne[0];
+    return SummedHeadSizes::has(D) && v.D == D &&
+           !(std::get<const AttentionShape *>(q.params)->yarn.factor > 1) && q.w == node(t, m, "K").w &&
+           eps("q_norm") == eps("k_norm") && v.eps == eps("k_norm") &&
+           product.w.size() == size_t(node(t, m, "V").in[0].out) + 1 && t.leaves_partials(product.w);
+}
 bool keys_of_partials(const Target &t, const Match &m) {
     return of_partials(t, m, 2);
 }
@@ -121,6 +150,12 @@ bool sum_of_partials(const Target &t, const Match &m) {
     return one_of_partials(t, m) && !rows_for_mixture(t, m) &&
            std::all_of(readers.begin(), readers.end(),
                        [&](int32_t r) { return has(t.graph.nodes[size_t(r)].op, TAKES_PACKED); });
+}
+bool post_of_partials(const Target &t, const Match &m) {
+    return one_of_partials(t, m) && node(t, m, "M").n[0] <= ROWMM_POST_K;
+}
+bool post_and_norm(const Target &t, const Match &m) {
+    return post_of_partials(t, m) && sum_of_partials(t, m);
 }
 bool one_packed(const Target &t, const Match &m) {
     const Node &product = node(t, m, "M");
@@ -168,6 +203,10 @@ std::vector<Rule> table() {
             "the same; the GPU computes the shared expert beside it", "",
             normed_sum(beside_shared(part(Op::matmul, "D", 0))),
             Op::mixture, "S", {{"x"}, {"P"}, {"D"}}, {{"S"}, {"N"}}},
+        {"routed_experts", experts_of_gpu, Bits::device,
+            "as the rule mixture; a norm comes ahead of the residual, so that it is not in these launches", "",
+            expert_products(NORMED, OWN_NORM),
+            Op::routed_experts, "mix", {{"x"}}, {{"mix"}}},
         {"host_experts", experts_in_ram, Bits::device,
             "an expert's weights are read once for all of its rows", "",
             expert_products(any("x")),
@@ -186,6 +225,14 @@ std::vector<Rule> table() {
             "adds the partial sums up once; norms, rotates and stores in one launch", "",
             {Op::attend, "", {QUERIES_OF_M, {Op::kv_write, "W", {KEYS_OF_M, part(Op::matmul, "M", 2)}}}},
             Op::heads, "W", {{"M", 0}, {"M", 1}, {"M", 2}}, {{"W"}, {"Q"}, {"S", 1}}},
+        {"heads_plain", plain_heads, Bits::device,
+            "the same of queries without a gate and V that is normed", "",
+            attend_plain(2),
+            Op::heads, "W", {{"M", 0}, {"M", 1}, {"M", 2}}, {{"W"}, {"Q"}}},
+        {"heads_plain_k", plain_heads, Bits::device,
+            "the same where V is K ahead of its norm", "",
+            attend_plain(1),
+            Op::heads, "W", {{"M", 0}, {"M", 1}}, {{"W"}, {"Q"}}},
         {"heads_kv", keys_of_partials, Bits::device,
             "the same, without queries", "",
             {Op::kv_write, "W", {rotated("Q", "k_norm", part(Op::matmul, "M", 0)), part(Op::matmul, "M", 1)}},
@@ -241,6 +288,18 @@ std::vector<Rule> table() {
             "the same, where there is no residual", "",
             {Op::norm, "N", {{Op::matmul, "M"}}},
             Op::add_norm, "N", {{"M"}}, {{"M"}, {"N"}}},
+        {"add_normed_scaled", post_and_norm, Bits::device,
+            "adds the partial sums up, norms, adds the residual and packs the norm that follows, in one launch", "",
+            {Op::norm, "N", {{Op::scale, "F", {NORMED_PRODUCT}}}},
+            Op::add_normed, "F", {{"x"}, {"M"}}, {{"F"}, {"N"}}},
+        {"add_normed_packed", post_and_norm, Bits::device,
+            "the same, where nothing scales the stream", "",
+            {Op::norm, "N", {NORMED_PRODUCT}},
+            Op::add_normed, "S", {{"x"}, {"M"}}, {{"S"}, {"N"}}},
+        {"add_normed", post_of_partials, Bits::device,
+            "the same, where no norm follows", "",
+            NORMED_PRODUCT,
+            Op::add_normed, "S", {{"x"}, {"M"}}, {{"S"}}},
         {"matmul_add", one_packed, Bits::same,
             "a block of few rows has all of K, so that no sum comes behind it", "5% of a step of the 35b",
             {Op::add, "S", {any("x"), {Op::matmul, "M", {any("y")}}}},

@@ -103,6 +103,8 @@ struct Moe {
     // {E, 2*FF, n}; an expert's gate comes before its up. It is null where they are apart.
     ggml_tensor *gate_up;
     ggml_tensor *down; // {FF, E, n}
+    ggml_tensor
+        *down_scale; // {n} factors of what they give, which down has too (scales_of); null: there are none
     ggml_tensor *shared_gate; // {E}; null means that there is no shared expert
     Ffn shared;
     Activation activation = SILU;

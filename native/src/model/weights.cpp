@@ -301,12 +301,8 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     model->file_ = std::move(file);
     const GgufFile &trunk = *model->file_;
     HParams &hp = model->hp_;
-    if (device.gpu && !model->architecture_->on_gpu) {
-        fail(LUCE_E_UNSUPPORTED, "%s: luce does not run %s on a GPU yet: device \"cpu\" runs it",
-             trunk.path().c_str(), model->architecture_->name);
-    }
     hp = model->architecture_->read_hparams(trunk);
-    check_shapes(trunk.path().c_str(), hp, device.gpu);
+    check_shapes(trunk.path().c_str(), hp);
     if (n_cpu_experts > hp.n_layer) {
         fail(LUCE_E_ARG, "n_cpu_experts is %u, %s has %u layers", n_cpu_experts, trunk.path().c_str(),
              hp.n_layer);

@@ -103,10 +103,11 @@ inline const auto &rowmm_pack_rms = row<RowmmPackArgs>("rowmm_pack_rms", [](auto
     op.dims(a.head, K);
     packs(op, a, ROWMM_RMS);
 });
-inline const auto &rowmm_pack_swiglu = row<RowmmPackArgs>("rowmm_pack_swiglu", [](auto &op, auto &a) {
+inline const auto &rowmm_pack_glu = row<RowmmPackArgs>("rowmm_pack_glu", [](auto &op, auto &a) {
     op.in(FIELD(x), {K, T}).row(a.x_row);
     op.in(FIELD(y), {K, T}).row(a.y_row);
-    packs(op, a, ROWMM_SWIGLU);
+    op.params(FIELD(activation));
+    packs(op, a, ROWMM_GLU);
 });
 inline const auto &rowmm_pack_gated = row<RowmmPackArgs>("rowmm_pack_gated", [](auto &op, auto &a) {
     op.in(FIELD(x), {K, T}).row(a.x_row);
@@ -191,13 +192,33 @@ inline const auto &rowmm_parts_rms = row<RowmmPackArgs>("rowmm_parts_rms", [](au
     op.room(FIELD(out), [](const auto &args) { return rowmm_op_bytes(args.T, args.K); });
     op.runs(nullptr, cuda::rowmm_pack);
 });
-// silu(gate) * up of parts, packed.
-inline const auto &rowmm_parts_swiglu = row<RowmmPackArgs>("rowmm_parts_swiglu", [](auto &op, auto &a) {
+// x + the sum of parts, normed ahead, times a number, and where there is w that packed for a product that norms it.
+inline const auto &rowmm_parts_post = row<RowmmPackArgs>("rowmm_parts_post", [](auto &op, auto &a) {
+    op.in(FIELD(post), {K});
     op.launch(FIELD(parts));
+    op.in(FIELD(x), {K, T}).row(a.x_row);
+    op.in(FIELD(w), {K}).maybe();
+    op.dims(a.K, K);
+    op.params(FIELD(eps), FIELD(post_scale));
+    op.derive([](auto &args) {
+        args.T = args.parts->T;
+        args.input = ROWMM_RMS;
+        args.overlap = 1;
+    });
+    op.known(T, a.T);
+    op.out(FIELD(copy), {K, T});
+    op.room(FIELD(out),
+            [](const auto &args) { return args.w == nullptr ? 0 : rowmm_op_bytes(args.T, args.K); });
+    op.runs(nullptr, cuda::rowmm_pack);
+});
+// f(gate) * up of parts, packed.
+inline const auto &rowmm_parts_glu = row<RowmmPackArgs>("rowmm_parts_glu", [](auto &op, auto &a) {
+    op.launch(FIELD(parts));
+    op.params(FIELD(activation));
     op.derive([](auto &args) {
         args.T = args.parts->T;
         args.K = args.parts->weights[0].N;
-        args.input = ROWMM_SWIGLU;
+        args.input = ROWMM_GLU;
         args.overlap = 1;
     });
     op.room(FIELD(out), [](const auto &args) { return rowmm_op_bytes(args.T, args.K); });
@@ -224,10 +245,11 @@ inline const auto &gemm_pack_norm = row<RowmmPackArgs>("gemm_pack_norm", [](auto
     op.params(FIELD(eps));
     packs_prompt(op, a, ROWMM_RMS);
 });
-inline const auto &gemm_pack_swiglu = row<RowmmPackArgs>("gemm_pack_swiglu", [](auto &op, auto &a) {
+inline const auto &gemm_pack_glu = row<RowmmPackArgs>("gemm_pack_glu", [](auto &op, auto &a) {
     op.in(FIELD(x), {K, T});
     op.in(FIELD(y), {K, T});
-    packs_prompt(op, a, ROWMM_SWIGLU);
+    op.params(FIELD(activation));
+    packs_prompt(op, a, ROWMM_GLU);
 });
 // Heads of the gate lie 2 D apart.
 inline const auto &gemm_pack_gated = row<RowmmPackArgs>("gemm_pack_gated", [](auto &op, auto &a) {

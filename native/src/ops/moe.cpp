@@ -99,7 +99,7 @@ int sum_blocks(const MoeSumArgs &all, void *stream) {
         a.routed = routed_of(a.routed, all.dims, launch);
         a.y += (a.sums == nullptr ? launch * full(dims).places() : t) * dims.E;
         a.sums = a.sums == nullptr ? nullptr : a.sums + t * dims.E;
-        a.residual += t * dims.E;
+        a.residual = a.residual == nullptr ? nullptr : a.residual + t * dims.E;
         a.out += t * dims.E; // with `packed` one launch has all rows
         return cuda::moe_sum(a, stream);
     });

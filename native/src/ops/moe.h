@@ -149,8 +149,9 @@ template <class Row, class A> void routes(Row &op, A &a) {
     });
     op.in(FIELD(router), {E, experts});
     op.in(FIELD(shared_gate), {E}).maybe();
+    op.in(FIELD(router_norm), {E}).maybe();
     takes_dims(op, a.dims);
-    op.params(FIELD(eps));
+    op.params(FIELD(eps), FIELD(router_scale));
     op.derive([](auto &args) { args.overlap = 1; });
     op.room(FIELD(routed), [](const auto &args) { return moe_all_routed_bytes(args.dims); });
     op.runs(nullptr, route_blocks);
@@ -174,6 +175,7 @@ inline const auto &moe_up = row<MoeMatmulArgs>("moe_up", [](auto &op, auto &a) {
     op.in(FIELD(shared_first), {E, N}).maybe();
     op.in(FIELD(shared_second), {E, N}).maybe();
     takes_dims(op, a.dims);
+    op.params(FIELD(activation));
     op.derive([](auto &args) { args.overlap = 1; });
     op.room(FIELD(out), [](const auto &args) { return args.dims.places() * args.dims.h_row() * 4; });
     op.runs(nullptr, up_blocks);
@@ -209,9 +211,10 @@ template <class Row, class A> void sums_up(Row &op, A &a) {
     op.in("y", ArgForm::f32, {ANY, ANY}, [](auto &args, const ggml_tensor &, uint8_t *at) {
         args.y = reinterpret_cast<const float *>(at); // places of E, or the shared expert's {E, T}
     });
-    op.in(FIELD(residual), {E, T});
-    op.in(FIELD(norm), {E});
+    op.in(FIELD(residual), {E, T}).maybe();
+    op.in(FIELD(norm), {E}).maybe();
     op.in(FIELD(sums), {E, T}).maybe();
+    op.in(FIELD(scales), {experts}).maybe();
     takes_dims(op, a.dims);
     op.derive([](auto &args) { args.overlap = 1; });
     op.out(FIELD(out), {E, T});

@@ -7,7 +7,8 @@
 namespace luce {
 
 // E_UNSUPPORTED names the key, as it follows the architecture's name in the file at `path`, its value, and what luce runs.
-void check_attention(const char *path, const AttentionShape &shape, bool gpu_block); // or of a block that a GPU drafts
+void check_attention(const char *path, const AttentionShape &shape,
+                     bool gpu_block); // or of a block that a GPU drafts
 void check_shapes(const char *path, const HParams &hp);
 
 } // namespace luce

@@ -41,7 +41,7 @@ def model(kind: str, native: Library, device: str, tmp_path_factory: pytest.Temp
     path = tmp_path_factory.mktemp("cuts") / "model.gguf"
     if "gemma4" in kind:
         tiny_gemma4.write(path, GEMMA, tiny_gemma4.layout(GEMMA, 7), kind.split()[0], quantize=native.quantize)
-        return drive.open_model(native, path)  # No GPU runs it.
+        return drive.open_model(native, path, drive.where_it_runs(native, path, device))
     config = tiny.with_experts(WIDE) if "experts" in kind else WIDE
     tiny.write(path, config, tiny.layout(config, 7), kind.split()[0], quantize=native.quantize)
     return drive.open_model(native, path, device, head=True)
@@ -196,8 +196,8 @@ def test_where_ggml_multiplies_a_prompt_is_cut_at_its_chunks(native: Library, de
     assert engine.info.n_cut == 512
 
 
-def test_an_engine_says_where_a_prompt_may_be_cut(whole: Engine, small: Engine, kind: str, device: str) -> None:
-    assert whole.info.n_cut == small.info.n_cut == (64 if device == "cpu" or "gemma4" in kind else 128)
+def test_an_engine_says_where_a_prompt_may_be_cut(whole: Engine, small: Engine, model: Model) -> None:
+    assert whole.info.n_cut == small.info.n_cut == (64 if model.info.device == "cpu" else 128)
     with small.sequence() as sequence:
         with pytest.raises(ArgumentError, match=r"257 tokens.*at most 256"):
             sequence.prefill(tokens_of(PAGE + 1, 1))

@@ -36,8 +36,9 @@ def file_of(folder: Path, window: int) -> Path:
 
 
 @pytest.fixture(params=WINDOWS)
-def model(request: pytest.FixtureRequest, native: Library, folder: Path) -> Model:
-    return drive.open_model(native, file_of(folder, request.param))
+def model(request: pytest.FixtureRequest, native: Library, device: str, folder: Path) -> Model:
+    path = file_of(folder, request.param)
+    return drive.open_model(native, path, drive.where_it_runs(native, path, device))
 
 
 def tokens_of(n: int, seed: int) -> list[int]:

@@ -21,7 +21,7 @@ from luce.native import Library
 LOWER_GPU = ROOT / "native" / "src" / "graph" / "lower_gpu.cpp"
 CONFIG = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128)
 MOVED = {"GET_ROWS", "SET_ROWS", "CONCAT"}
-FFN = Counter({"rowmm_parts": 2, "rowmm_parts_swiglu": 1, "rowmm_parts_rms": 1})
+FFN = Counter({"rowmm_parts": 2, "rowmm_parts_glu": 1, "rowmm_parts_rms": 1})
 OUT = FFN + Counter({"rowmm_parts": 1, "rowmm_parts_rms": 1})
 # A mixture's router takes the rows as they are, which a product of few rows leaves at once.
 MIXTURE = Counter({"rowmm_add": 1, "moe_route": 1, "moe_up": 1, "moe_down": 1, "moe_sum": 1})

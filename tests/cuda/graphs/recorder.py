@@ -35,12 +35,13 @@ import gguf
 import tiny
 import tiny_dflash
 import tiny_dflash2
+import tiny_gemma4
 from cuda.as_cpp import as_cpp, copy
 from hollow import write_without_weights
 
 import luce
 from luce.bench.oracle_tokenizer import add_tokenizer
-from luce.convert import hf_dflash, qwen35_layout
+from luce.convert import gemma4_layout, hf_dflash, qwen35_layout
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -56,7 +57,7 @@ def all_of(kind: str, others: Mapping[str, str] | None = None) -> Types:
     """Matrices of one type, but for those whose names have a part of `others`."""
 
     def type_of(name: str) -> str:
-        if not tiny.quantizable(name):
+        if not (tiny.quantizable(name) and tiny_gemma4.quantizable(name)):
             return "F32"
         return next((other for part, other in (others or {}).items() if part in name), kind)
 
@@ -67,7 +68,7 @@ def all_of(kind: str, others: Mapping[str, str] | None = None) -> Types:
 class Case:
     """A model, and what an engine opens of it. Its files hold no weights."""
 
-    config: tiny.Config
+    config: tiny.Config | gemma4_layout.Config
     type_of: Types
     kv_type: str = "F16"
     drafter: hf_dflash.DFlash | None = None
@@ -97,6 +98,20 @@ DRAFTER_OF_SMALL = tiny_dflash.drafter(
 K_QUANTS = all_of(
     "Q4_K", {"output": "Q6_K", "ffn_down": "Q6_K", "attn_v": "Q8_0", "ssm_alpha": "F32", "ssm_beta": "F32"}
 )
+# Shapes of published Gemma 4 models, but for their vocabulary, and of their layers those that have all neighbours.
+GEMMA4 = {
+    name: replace(config, sliding=sliding, n_vocab=4096, n_ctx=8192, n_shared_kv=n_shared)
+    for name, sliding, n_shared, config in (
+        (name, sliding, n_shared, tiny_gemma4.PUBLISHED[name])
+        for name, sliding, n_shared in (
+            ("31B", (True, True, False), 0),
+            ("26B-A4B", (True, False), 0),
+            ("E2B", (True, False, True, False), 2),
+        )
+    )
+}
+OF_32 = all_of("Q4_K", {"output": "Q6_K", "token_embd": "Q6_K", "ffn_down": "Q8_0"}) # rows of no multiple of 256
+
 CASES: dict[str, Case] = {
     "27b": Case(LARGE, K_QUANTS, options={"head": 1}),
     "27b-dflash": Case(LARGE, K_QUANTS, "Q8_0", DRAFTER, options={"top": 8}),
@@ -130,6 +145,14 @@ CASES: dict[str, Case] = {
     "35b-fused": Case(replace(MIXTURE, fused_experts=True), K_QUANTS, options={"head": 1}),
     "35b-unshared": Case(replace(MIXTURE, n_ff_shared=0), K_QUANTS),
     "35b-host": Case(MIXTURE, K_QUANTS, options={"head": 1, "cpu_experts": 4}),
+    "gemma4-31b": Case(GEMMA4["31B"], K_QUANTS),
+    "gemma4-31b-q8": Case(GEMMA4["31B"], all_of("Q8_0"), "Q8_0", options={"top": 4}),
+    "gemma4-26b": Case(GEMMA4["26B-A4B"], OF_32),
+    "gemma4-26b-host": Case(GEMMA4["26B-A4B"], OF_32, options={"cpu_experts": 1}),
+    "gemma4-e2b": Case(GEMMA4["E2B"], K_QUANTS),
+    "gemma4-f32": Case(
+        replace(tiny_gemma4.CASES["dense"][0], sliding=(True, False), head_dim=512, head_dim_swa=256, n_ctx=8192),
+        all_of("F32"), "F32"),
     "35b-host-fused": Case(
         replace(MIXTURE, fused_experts=True, n_ff_shared=0), K_QUANTS, options={"cpu_experts": 2}
     ),
@@ -140,9 +163,14 @@ def write_model(folder: Path, name: str, case: Case) -> list[str]:
     """Returns the arguments that say which files are opened, and how."""
     model = folder / f"{name}.gguf"
     w = gguf.GGUFWriter(model, case.config.arch)
-    qwen35_layout.add_keys(w, case.config, name, file_type=0)
+    if isinstance(case.config, gemma4_layout.Config):
+        gemma4_layout.add_keys(w, case.config, name, file_type=0)
+        shapes = gemma4_layout.tensor_shapes(case.config)
+    else:
+        qwen35_layout.add_keys(w, case.config, name, file_type=0)
+        shapes = qwen35_layout.tensor_shapes(case.config)
     add_tokenizer(w, case.config.n_vocab)
-    write_without_weights(w, qwen35_layout.tensor_shapes(case.config), case.type_of)
+    write_without_weights(w, shapes, case.type_of)
     arguments = [str(model), f"kv_type={int(QType[case.kv_type])}"]
     if c := case.drafter:
         w = gguf.GGUFWriter(folder / f"{name}-drafter.gguf", hf_dflash.ARCH)
@@ -150,8 +178,8 @@ def write_model(folder: Path, name: str, case: Case) -> list[str]:
         add_tokenizer(w, c.n_vocab)
         w.add_mask_token_id(c.mask_token_id or 0)
         tiny_dflash2.add_keys(case.more)(w.kv_data[0])
-        shapes = hf_dflash.tensor_shapes(c, set(case.drafter_own)) | tiny_dflash2.tensor_shapes(case.more, c)
-        write_without_weights(w, shapes, case.type_of)
+        of_drafter = hf_dflash.tensor_shapes(c, set(case.drafter_own)) | tiny_dflash2.tensor_shapes(case.more, c)
+        write_without_weights(w, of_drafter, case.type_of)
         arguments.append(f"drafter={folder / name}-drafter.gguf")
     return [*arguments, *(f"{key}={value}" for key, value in case.options.items())]
 

@@ -69,6 +69,7 @@ void place_inputs(const StepInputs &in) {
     put(in.positions, "positions");
     put(in.ctl, "ctl");
     put(in.pages, "pages");
+    put(in.window_pages, "window_pages");
     put(in.hidden_from, "hidden_from");
     put(in.hidden_to, "hidden_to");
     put(in.first_rows, "first_rows");

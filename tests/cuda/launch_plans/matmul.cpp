@@ -106,7 +106,7 @@ void plan_matmul(const Card &card) {
             }
         }
         for (int T = 1; T <= ROWMM_MAX_ROWS; T++) {
-            for (const auto input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_SWIGLU, ROWMM_HEAD_RMS}) {
+            for (const auto input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_GLU, ROWMM_HEAD_RMS}) {
                 RowmmPackArgs a{};
                 a.T = T;
                 a.K = m.FF;
