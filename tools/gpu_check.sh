@@ -14,6 +14,8 @@
 #     oracle    the oracle model and its DFlash drafter, made beside the stages after this one, until one needs them
 #     kernels   the kernels against double precision, a process for each part
 #     suite     the tests that use the device, in slices; how far tokens and logits are from where they belong
+#     gemma     of these tests those of Gemma 4: its goldens, rules, window pages, and that company, widths and cuts of
+#               prompts change no bit
 #     peer      decoding beside llama.cpp: plain, with drafts, auto
 #     auto      drafts of fixed length, then auto in a process of its own; how long an engine takes to open
 #     part      what drafting among a part of the vocabulary gains, by costs and decoded
@@ -58,9 +60,9 @@ slice=${SLICE:-110}
 workers=${WORKERS:-12} threads=${THREADS:-16}
 own_threads=() # luce uses none with a model on a GPU.
 [[ $device != cpu ]] || own_threads=(--threads "$threads")
-all="build oracle kernels suite peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap attention"
-# They took so many seconds on an H200. Those of suite, serve, auto and sampled are reckoned from their parts, that of gap is a guess.
-declare -A takes=([kernels]=40 [suite]=115 [peer]=65 [auto]=32 [part]=85 [sampled]=35 [sweep]=44 [prefill]=30 [dflash]=75
+all="build oracle kernels suite gemma peer auto part sampled sweep prefill dflash nineb experts zero batch serve sanitize kl gap attention"
+# They took so many seconds on an H200. Those of suite, serve, auto and sampled are reckoned from their parts, those of gap and gemma are guesses.
+declare -A takes=([kernels]=40 [suite]=115 [gemma]=40 [peer]=65 [auto]=32 [part]=85 [sampled]=35 [sweep]=44 [prefill]=30 [dflash]=75
     [nineb]=75 [experts]=110 [zero]=90 [batch]=131 [serve]=115 [sanitize]=90 [kl]=60 [gap]=10 [attention]=20)
 need_oracle="peer auto part sampled sweep prefill dflash batch serve"
 

@@ -130,6 +130,12 @@ stage_suite() {
         2>"$out/identity.txt" >/dev/null || echo "token identity: no row, or more differences than were recorded"
     grep -E ' (all|test)$|_error of|, recorded' "$out/identity.txt" | brief 14 120
 }
+stage_gemma() {
+    say "Gemma 4"
+    tests gemma "$((3 * slice))" -n "$workers" -k "gemma or window_pages or sliding" tests/core
+    grep -E '^(FAILED|ERROR) .*(gemma|window_pages|sliding)' "$work/tested.txt" | sort -u | brief 40 150
+    grep -hE '^E  +[^ ]' "$out/gemma.txt" | sort | uniq -c | sort -rn | brief 12
+}
 stage_sanitize() {
     say "kernels under compute-sanitizer"
     run build-racecheck 300 tools/build_checks.sh "$work" racecheck || return

@@ -45,7 +45,13 @@ def test_a_launch_has_to_do_with_its_ops_tensors_alone(name: str, lists: Path) -
     assert "NOT A SOURCE" not in text and "beyond it" not in text
 
 
-def test_prompts_of_long_contexts_fit_what_an_engine_measures(program: Path) -> None:
+LARGE = replace(recorder.LARGE, n_embd=1024, n_ff=3072, n_v_head=16, n_head=8, n_head_kv=2)
+WINDOWS = replace(recorder.GEMMA4["31B"], n_embd=1024, n_ff=3072, n_head=8, n_head_kv=2, n_head_kv_swa=4)
+
+
+@pytest.mark.parametrize(
+    "case", [recorder.Case(LARGE, recorder.K_QUANTS, options={"head": 1}), recorder.Case(WINDOWS, recorder.K_QUANTS)],
+    ids=["recurrent", "windows"])  # fmt: skip
+def test_prompts_of_long_contexts_fit_what_an_engine_measures(case: recorder.Case, program: Path) -> None:
     """Attention of fewer rows than a chunk has may take its ranges of positions apart, which needs more memory."""
-    config = replace(recorder.LARGE, n_embd=1024, n_ff=3072, n_v_head=16, n_head=8, n_head_kv=2)
-    recorder.check_fits(program, "long", recorder.Case(config, recorder.K_QUANTS, options={"head": 1}), 131072)
+    recorder.check_fits(program, "long", case, 131072)

@@ -226,6 +226,14 @@ __device__ void weigh(const RouteParams &p, Norm &norm, int row0, int rows, floa
     __syncthreads();
 }
 
+// Leaves the rows for the experts where the router's have been. It is a call, so that the kernel's other rows keep their registers.
+__device__ __noinline__ void weigh_again(const RouteParams &p, int row0, int rows, float *v,
+                                         TileShared &tile) {
+    __syncthreads();
+    Norm norm(p.a.norm, p.a);
+    weigh(p, norm, row0, rows, v, tile);
+}
+
 // The grid is {the router's outputs / OUTPUTS, of MANY rows fewer, and maybe blocks that pack; tiles of rows}.
 template <bool MANY>
 __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_constant__ RouteParams p) {
@@ -253,9 +261,7 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
         find_logits(p, next, tile, v, first + i, row0, rows);
     }
     if (p.a.router_norm != nullptr) { // what experts read is normed by other weights
-        __syncthreads();
-        Norm other(p.a.norm, p.a);
-        weigh(p, other, row0, rows, v, tile);
+        weigh_again(p, row0, rows, v, tile);
     }
     uint32_t *counters = static_cast<uint32_t *>(p.a.counters);
     // Of a step of few rows the experts are chosen behind this (moe.h), unless others multiply by them.

@@ -103,8 +103,7 @@ protected:
         multiply(RowsInput::f32, w, x, y);
         for (size_t i = 0; i < w.size(); i++) {
             if (luce::rows_input(w[i]->type) == RowsInput::none) {
-                made({y.graph, y.node, int32_t(i)}, Form::rows) =
-                    mul_mat(w[i], values(x), y.node == plain.logits.node);
+                made({y.graph, y.node, int32_t(i)}, Form::rows) = mul_mat(w[i], values(x), gives_logits(y));
             }
         }
     }

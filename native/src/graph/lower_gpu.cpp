@@ -235,8 +235,7 @@ protected:
     // a prompt's tail has it too, the row that gives logits, and a K that cuBLAS does not take. Rows do not depend on each
     // other in either. ggml multiplies with what is not packed.
     bool by_gemm(const ggml_tensor *w, Val y) const {
-        return plain.writes_out() && y.node != plain.logits.node && is_packed(w) &&
-               gemm_has(w->ne[0], w->ne[1]) &&
+        return plain.writes_out() && !gives_logits(y) && is_packed(w) && gemm_has(w->ne[0], w->ne[1]) &&
                size_t(w->ne[0] * w->ne[1] * 2) <= ggml_nbytes(stage().gemm_scratch);
     }
 
@@ -262,7 +261,7 @@ protected:
         }
         for (size_t i = 0; i < w.size(); i++) {
             if (product(i) == nullptr) {
-                product(i) = mul_mat(w[i], flat(x), y.node == plain.logits.node);
+                product(i) = mul_mat(w[i], flat(x), gives_logits(y));
             }
         }
     }

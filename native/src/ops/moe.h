@@ -217,6 +217,8 @@ template <class Row, class A> void sums_up(Row &op, A &a) {
     op.in(FIELD(scales), {experts}).maybe();
     takes_dims(op, a.dims);
     op.derive([](auto &args) { args.overlap = 1; });
+    op.known(E, a.dims.E);
+    op.known(T, a.dims.T);
     op.out(FIELD(out), {E, T});
     op.runs(nullptr, sum_blocks);
 }

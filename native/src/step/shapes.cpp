@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <tuple>
 
 namespace luce {
@@ -378,8 +379,8 @@ static uint32_t cut_of(const Model &model, const CacheParams &params, const Step
     return model.gpu() ? TAIL : ATTEND_ROWS;
 }
 
-// Returns prompts' steps whose attention takes its ranges apart (attention/prefill.h), of each bucket of cells those with most
-// rows: they need memory that steps of more rows do without.
+// Returns prompts' steps whose attention takes its ranges apart (attention/prefill.h), of each bucket of cells and kind of layers
+// those with most rows: they need memory that steps of more rows do without.
 static std::vector<StepShape> steps_apart([[maybe_unused]] const Model &model,
                                           [[maybe_unused]] const Cache &cache) {
     std::vector<StepShape> shapes;
@@ -401,18 +402,20 @@ static std::vector<StepShape> steps_apart([[maybe_unused]] const Model &model,
     for (uint32_t n_kv = kv_bucket(PREFILL_RANGE + 1); n_kv <= kv_bucket(p.n_ctx);
          n_kv = kv_bucket(n_kv + 1)) {
         for (const StepKind kind : {StepKind::prefill, StepKind::prefill_last, StepKind::prefill_tail}) {
-            uint32_t rows = 0;
+            std::set<uint32_t> most; // rows, of each kind of layers
             for (auto &[of, a] : kinds) {
                 const DeviceLimits limits = limits_of(*std::get<const Device *>(of));
                 a.n_kv = n_kv;
                 a.T = int32_t(kind == StepKind::prefill_tail ? std::min(n, TAIL - 1) : n);
-                while (a.T > int32_t(rows) && !prefill_apart(a, limits)) {
+                while (a.T > 0 && !prefill_apart(a, limits)) {
                     a.T--;
                 }
-                rows = uint32_t(a.T);
+                most.insert(uint32_t(a.T));
             }
-            if (rows > 0) {
-                shapes.push_back({kind, rows, n_kv});
+            for (const uint32_t rows : most) {
+                if (rows > 0) {
+                    shapes.push_back({kind, rows, n_kv});
+                }
             }
         }
     }

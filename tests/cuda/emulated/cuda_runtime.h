@@ -29,6 +29,7 @@
 #define __shared__ static
 #define __align__(n) alignas(n)
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 
