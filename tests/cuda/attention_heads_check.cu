@@ -13,7 +13,7 @@ struct Shape {
     bool queries;
     int64_t K; // the product sums over so many values
     // Queries have no gates, V is normed, or it is K before its norm, and RoPE's frequencies are divided.
-    bool plain = false, v_is_k = false;
+    bool plain = false, v_is_k = false, q_alone = false;
 };
 
 // Parts are random, with the sums that they stand for.
@@ -30,7 +30,7 @@ struct Parts {
         if (s.queries) {
             args.weights[args.n_weights++] = {8, (s.plain ? 1 : 2) * s.kv.H * D, nullptr, nullptr, 0, nullptr, 0};
         }
-        for (int i = 0; i < (s.v_is_k ? 1 : 2); i++) {
+        for (int i = 0; i < (s.q_alone ? 0 : s.v_is_k ? 1 : 2); i++) {
             args.weights[args.n_weights++] = {8, s.kv.width(), nullptr, nullptr, 0, nullptr, 0};
         }
         args.parts = memory.p;
@@ -226,10 +226,10 @@ void check_heads(const Shape &s) {
 }
 
 // What stands where frequencies are divided by much is not rotated, and what has half of a frequency turns half as far.
-void check_factors() {
+void check_factors(bool q_alone) {
     constexpr int D = 256, T = 3;
     const KvShape kv{2, 1, D, 0};
-    const Shape s{kv, T, true, 512, true, true};
+    const Shape s{kv, T, true, 512, true, true, q_alone};
     Ints table, where{5, 90, 241};
     Device<StepCtl> ctl(1);
     ctl.set({random_step(s, 3, table)});
@@ -245,7 +245,7 @@ void check_factors() {
     parts.args.parts = memory.p;
     AttentionHeadsArgs a{};
     a.parts = &parts.args;
-    a.pool = {k.p, v.p, 0, 1, D};
+    a.pool = q_alone ? KvPool{nullptr, nullptr, 0, 0, D} : KvPool{k.p, v.p, 0, 1, D};
     a.T = T;
     a.H = 2;
     a.rope_dim = D;
@@ -284,7 +284,8 @@ void check_factors() {
 } // namespace
 
 void check_attention_heads(bool all) {
-    check_factors();
+    check_factors(false);
+    check_factors(true);
     for (const int D : {64, 128, 256, 512}) {
         for (const int rope_dim : {D, D / 4, 0}) {
             check_norm_rope(D, rope_dim);

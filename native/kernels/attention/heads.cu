@@ -179,14 +179,20 @@ template <int TYPE> cudaError_t launch(const Params &a, const RowmmParts &parts,
 bool valid(const AttentionHeadsArgs &a) {
     const KvPool &pool = a.pool;
     const RowmmArgs *parts = a.parts;
-    const int k = a.H > 0 ? 1 : 0, last = parts == nullptr ? 0 : parts->n_weights - 1;
-    return parts != nullptr && parts->T == a.T && (last == k || last == k + 1) && a.T > 0 &&
-           a.T <= MAX_ROWS && pool.Hkv > 0 && aligned(pool.k) && aligned(pool.v) &&
-           parts->weights[k].N == int64_t(pool.Hkv) * pool.D &&
-           parts->weights[last].N == int64_t(pool.Hkv) * pool.D &&
-           (k == 0 || (parts->weights[0].N == int64_t(a.gated != 0 ? 2 : 1) * a.H * pool.D && aligned(a.q) &&
-                       aligned(a.gate))) &&
-           a.rope_dim >= 0 && a.rope_dim <= pool.D && a.rope_dim % 2 == 0;
+    if (parts == nullptr || parts->T != a.T || a.T <= 0 || a.T > MAX_ROWS || pool.Hkv < 0 || a.rope_dim < 0 ||
+        a.rope_dim > pool.D || a.rope_dim % 2 != 0) {
+        return false;
+    }
+    const int queries = a.H > 0 ? 1 : 0, cells = parts->n_weights - queries; // weights of each
+    const int64_t of_q = int64_t(a.gated != 0 ? 2 : 1) * a.H * pool.D, of_k = int64_t(pool.Hkv) * pool.D;
+    if (queries != 0 && (parts->weights[0].N != of_q || !aligned(a.q) || !aligned(a.gate))) {
+        return false;
+    }
+    if (pool.Hkv == 0) {
+        return queries != 0 && cells == 0;
+    }
+    return (cells == 1 || cells == 2) && aligned(pool.k) && aligned(pool.v) &&
+           parts->weights[queries].N == of_k && parts->weights[queries + cells - 1].N == of_k;
 }
 
 } // namespace

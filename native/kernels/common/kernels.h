@@ -264,7 +264,7 @@ struct KeepHiddenArgs {
 // their weights has left (matmul/quantised.h), which spares the kernels between. D is 128, 256 or 512.
 struct AttentionHeadsArgs {
     // They are of q (per head D values of q, then where it is gated D of its gate), k and v, or of k and v alone. Where v is
-    // missing it is k as the product gives it.
+    // missing it is k as the product gives it. Where pool.Hkv is 0 they are of q alone, and of the pool D alone is read.
     const RowmmArgs *parts;
     KvPool pool;
     int32_t T, H; // H is 0 where there is no q

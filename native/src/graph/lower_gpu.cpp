@@ -346,6 +346,18 @@ protected:
         }
     }
 
+    ggml_tensor *queries(const Node &n) {
+        const Node &norm = part(n, "q_norm");
+        const AttentionShape &shape = *std::get<const AttentionShape *>(n.params);
+        AttentionHeadsArgs a{};
+        a.rope_dim = int32_t(shape.rope_dim);
+        a.base = shape.rope_base;
+        a.eps = std::get<float>(norm.params);
+        ggml_tensor *parts = partials(n.in[0]);
+        return ops::attention_queries(ctx, {parts, norm.w[0], in->positions, n.w.empty() ? nullptr : n.w[0]},
+                                      a);
+    }
+
     void delta_layer(const Node &n, Val y) {
         const Recurs &r = std::get<Recurs>(n.params);
         DeltaLayerArgs a{};
@@ -539,6 +551,7 @@ protected:
             }
             case Op::add_normed: add_normed(n, y); break;
             case Op::heads: heads(n, y); break;
+            case Op::queries: made(y, Form::rows) = queries(n); break;
             case Op::delta_layer: delta_layer(n, y); break;
             case Op::mixture: mixture(n, y); break;
             case Op::routed_experts: made(y, Form::rows) = routed_experts(n); break;

@@ -20,6 +20,7 @@ static int traits_of(Op op) {
         case Op::matmul_add:
         case Op::mixture: return TAKES_PACKED;
         case Op::glu:
+        case Op::queries:
         case Op::add_norm:
         case Op::add_normed:
         case Op::delta_layer: return ADDS_UP;

@@ -89,6 +89,7 @@ enum class Op : uint8_t {
     matmul_add,
     matmul_first,
     heads,
+    queries,
     norm_rope,
     gated_attend,
     gated_norm,

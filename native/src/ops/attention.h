@@ -176,6 +176,20 @@ inline const auto &attention_heads = row<AttentionHeadsArgs>("attention_heads", 
     op.runs(nullptr, cuda::attention_heads);
 });
 
+// The same of q alone, without a gate, where a layer reads the cells of another.
+inline const auto &attention_queries = row<AttentionHeadsArgs>("attention_queries", [](auto &op, auto &a) {
+    op.launch(FIELD(parts));
+    op.in(FIELD(q_norm), {D});
+    op.in(FIELD(positions), {T});
+    op.in(FIELD(rope_factors), {ANY}).maybe();
+    op.dims(a.T, T, a.pool.D, D);
+    op.derive([](auto &args) { args.H = int32_t(args.parts->weights[0].N / args.pool.D); });
+    op.params(FIELD(rope_dim), FIELD(base), FIELD(eps));
+    op.known(H, a.H);
+    op.out(FIELD(q), {D * H, T});
+    op.runs(nullptr, cuda::attention_heads);
+});
+
 // What each block of attention_packed does, in all layers that are alike. They count in it, by layer.
 inline const auto &attention_plan = row<AttentionArgs>("attention_plan", [](auto &op, auto &a) {
     op.in(FIELD(ctl));

@@ -57,7 +57,8 @@ ON_CPU = {"host_experts", "experts_glu", "add_shared", "norm_rope", "norm_rope_k
 # A GPU has no other op for these patterns.
 NEEDED = {"mixture", "mixture_shared", "mixture_in_ram", "mixture_in_ram_shared", "routed_experts"}
 # These are for Gemma 4, which a GPU may not run yet.
-OF_GEMMA = {"routed_experts", "heads_plain", "heads_plain_k", "add_normed", "add_normed_packed", "add_normed_scaled"}
+OF_GEMMA = {"routed_experts", "heads_plain", "heads_plain_k", "queries", "add_normed", "add_normed_packed",
+            "add_normed_scaled"}  # fmt: skip
 ON_GPU = NEEDED | OF_GEMMA | {
     "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer", "draft_input",
     "matmul_first", "add_norm_partials", "norm_partials", "matmul_add",
