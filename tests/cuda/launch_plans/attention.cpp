@@ -26,6 +26,7 @@ void plan_attention(const Card &card) {
                     AttentionHeadsArgs of_heads{};
                     of_heads.T = T;
                     of_heads.H = H;
+                    of_heads.gated = 1;
                     of_heads.pool = a.pool;
                     expect_runs(card, plan_heads(of_heads), 16 * KiB, "heads of " + what);
                 }

@@ -117,5 +117,15 @@ void plan_matmul(const Card &card) {
             }
         }
     }
+    for (const int64_t K : {int64_t(200), int64_t(1536), int64_t(2816), int64_t(5376), ROWMM_POST_K}) {
+        RowmmPackArgs a{};
+        a.T = ROWMM_MAX_ROWS;
+        a.K = K;
+        a.input = ROWMM_RMS;
+        a.post = FLOATS;
+        const LaunchPlan plan = plan_pack(device, a).launch;
+        expect_runs(card, plan, KiB, "packing behind a norm");
+        expect(plan.x == a.T && plan.threads >= K / 8, "a block has a row that is normed whole, and a lane eight values");
+    }
     check_h200();
 }
