@@ -101,7 +101,7 @@ std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, cons
     Assistant &a = *made;
     a.hp = gemma4_hparams(file);
     check_parts(file, a.hp);
-    check_shapes(file.path().c_str(), a.hp, model.gpu());
+    check_shapes(file.path().c_str(), a.hp);
     const int64_t E = read_target_width(file), e = a.hp.n_embd, V = trunk.n_vocab;
     pair.same("embedding_length_out", E, trunk.n_embd);
     if (const GgufTensor *head = file.tensor("token_embd.weight"); head != nullptr && head->n_dims == 2) {
