@@ -1,4 +1,4 @@
-"""Plans launches for six cards: a plan is a pure function of what a device can do, so it needs neither CUDA nor GPU."""
+"""Plans launches for the cards that people have: a plan is a pure function of what a device can do, so it needs neither CUDA nor GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COMMAND = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/native
 SOURCES = sorted((ROOT / "tests/cuda/launch_plans").glob("*.cpp"))
 
 
-def test_plans_fit_a_3090_4090_5090_a100_h100_and_h200(tmp_path: Path) -> None:
+def test_plans_fit_every_card(tmp_path: Path) -> None:
     program = tmp_path / "launch_plans"
     checked = ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover"]
     subprocess.run([*COMMAND, *checked, *SOURCES, "-o", program], check=True)

@@ -1,6 +1,38 @@
 #include "attention/launch_plan.h"
 
-#include "cards.h"
+#include "digest.h"
+
+namespace {
+
+Digest digest_of(const DeviceLimits &device) {
+    Digest d;
+    for (const int type : {KV_F32, KV_F16, KV_Q4_0, KV_Q8_0}) {
+        for (const int D : {64, 128, 256}) {
+            for (const auto &[H, Hkv] : {std::pair<int, int>{8, 2}, {16, 2}, {16, 4}, {24, 4}, {32, 8}, {32, 16}, {64, 8}, {64, 1}}) {
+                for (int T = 1; T <= MAX_ROWS; T++) {
+                    AttentionArgs a{};
+                    a.T = T;
+                    a.H = H;
+                    a.pool = {nullptr, nullptr, type, Hkv, D};
+                    d.add_plan(plan_attention(device, a));
+                    const CombinePlan combine = plan_combine(device, a);
+                    d.add_plan(combine.launch);
+                    d.add(combine.blocks);
+                    d.add_plan(plan_draft_attention(a));
+                    d.add_plan(plan_draft_combine(a));
+                    AttentionHeadsArgs heads{};
+                    heads.T = T;
+                    heads.H = H;
+                    heads.pool = a.pool;
+                    d.add_plan(plan_heads(heads));
+                }
+            }
+        }
+    }
+    return d;
+}
+
+} // namespace
 
 void plan_attention(const Card &card) {
     const DeviceLimits &device = card.limits;
@@ -52,5 +84,8 @@ void plan_attention(const Card &card) {
     for (a.T = 1; a.T <= MAX_ROWS; a.T++) {
         const CombinePlan plan = plan_combine(H200, a);
         expect((plan.blocks == 1) == (a.T <= 5) && (plan.launch.threads == 512) == (a.T <= 11), "what adds up attention");
+    }
+    if (card.capability == 90) {
+        pin(card, digest_of(device), 0xb6b71d5203297cbd);
     }
 }

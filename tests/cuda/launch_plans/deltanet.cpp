@@ -1,10 +1,43 @@
 #include "deltanet/launch_plan.h"
 
-#include "cards.h"
+#include "digest.h"
+
+namespace {
+
+Digest digest_of(const DeviceLimits &device) {
+    Digest d;
+    for (const int S : {16, 32, 64, 128}) {
+        for (const int Hv : {16, 32, 48, 64}) {
+            for (int T = 1; T <= MAX_ROWS; T++) {
+                for (const int slots : {1, 2, 8, 16, 64}) {
+                    const DeltaShape s = {T, MAX_ROWS, slots, 16, Hv, S, DELTA_VERIFY};
+                    for (const int per_sm : {1, 2, 3}) {
+                        d.add_plan(plan_delta(device, s, per_sm));
+                    }
+                    d.add_plan(plan_conv(s));
+                    d.add_plan(plan_conv_parts(s, {int32_t(Hv * S), Hv, Hv}));
+                    d.add_plan(plan_delta_layer(s));
+                }
+            }
+            const DeltaShape prompt = {2048, MAX_ROWS, 1, 16, Hv, S, DELTA_APPEND, 1};
+            d.add_plan(plan_delta(device, prompt, 1));
+            d.add_plan(plan_prepare(prompt));
+            d.add_plan(plan_walk(prompt));
+            d.add_plan(plan_conv_append(prompt));
+            d.add_plan(plan_conv_window(prompt));
+        }
+    }
+    return d;
+}
+
+} // namespace
 
 void plan_deltanet(const Card &card) {
     const DeviceLimits &device = card.limits;
     for (const Model &m : MODELS) {
+        if (m.Hv == 0) {
+            continue;
+        }
         for (int T = 1; T <= MAX_ROWS; T++) {
             for (const int slots : {1, 2, 8, 16, 64}) {
                 const DeltaShape s = {T, MAX_ROWS, slots, m.Hk, m.Hv, m.S, DELTA_VERIFY};
@@ -15,6 +48,7 @@ void plan_deltanet(const Card &card) {
                 expect(per_sm >= 1, "room for a block of " + what);
                 const LaunchPlan plan = plan_delta(device, s, per_sm);
                 expect_runs(card, plan, own_bytes(s.S), what);
+                expect_waves("delta rule", card, plan.x, std::min(blocks_at_once(card, plan, own_bytes(s.S), 3), 3), s.max_seqs() > 1, what);
                 expect(s.max_seqs() == 1 || plan.x <= device.multiprocessors * per_sm, "blocks at once of " + what);
                 const int most = divided(delta_block(s.S).blocks * s.Hv, device.multiprocessors);
                 expect(s.max_seqs() > 1 || saves_of(s) == 0 || most == 1 || block * (most + 1) > device.shared_sm, "spread blocks of " + what);
@@ -39,4 +73,7 @@ void plan_deltanet(const Card &card) {
     expect(delta_lacks(16, 3, 3).empty() && delta_lacks(128, 16, 48).empty(), "states that there are");
     expect(!delta_lacks(64, 2, 3).empty() && !delta_lacks(64, 0, 2).empty() && !delta_lacks(64, 4, 2).empty(), "groups are named");
     expect(conv_lacks(4).empty() && !conv_lacks(1).empty() && !conv_lacks(9).empty(), "taps are named");
+    if (card.capability == 90) {
+        pin(card, digest_of(device), 0xf57d0f42f66e98ca);
+    }
 }

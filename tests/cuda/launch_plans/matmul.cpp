@@ -1,13 +1,12 @@
 #include "matmul/launch_plan.h"
 
-#include "cards.h"
+#include "digest.h"
 
 namespace {
 
 uint8_t *const NOWHERE = reinterpret_cast<uint8_t *>(uintptr_t(1) << 20); // aligned, and never read
 float *const FLOATS = reinterpret_cast<float *>(NOWHERE);
 
-constexpr int TYPES[] = {TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K, TYPE_Q8_0, TYPE_Q4_0, TYPE_IQ4_XS, TYPE_F16, TYPE_BF16, TYPE_F32};
 
 struct Product {
     int64_t K;
@@ -15,6 +14,10 @@ struct Product {
 };
 std::vector<Product> products_of(const Model &m) {
     const int64_t S = m.S, kv = int64_t(m.kv_heads) * m.D, inner = m.Hv * S;
+    if (m.Hv == 0) { // Gemma, or a drafter with its taps
+        return {{m.E, {int64_t(m.heads) * m.D, kv, kv}}, {int64_t(m.heads) * m.D, {m.E}}, {m.E, {m.FF, m.FF}}, {m.FF, {m.E}},
+                {5 * m.E, {m.E}}, {m.E, {VOCABULARY}}};
+    }
     return {{m.E, {(2 * m.Hk + m.Hv) * S, inner, m.Hv, m.Hv}}, // qkv, z, beta and alpha
             {inner, {m.E}},
             {m.E, {2 * int64_t(m.heads) * m.D, kv, kv}}, // q with its gates, k and v
@@ -57,13 +60,20 @@ void check_product(const Card &card, RowmmArgs a, const RowmmPlan &one, const st
     expect_runs(card, plan.product, 512, what); // the kernels declare 512 bytes at most
     expect_runs(card, plan_sum(p), 0, what);
     expect_same_split(one, plan, what + " on " + card.name);
-    expect(p.ranges <= BLOCKS_PER_SM * device.multiprocessors, "ranges that run at once of " + what);
+    const int blocks = plan.way == RowmmWay::RING && p.columns == 64 ? 1 : plan.way == RowmmWay::WHOLE_K ? 1 : BLOCKS_PER_SM;
+    const char *kernel = plan.way == RowmmWay::RING ? "rowmm" : plan.way == RowmmWay::WHOLE_K ? "rowmm of whole K" : "rowmm, normed first";
+    expect_waves(kernel, card, plan.product.x, blocks_at_once(card, plan.product, 512, blocks), true, what);
     if (plan.way == RowmmWay::WHOLE_K) {
         expect(plan.product.x <= device.multiprocessors && a.T <= ROWMM_WHOLE_ROWS, "whole blocks at once of " + what);
         return;
     }
     const bool two_teams = plan.way == RowmmWay::RING && p.columns == 64;
-    expect(p.slots >= (two_teams ? 2 : 1) && p.slots <= ROWMM_MAX_SLOTS, "slots of " + what + " on " + card.name);
+    int units = 0;
+    for (int r = 0; r < p.ranges; r++) {
+        units = std::max(units, p.first[r + 1] - p.first[r]);
+    }
+    expect_of(kernel, card, p.slots >= std::min(units, 2), "one slot of the ring", what);
+    expect(p.slots >= 1 && p.slots <= ROWMM_MAX_SLOTS, "slots of " + what + " on " + card.name);
     expect(plan.product.x == (two_teams ? (p.ranges + 1) / 2 : p.ranges), "a block for each range of " + what);
 }
 
@@ -79,16 +89,68 @@ void check_h200() {
     expect(rows_gated_singly(H200) == 8, "gates of up to eight rows by rows");
 }
 
+Digest digest_of(const DeviceLimits &device) {
+    Digest d;
+    for (const int64_t K : {256, 1024, 2048, 2560, 4096, 5120, 6144, 17408, 25600}) {
+        for (const int type : TYPES) {
+            for (const std::vector<int64_t> &outputs :
+                 {std::vector<int64_t>{48, 48}, {1024}, {5120}, {10240, 6144, 48, 48}, {17408, 17408}, {248320}}) {
+                for (int T = 1; T <= ROWMM_MAX_ROWS; T++) {
+                    for (const int way : {0, 1, 2}) { // as it is, normed in parts, and by the row
+                        RowmmArgs a{};
+                        a.T = T;
+                        a.K = K;
+                        a.x = a.scratch = NOWHERE;
+                        for (const int64_t N : outputs) {
+                            a.weights[a.n_weights++] = {N < 128 ? int(TYPE_F32) : type, N, NOWHERE, reinterpret_cast<float *>(NOWHERE),
+                                                        N, nullptr, 0};
+                        }
+                        a.normed = way > 0;
+                        a.parts = way > 0 ? reinterpret_cast<float *>(NOWHERE) : nullptr;
+                        a.row = a.norm = way == 2 ? reinterpret_cast<float *>(NOWHERE) : nullptr;
+                        if (way == 2 && (T > 1 || norm_first_shared(K, type) > device.shared_block)) {
+                            continue;
+                        }
+                        const RowmmPlan plan = plan_rowmm(device, a);
+                        const RowmmParams &p = plan.params;
+                        d.add_plan(plan.product);
+                        d.add_plan(plan_sum(p));
+                        d.add(int(plan.way), plan.fits, p.ranges, p.slots, p.slot_bytes, p.columns, p.rows, plan.rows.set, plan.rows.wide);
+                        for (int r = 0; T <= 1 && r <= p.ranges; r++) {
+                            d.add(p.first[r], p.pairs[r / 2].range[0], p.pairs[r / 2].range[1], p.pairs[r / 2].apart);
+                        }
+                    }
+                }
+            }
+        }
+        for (int T = 1; T <= ROWMM_MAX_ROWS; T++) {
+            for (const auto input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_SWIGLU, ROWMM_HEAD_RMS}) {
+                for (const bool parts : {false, true}) {
+                    RowmmArgs from{};
+                    RowmmPackArgs a{};
+                    a.T = T;
+                    a.K = K;
+                    a.input = input;
+                    a.parts = parts ? &from : nullptr;
+                    const PackPlan plan = plan_pack(device, a);
+                    d.add_plan(plan.launch);
+                    d.add(plan.rows);
+                }
+            }
+        }
+    }
+    return d;
+}
+
 } // namespace
 
 void plan_matmul(const Card &card) {
     const DeviceLimits &device = card.limits;
-    expect(ranges_of(device) == 2 * device.multiprocessors, std::string("two ranges a multiprocessor on ") + card.name);
     for (const Model &m : MODELS) {
         for (const Product &of : products_of(m)) {
             for (const int type : TYPES) {
                 const RowmmPlan one = plan_rowmm(device, product(of, type, 1));
-                for (int T = 1; T <= ROWMM_MAX_ROWS; T++) {
+                for (const int T : SOME_ROWS) {
                     const std::string what = std::string(m.name) + "'s product of " + std::to_string(of.K) + " by type " +
                                              std::to_string(type) + " at " + std::to_string(T) + " rows";
                     RowmmArgs a = product(of, type, T);
@@ -100,7 +162,7 @@ void plan_matmul(const Card &card) {
                 RowmmArgs a = product(of, type, 1);
                 a.row = a.norm = FLOATS;
                 a.normed = 1;
-                if (norm_first_shared(of.K, type) <= device.shared_block) { // else its row is packed, as others are
+                if (of.K == m.E && norm_first_shared(of.K, type) <= device.shared_block) { // else its row is packed, as others are
                     check_product(card, a, one, std::string(m.name) + "'s row, normed first");
                 }
             }
@@ -128,4 +190,7 @@ void plan_matmul(const Card &card) {
         expect(plan.x == a.T && plan.threads >= K / 8, "a block has a row that is normed whole, and a lane eight values");
     }
     check_h200();
+    if (card.capability == 90) {
+        pin(card, digest_of(device), 0x1724519b35668a54);
+    }
 }

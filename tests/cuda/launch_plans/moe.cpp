@@ -1,6 +1,6 @@
 #include "moe/launch_plan.h"
 
-#include "cards.h"
+#include "digest.h"
 
 // The matrices are not read, and may have any size.
 int64_t luce::rowmm_packed_bytes(int32_t, int64_t, int64_t) {
@@ -11,8 +11,6 @@ namespace {
 
 uint8_t *const NOWHERE = reinterpret_cast<uint8_t *>(uintptr_t(1) << 20); // aligned, and never read
 float *const FLOATS = reinterpret_cast<float *>(NOWHERE);
-
-constexpr int TYPES[] = {TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K, TYPE_Q8_0, TYPE_Q4_0, TYPE_IQ4_XS, TYPE_F16, TYPE_BF16, TYPE_F32};
 
 MoeMatmulArgs experts(const MoeDims &dims, int type) {
     const MoeMatrix w = {type, NOWHERE, 16};
@@ -28,55 +26,113 @@ void check_products_of_experts(const Card &card, const MoeDims &dims, int type, 
     expect(set_params(p, experts(dims, type), up), "matrices of " + what);
     const int log_parts = p.experts.log_parts;
     LaunchPlan plan;
+    const int items = p.n_shared + p.max_items;
     if (up && dims.T == 1 && plan_up_one(device, p, plan)) {
         expect_runs(card, plan, ONE_OWN, what);
         expect((plan.shared + ONE_OWN + device.shared_reserved) * SMALL_BLOCKS_SM <= device.shared_sm, "three at once of " + what);
-        expect(plan.x == (p.n_shared + p.max_items) * p.tasks, "a block for each task of " + what);
+        expect(plan.x == items * p.tasks, "a block for each task of " + what);
+        expect_waves("up of one row", card, plan.x, blocks_at_once(card, plan, ONE_OWN, SMALL_BLOCKS_SM), false, what);
     } else if (many_rows(dims)) {
         plan = plan_many(device, p);
         expect_runs(card, plan, MANY_OWN, what);
-        expect(p.slots >= 1 && p.slots <= MAX_SLOTS, "slots of " + what);
-        expect(plan.x == (p.n_shared + p.max_items) * p.tasks, "a block for each task of " + what);
+        expect(p.slots <= MAX_SLOTS, "slots of " + what);
+        expect_of("experts of many rows", card, p.slots >= 2, "one slot of the ring", what);
+        expect(plan.x == items * p.tasks, "a block for each task of " + what);
     } else {
+        const bool fewest = few_rows(dims) && fewest_rows(dims);
         plan = plan_experts(device, p);
-        expect_runs(card, plan, few_rows(dims) && fewest_rows(dims) ? FEWEST_OWN : BLOCK_OWN, what);
+        expect_runs(card, plan, fewest ? FEWEST_OWN : BLOCK_OWN, what);
         expect(p.slots >= 1 && p.slots <= MAX_SLOTS, "slots of " + what);
+        expect_of("experts", card, p.slots >= 2, "one slot of the ring", what);
+        expect_waves("experts", card, plan.x, blocks_at_once(card, plan, fewest ? FEWEST_OWN : BLOCK_OWN, fewest ? SMALL_BLOCKS_SM : BLOCKS_SM),
+                     false, what);
         expect(p.capacity >= std::min(dims.T, p.item_rows), "room for an item's rows of " + what);
-        expect(int64_t(plan.x) * MAX_TASKS >= int64_t(p.n_shared + p.max_items) * p.tasks, "tasks that a block lists of " + what);
+        expect(int64_t(plan.x) * MAX_TASKS >= int64_t(items) * p.tasks, "tasks that a block lists of " + what);
     }
     for (const Group *g : {&p.experts, &p.shared}) {
         // All parts of K, and all outputs, are some warp's.
-        expect(g->log_parts == log_parts && g->log_across <= g->log_parts && g->log_fragments >= 0, "parts of " + what);
+        expect(g->log_parts == log_parts || g == &p.shared, "parts of " + what);
+        expect(g->log_across <= g->log_parts && g->log_fragments >= 0, "parts of " + what);
         expect((p.tasks * std::max(p.steps, 1)) << g->log_fragments >= g->fragments, "outputs of " + what);
     }
+}
+
+void check_mixture(const Card &card, const Mixture &m, int type) {
+    const DeviceLimits &device = card.limits;
+    MoeDims dims = {1, m.n_expert, m.n_used, m.E, m.FF, m.FF_shared};
+    const int unit = fragment_bytes(type);
+    const std::string name = std::string(m.name) + " in type " + std::to_string(type);
+    const bool taken = moe_lacks(device, card.name, dims, unit, unit).empty();
+    expect_of("experts", card, taken, "the mixture is refused", name);
+    for (int T = 1; taken && T <= dims.rows_at_once(); T += T < 70 ? 1 : 157) {
+        dims.T = T;
+        const std::string what = name + " at " + std::to_string(T) + " rows on " + card.name;
+        for (const bool values : {false, true}) {
+            const RoutePlan route = plan_route(device, dims, values);
+            expect_runs(card, route.launch, ROUTE_BESIDES, "route of " + what);
+            expect((route.launch.x * route.groups) * ROUTE_OUTPUTS >= router_outputs(dims), "outputs of " + what);
+            expect(route.tile_rows >= 1 && route.tile_rows <= ROUTE_ROWS && route.launch.y * route.tile_rows >= T, "tiles of " + what);
+            if (few_rows(dims)) {
+                const int at_once = blocks_at_once(card, route.launch, ROUTE_BESIDES, 2);
+                expect_waves("route", card, route.launch.x * route.launch.y, at_once, false, what);
+            }
+        }
+        for (const bool up : {true, false}) {
+            check_products_of_experts(card, dims, type, up, (up ? "up of " : "down of ") + what);
+        }
+        expect_runs(card, plan_moe_sum(dims), KiB, "sum of " + what);
+        if (moe_ends_at_once(dims, type, type)) {
+            expect_runs(card, plan_end(dims, type, type), END_OWN, "end of " + what);
+        }
+    }
+}
+
+Digest digest_of(const DeviceLimits &device) {
+    Digest d;
+    for (const Mixture &m : MIXTURES) {
+        for (const int type : TYPES) {
+            MoeDims dims = {1, m.n_expert, m.n_used, m.E, m.FF, m.FF_shared};
+            d.add(moe_lacks(device, "", dims, fragment_bytes(type), fragment_bytes(type)).empty());
+            for (int T = 1; T <= dims.rows_at_once(); T += T < 100 ? 1 : 71) {
+                dims.T = T;
+                for (const bool values : {false, true}) {
+                    const RoutePlan route = plan_route(device, dims, values);
+                    d.add_plan(route.launch);
+                    d.add(route.tile_rows, route.one_row, route.groups);
+                }
+                for (const bool up : {true, false}) {
+                    const MoeMatrix w = {type, NOWHERE, 16};
+                    MoeMatmulArgs a{};
+                    a.dims = dims;
+                    a.first = a.second = a.shared_first = a.shared_second = w;
+                    MatmulParams p = {};
+                    d.add(set_params(p, a, up));
+                    LaunchPlan plan;
+                    const bool one = up && T == 1 && plan_up_one(device, p, plan);
+                    if (!one) {
+                        plan = many_rows(dims) ? plan_many(device, p) : plan_experts(device, p);
+                    }
+                    d.add_plan(plan);
+                    d.add(one, p.slots, p.slot_bytes, p.row_bytes, p.capacity, p.item_rows, p.steps, p.tasks, p.experts.log_across,
+                          p.experts.log_fragments, p.shared.log_across, p.shared.log_fragments);
+                }
+                d.add_plan(plan_moe_sum(dims));
+                if (moe_ends_at_once(dims, type, type)) {
+                    d.add_plan(plan_end(dims, type, type));
+                }
+            }
+        }
+    }
+    return d;
 }
 
 } // namespace
 
 void plan_moe(const Card &card) {
     const DeviceLimits &device = card.limits;
-    for (const int type : TYPES) {
-        MoeDims dims = {1, 256, 8, 2048, 512, 512}; // those of the 35b-a3b
-        const int unit = fragment_bytes(type);
-        expect(moe_lacks(device, card.name, dims, unit, unit).empty(), std::string("the 35b-a3b on ") + card.name);
-        for (int T = 1; T <= MOE_MAX_ROWS; T += T < 300 ? 1 : 92) {
-            dims.T = T;
-            const std::string what = "the 35b-a3b in type " + std::to_string(type) + " at " + std::to_string(T) + " rows on " + card.name;
-            for (const bool values : {false, true}) {
-                const RoutePlan route = plan_route(device, dims, values);
-                expect_runs(card, route.launch, ROUTE_BESIDES, "route of " + what);
-                expect((route.launch.x * route.groups) * ROUTE_OUTPUTS >= router_outputs(dims), "outputs of " + what);
-                expect(route.tile_rows >= 1 && route.tile_rows <= ROUTE_ROWS && route.launch.y * route.tile_rows >= T, "tiles of " + what);
-                // Blocks of few rows all run at once, two on a multiprocessor.
-                expect(!few_rows(dims) || route.launch.x * route.launch.y <= 2 * device.multiprocessors, "route at once of " + what);
-            }
-            for (const bool up : {true, false}) {
-                check_products_of_experts(card, dims, type, up, (up ? "up of " : "down of ") + what);
-            }
-            expect_runs(card, plan_moe_sum(dims), KiB, "sum of " + what);
-            if (moe_ends_at_once(dims, type, type)) {
-                expect_runs(card, plan_end(dims, type, type), END_OWN, "end of " + what);
-            }
+    for (const Mixture &m : MIXTURES) {
+        for (const int type : TYPES) {
+            check_mixture(card, m, type);
         }
     }
     // What fits nowhere is refused, and the reason is named.
@@ -98,5 +154,8 @@ void plan_moe(const Card &card) {
     for (dims.T = 1; dims.T <= 8; dims.T++) {
         const RoutePlan plan = plan_route(H200, dims, false);
         expect(plan.launch.x == 73 && plan.tile_rows == (dims.T + 2) / 3, "three tiles of few rows");
+    }
+    if (card.capability == 90) {
+        pin(card, digest_of(device), 0x3d5ef3d4466c27c2);
     }
 }
