@@ -167,8 +167,24 @@ def test_a_check_of_kernels_passes_on_the_emulated_device(file: str, workshop: P
 
 
 @pytest.mark.parametrize("file", ["rowmm_check.cu", "rowmm_norm_check.cu"])
-def test_products_of_few_rows_pass_where_all_lanes_of_a_warp_copy(file: str, workshop: Path, tmp_path: Path) -> None:
-    """Devices before 9.0 have no bulk copies, which one lane begins."""
+@pytest.mark.parametrize("kind", [1, 2], ids=["8.0", "8.6"])
+def test_products_of_few_rows_pass_where_all_lanes_of_a_warp_copy(
+    file: str, kind: int, workshop: Path, tmp_path: Path
+) -> None:
+    """Devices before 9.0 have no bulk copies, which one lane begins. 8.6 has a block a multiprocessor."""
     check, kernels = CHECKED[file]
     check = check.split(",")[0]  # launches are laid out on every kind elsewhere
-    run(build(workshop, tmp_path, kernels, [file], f"emulated::kind = &emulated::KINDS[1], {check}", "-DWITHOUT_BULK"))
+    check = f"emulated::kind = &emulated::KINDS[{kind}], {check}"
+    run(build(workshop, tmp_path, kernels, [file], check, "-DWITHOUT_BULK"))
+
+
+def test_the_delta_rule_passes_where_few_states_are_saved(workshop: Path, tmp_path: Path) -> None:
+    """8.6 has no room for three saved states beside as many blocks as a step needs."""
+    check = "emulated::kind = &emulated::KINDS[2], check_deltanet_rows()"
+    run(build(workshop, tmp_path, CHECKED["deltanet_check.cu"][1], ["deltanet_check.cu"], check))
+
+
+def test_experts_have_the_same_bits_where_an_item_has_fewer_rows(workshop: Path, tmp_path: Path) -> None:
+    """8.6 has no room for eight rows of 4096 values beside the weights."""
+    check = "emulated::kind = &emulated::KINDS[2], check_items_of_fewer_rows()"
+    run(build(workshop, tmp_path, CHECKED["moe_check.cu"][1], ["moe_check.cu"], check))

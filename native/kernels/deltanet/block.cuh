@@ -17,8 +17,8 @@ struct Params : DeltaArgs {
     int row_values; // a row of results or logged deltas has so many
     int key_row, decay_row; // one row's keys or decays are so far from the next row's
 
-    explicit Params(const DeltaArgs &args) : DeltaArgs(args), C(shape.conv_dim()) {
-        n_saves = saves_of(shape);
+    explicit Params(const DeltaArgs &args, int saves = 0)
+        : DeltaArgs(args), C(shape.conv_dim()), n_saves(saves) {
         state_size = int64_t(shape.Hv) * shape.S * shape.S;
         log_size = shape.log_size();
         delta = shape.log_delta(0);

@@ -8,7 +8,8 @@
 //
 // In a tree, the registers keep the parent's state over its leaves, so siblings follow at no cost. A row
 // whose parent's state is not there starts from the nearest saved ancestor (depths 0, 5, 10 are saved in
-// shared memory) or from the committed state, and replays the rows between. A chain saves and replays none.
+// shared memory, or fewer where a device has less) or from the committed state, and replays the rows between. A chain saves and
+// replays none.
 #include "deltanet/launch_plan.h"
 #include "deltanet/run.cuh"
 #include "deltanet/worker.cuh"
@@ -42,14 +43,14 @@ __global__ void __launch_bounds__(Layout<S>::THREADS, 3) deltanet_kernel(const _
 
 template <int S> int launch(const DeltaArgs &args, cudaStream_t stream) {
     using L = Layout<S>;
-    const Params a(args);
-    const auto kernel = a.shape.mode == DELTA_APPEND ? deltanet_kernel<S, true, false>
-                        : a.shape.T <= SINGLE_ROWS   ? deltanet_kernel<S, false, true>
-                                                     : deltanet_kernel<S, false, false>;
     DeviceLimits device;
     if (const int error = cuda::device_limits(device); error != 0) {
         return error;
     }
+    const Params a(args, delta_saves(device, args.shape));
+    const auto kernel = a.shape.mode == DELTA_APPEND ? deltanet_kernel<S, true, false>
+                        : a.shape.T <= SINGLE_ROWS   ? deltanet_kernel<S, false, true>
+                                                     : deltanet_kernel<S, false, false>;
     const int64_t bytes = delta_shared(device, a.shape);
     int per_sm = 1;
     if (a.shape.max_seqs() > 1) {

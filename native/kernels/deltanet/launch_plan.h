@@ -23,14 +23,31 @@ inline DeltaBlock delta_block(int S) {
     });
 }
 
+constexpr int DELTA_BLOCKS = 3; // a multiprocessor has registers for so many blocks
+
+// Returns how many states a block saves: as many as leave room for the blocks that a multiprocessor has to have for all to run at
+// once, or for three. With 100 KB of shared memory three states would leave room for one, and a step of the 27b would run in two
+// to seven waves; none leave room for three, and of a tree more rows are replayed, which the saved states only shorten.
+inline int delta_saves(const DeviceLimits &device, const DeltaShape &s) {
+    const DeltaBlock block = delta_block(s.S);
+    const int64_t items = int64_t(block.blocks) * s.Hv * s.max_seqs();
+    const int wanted = std::min(divided(items, device.multiprocessors), DELTA_BLOCKS);
+    int saves = most_saves(s);
+    while (saves > 0 && (saves * block.state_bytes + own_bytes(s.S) + device.shared_reserved) * wanted >
+                            device.shared_sm) {
+        saves--;
+    }
+    return saves;
+}
+
 // Returns a block's bytes of shared memory: the states that a tree saves. Of one sequence they are as many as let a multiprocessor
 // take no more of its blocks than it has to: the kernel ahead leaves one multiprocessor after the other, and the first of them
 // would take three blocks where two are enough, for which the step would wait.
 inline int64_t delta_shared(const DeviceLimits &device, const DeltaShape &s) {
     const DeltaBlock block = delta_block(s.S);
-    const int saves = saves_of(s), bytes = saves * block.state_bytes;
+    const int bytes = delta_saves(device, s) * block.state_bytes;
     const int most = divided(int64_t(block.blocks) * s.Hv, device.multiprocessors);
-    if (saves == 0 || s.max_seqs() > 1 || most == 1) {
+    if (most_saves(s) == 0 || s.max_seqs() > 1 || most == 1) {
         return bytes;
     }
     const int too_much = device.shared_sm / (most + 1) + 128 - device.shared_reserved;

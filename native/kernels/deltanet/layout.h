@@ -30,8 +30,8 @@ constexpr int SAVES = 3; // shared memory keeps so many states; with 4 an SM hol
 constexpr int STRIDE = 5; // saved states are so many depths apart
 constexpr int TREE_ROWS = 4; // up to here a replay from the committed state is short enough
 
-// Returns how many states a block saves for the paths of a tree.
-inline int saves_of(const DeltaShape &s) {
+// Returns how many states a block saves for the paths of a tree at most. A plan has as many, or fewer.
+inline int most_saves(const DeltaShape &s) {
     return s.mode == DELTA_APPEND || s.T <= TREE_ROWS ? 0 : SAVES;
 }
 // Returns the bytes that the kernel of a verify declares (deltanet/block.cuh).

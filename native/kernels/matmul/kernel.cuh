@@ -258,10 +258,25 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
     }
 }
 
-// Kernels of up to eight rows are told of a block more than there are, for else they would take so many registers that no block of
-// the launch behind had room beside them.
+// Registers are shared out among so many blocks on a multiprocessor. Kernels of up to eight rows are told of a block more than
+// there are, for else they would take so many that no block of the launch behind had room beside them. Before 9.0 none begins
+// beside another. With 100 KB of shared memory (8.6, 8.9 and 12.0) a launch has a block a multiprocessor (blocks_per_sm), whose
+// threads kept 28 to 100 bytes in memory where they had a half or a third of the registers.
+template <int NT, bool WIDE> constexpr int launch_blocks() {
+    constexpr int BLOCKS = Shape<NT, WIDE>::BLOCKS;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+    return BLOCKS;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    return 1;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+    return NT == 1 ? BLOCKS + 1 : 1;
+#else
+    return BLOCKS + (NT == 1 ? 1 : 0);
+#endif
+}
+
 template <int NT, bool WIDE, int KNOWN>
-__global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, Shape<NT, WIDE>::BLOCKS + (NT == 1 ? 1 : 0))
+__global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, (launch_blocks<NT, WIDE>()))
     rowmm_kernel(const __grid_constant__ RowmmParams p) {
 #if !ROWMM_WGMMA
     if (WIDE) {

@@ -14,8 +14,21 @@ namespace luce {
 
 // ---- ranges ----
 
-inline int ranges_of(const DeviceLimits &device) {
+// Returns how many blocks a multiprocessor has at once at any number of rows, where a slot has so many bytes: BLOCKS_PER_SM, or one
+// where two slots of each and the activations of 16 or 32 rows find no room twice. With 100 KB of shared memory that is so for all
+// types, with 164 KB for those of more than 176 bytes. A grid of more blocks would then run in two waves, each of which begins
+// with empty rings. It does not depend on the rows, since it cuts K.
+inline int blocks_per_sm(const DeviceLimits &device, int slot_bytes) {
+    constexpr int OWN = 512, ROWS = std::max(Shape<2, false>::row_bytes(16), Shape<4, false>::row_bytes(SET));
+    const int block = ROWS + 2 * slot_bytes + OWN + device.shared_reserved;
+    return BLOCKS_PER_SM * block <= device.shared_sm ? BLOCKS_PER_SM : 1;
+}
+
+inline int most_ranges(const DeviceLimits &device) {
     return std::min(BLOCKS_PER_SM * device.multiprocessors, ROWMM_MAX_RANGES);
+}
+inline int ranges_of(const DeviceLimits &device, int slot_bytes) {
+    return std::min(blocks_per_sm(device, slot_bytes) * device.multiprocessors, ROWMM_MAX_RANGES);
 }
 
 // Units of one size, one behind the other: those of the whole tiles of a matrix, or of its last tile.
@@ -128,7 +141,7 @@ inline void plan_ranges(RowmmParams &p, const RowmmArgs &a, const DeviceLimits &
         const int largest = s.whole_units > 0 ? FRAGMENTS : (s.last_fragments + 3) / 4 * 4;
         p.slot_bytes = std::max(p.slot_bytes, largest * s.fragment_bytes);
     }
-    p.ranges = std::min(ranges_of(device), units);
+    p.ranges = std::min(ranges_of(device, p.slot_bytes), units);
     cut_ranges(p, spans, n_spans);
     pair_ranges(p);
 }
@@ -167,17 +180,21 @@ inline RowmmBlock rowmm_block(int columns, bool wide) {
     return of(Shape<8, true>());
 }
 
-// There are as many slots of weights as leave room for the blocks of a multiprocessor, and at least two, or one where a block
-// has no room for more.
+// There are as many slots of weights as leave room for two blocks on a multiprocessor, or for those of the launch behind beside the
+// only one, which begin there while it runs where there are bulk copies (from 9.0 on). Where those are less than two, there are two,
+// or as many as there is room for in the only block, or one.
 inline void plan_ring(RowmmPlan &plan, const DeviceLimits &device) {
     RowmmParams &p = plan.params;
     const RowmmBlock block = rowmm_block(p.columns, plan.rows.wide);
     // The kernel has at most 512 besides, and some is for blocks of the launches behind, which wait beside it.
     const int besides = block.teams == 1 ? 2560 : 512;
-    const int share = device.shared_sm / (BLOCKS_PER_SM / block.teams) - device.shared_reserved - besides;
+    const bool only = blocks_per_sm(device, p.slot_bytes) == 1;
+    const int shares = only && !device.bulk_copies ? 1 : BLOCKS_PER_SM / block.teams;
+    const int share = device.shared_sm / shares - device.shared_reserved - besides;
     p.slots = std::min((share - block.row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS);
     if (p.slots < 2) {
-        p.slots = std::min((device.shared_block - besides - block.row_bytes) / p.slot_bytes, 2);
+        const int most = only ? ROWMM_MAX_SLOTS : 2;
+        p.slots = std::min((device.shared_block - besides - block.row_bytes) / p.slot_bytes, most);
     }
     plan.fits = p.slots >= block.teams;
     plan.product = {divided(p.ranges, block.teams), 1, 1, block.threads,

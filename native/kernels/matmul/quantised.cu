@@ -120,7 +120,7 @@ int64_t cuda::rowmm_scratch_bytes() {
     if (device_limits(device) != 0) {
         return 0;
     }
-    return int64_t(ranges_of(device)) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
+    return int64_t(most_ranges(device)) * 2 * ROWMM_MAX_ROWS * TILE * int64_t(sizeof(float));
 }
 
 int cuda::rowmm(const RowmmArgs &args, void *stream) {

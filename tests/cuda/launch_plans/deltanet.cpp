@@ -51,7 +51,7 @@ void plan_deltanet(const Card &card) {
                 expect_waves("delta rule", card, plan.x, std::min(blocks_at_once(card, plan, own_bytes(s.S), 3), 3), s.max_seqs() > 1, what);
                 expect(s.max_seqs() == 1 || plan.x <= device.multiprocessors * per_sm, "blocks at once of " + what);
                 const int most = divided(delta_block(s.S).blocks * s.Hv, device.multiprocessors);
-                expect(s.max_seqs() > 1 || saves_of(s) == 0 || most == 1 || block * (most + 1) > device.shared_sm, "spread blocks of " + what);
+                expect(s.max_seqs() > 1 || most_saves(s) == 0 || most == 1 || block * (most + 1) > device.shared_sm, "spread blocks of " + what);
                 expect_runs(card, plan_conv(s), 12 * KiB, "the conv of " + what);
                 expect_runs(card, plan_conv_parts(s, {int32_t(m.Hv * m.S), m.Hv, m.Hv}), 12 * KiB, "the conv of parts of " + what);
                 expect_runs(card, plan_delta_layer(s), 4 * KiB, "the layer of " + what);
@@ -62,6 +62,10 @@ void plan_deltanet(const Card &card) {
         expect_runs(card, plan_walk(prompt), 0, "a prompt's chunks");
         expect_runs(card, plan_conv_append(prompt), 0, "a prompt's conv");
     }
+    // With 100 KB a multiprocessor has as many blocks as registers allow where a step needs them, and saves states only beside those.
+    const DeltaShape small = {16, MAX_ROWS, 1, 16, 16, 128, DELTA_VERIFY}, large = {16, MAX_ROWS, 1, 16, 48, 128, DELTA_VERIFY};
+    const auto saves = [](const DeltaShape &s, int multiprocessors) { return delta_saves(small_card(multiprocessors, 6, false), s); };
+    expect(saves(small, 82) == 3 && saves(large, 82) == 0 && saves(large, 128) == 1 && saves(large, 28) == 0, "saved states of small cards");
     // An H200 is what the plans were measured on.
     const DeltaShape tree = {16, MAX_ROWS, 1, 16, 48, 128, DELTA_VERIFY}, many = {16, MAX_ROWS, 16, 16, 48, 128, DELTA_VERIFY};
     expect(plan_delta(H200, tree, 1).x == 192 && plan_delta(H200, many, 3).x == 395, "blocks of the delta rule");
