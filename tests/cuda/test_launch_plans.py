@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-COMMAND = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/native/kernels"]
+COMMAND = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/native/kernels", f"-I{ROOT}/native/src"]
 SOURCES = sorted((ROOT / "tests/cuda/launch_plans").glob("*.cpp"))
 
 

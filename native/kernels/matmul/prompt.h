@@ -26,6 +26,12 @@ constexpr int64_t GEMM_MAX_K = 32768;
 // Bytes that cuBLAS has for each stream, as NVIDIA advises.
 constexpr int64_t GEMM_WORKSPACE = int64_t(32) << 20;
 
+// Algorithms are tried on so many rows: the activations in F16, and two times the results in F32.
+constexpr int GEMM_TRIAL_ROWS = 128;
+constexpr int64_t gemm_trial_bytes(int64_t K, int64_t N) {
+    return GEMM_TRIAL_ROWS * (2 * K + 8 * N);
+}
+
 // Says whether rows of K values are packed here, and whether products of them with N rows of weights are done.
 constexpr bool gemm_packs(int64_t K) {
     return K > 0 && K % 8 == 0 && K <= GEMM_MAX_K;

@@ -5,6 +5,7 @@
 #include "ops/attention.h"
 #include "ops/row.h"
 #include "step/faults.h"
+#include "step/reserve.h"
 
 #include <ggml-alloc.h>
 #include <ggml-cpu.h>
@@ -464,16 +465,21 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
         }
     }
     if (model.gpu()) {
-        // This is a bound with room: beyond buffers and caches the 27b took 128 MB at most on an H200.
-        // This has cuBLAS's workspace too.
-        constexpr uint64_t BYTES_PER_NODE = 2048, POOLS = uint64_t(416) << 20;
+        constexpr uint64_t BYTES_PER_NODE = 2048; // of a captured graph
         // A link of a chain has a few nodes.
         constexpr uint64_t LINK_NODES = 64;
         uint64_t links = 0;
         for (const DrafterUse &use : params.cache.drafters) {
             links += use.n_block > 0 ? 0 : use.n_draft * uint64_t(use.n_draft + 1) / 2;
         }
-        sizes.other = (step_shapes(cache).size() * n_nodes + links * LINK_NODES) * BYTES_PER_NODE + POOLS;
+        sizes.other = (step_shapes(cache).size() * n_nodes + links * LINK_NODES) * BYTES_PER_NODE;
+#ifdef LUCE_USE_CUDA
+        uint64_t reserve = 0;
+        for (const Stage &stage : cache.stages()) {
+            reserve = std::max(reserve, device_reserve(limits_of(stage.device), model.layer_matrices()));
+        }
+        sizes.other += reserve;
+#endif
     } else { // its memory holds the graphs too, one of a prefill, what places them, and what ggml works in
         const uint32_t n_prompts = prompt_limits(params.cache, StepKind::prefill).prompts;
         sizes.other = (step_shapes(cache).size() + 1) * node_bytes(most_nodes(model, cache, 1)) +

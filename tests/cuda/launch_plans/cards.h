@@ -145,3 +145,4 @@ void plan_moe(const Card &card);
 void plan_attention(const Card &card);
 void plan_deltanet(const Card &card);
 void plan_sampling(const Card &card);
+void plan_reserve(const Card &card);
