@@ -55,6 +55,7 @@ void check_topk(bool all);
 void check_draft_block(bool all);
 void time_topk();
 void check_moe(bool all);
+void check_items_of_fewer_rows(); // not by code for sm_90a, which knows that there are 8
 bool moe_gives_up(); // it says whether the device stops what waits for ever, and ends what this process can do on it
 void time_moe();
 

@@ -1,4 +1,4 @@
-"""Plans launches for the cards that people have: a plan is a pure function of what a device can do, so it needs neither CUDA nor GPU."""
+"""Plans launches for the cards that people have: a plan is a pure function of what a device can do, without a GPU."""
 
 from __future__ import annotations
 

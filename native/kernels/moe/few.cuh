@@ -171,7 +171,7 @@ __device__ __forceinline__ void do_few(const MatmulParams &p, FewShared<ROWS> &s
 // The shared expert's tasks come first. Their weights are fetched before the launch waits, and in down the others' too:
 // up has waited for the logits, or leaves the experts while down polls. The last block of up leaves them, to all launches behind.
 template <int ROWS>
-__global__ void __launch_bounds__(ITEM_THREADS, ROWS == FEWEST_ROWS ? SMALL_BLOCKS_SM : BLOCKS_SM)
+__global__ void __launch_bounds__(ITEM_THREADS, ROWS == FEWEST_ROWS ? FEWEST_BLOCKS : BLOCKS_SM)
     moe_few_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ FewShared<ROWS> own;

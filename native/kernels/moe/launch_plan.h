@@ -19,6 +19,16 @@ inline bool moe_has(const MoeDims &d) {
            d.E % 4 == 0 && d.E <= MOE_MAX_E && d.FF >= 1 && d.FF_shared >= 0 && d.h_row() <= MOE_MAX_FF;
 }
 
+// Returns how many rows an item of a step has at most: 8, or 4 or 2 where a block has no room for more. The units are the largest
+// fragments of the matrices of up and of down, in bytes.
+inline int moe_item_rows(const DeviceLimits &device, const MoeDims &d, int64_t up_unit, int64_t down_unit) {
+    int rows = MAX_ITEM_ROWS;
+    while (rows > 2 && least_shared(d, up_unit, down_unit, rows) > device.shared_block) {
+        rows /= 2;
+    }
+    return rows;
+}
+
 // Says what luce or a device of this name lacks for a layer, or "" where it lacks nothing. The units are the largest fragments
 // of the matrices of up and of down, in bytes.
 inline std::string moe_lacks(const DeviceLimits &device, const std::string &name, const MoeDims &d,
@@ -40,7 +50,8 @@ inline std::string moe_lacks(const DeviceLimits &device, const std::string &name
                " values are more than luce has on a GPU (" + number(MOE_MAX_USED) + " of " +
                number(MOE_MAX_EXPERTS) + " of " + number(MOE_MAX_FF) + ")";
     }
-    if (const int64_t need = least_shared(d, up_unit, down_unit); need > device.shared_block) {
+    const int64_t need = least_shared(d, up_unit, down_unit, moe_item_rows(device, d, up_unit, down_unit));
+    if (need > device.shared_block) {
         return "experts of " + number(d.E) + " values take " + number(need) +
                " bytes of a GPU's shared memory, " + name + " has " + number(device.shared_block);
     }
@@ -65,9 +76,10 @@ struct RoutePlan {
 // `gives_values` says that the rows are wanted in F32 too. There is a row or more.
 inline RoutePlan plan_route(const DeviceLimits &device, const MoeDims &d, bool gives_values) {
     const bool few = few_rows(d);
-    const int tile_rows = few ? divided(d.T, route_few_tiles(device)) : ROUTE_ROWS;
     const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
     const int64_t each = std::max<int64_t>(d.E * int64_t(sizeof(float)), CANDIDATE_BYTES);
+    const int room = int(std::min<int64_t>((device.shared_block - ROUTE_BESIDES) / each, ROUTE_ROWS));
+    const int tile_rows = few ? std::min(divided(d.T, route_few_tiles(device)), room) : room;
     const bool one_row = tile_rows == 1 && !gives_values && d.E <= ONE_ROW_MAX_E;
     // Few rows are packed by blocks that do nothing else.
     const int packers = few ? int(chunks_of(d.E)) : 0;
@@ -153,7 +165,8 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
     const int slot = ITEM_WARPS * p.slot_bytes, all = log2_of(MAX_PARTS);
     const int besides = (fewest ? FEWEST_OWN : BLOCK_OWN) + BARRIER_BYTES + 1024;
     const auto room = [&](int per_sm) { return device.shared_sm / per_sm - besides - most * p.row_bytes; };
-    int per_sm = fewest ? SMALL_BLOCKS_SM : BLOCKS_SM;
+    // Code for multiprocessors of 100 KB has registers for two (FEWEST_BLOCKS).
+    int per_sm = fewest && device.shared_sm > 100 * 1024 ? SMALL_BLOCKS_SM : BLOCKS_SM;
     while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
         per_sm--;
     }
@@ -201,7 +214,8 @@ inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
     const auto slots = [&](int per_sm) { return (device.shared_sm / per_sm - besides) / slot; };
     p.steps = std::max(p.experts.chunks, p.shared.chunks) <= MANY_STAGES ? MAX_STEPS : 1;
     p.tasks = divided(wide, p.steps);
-    p.slots = std::clamp(slots(BLOCKS_SM) >= LEAST_SLOTS ? slots(BLOCKS_SM) : slots(1), 1, MAX_SLOTS);
+    const int two = device.shared_sm > 100 * 1024 ? slots(BLOCKS_SM) : 0; // MANY_BLOCKS, likewise
+    p.slots = std::clamp(two >= LEAST_SLOTS ? two : slots(1), 1, MAX_SLOTS);
     return {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS,
             BARRIER_BYTES + p.slots * slot + MANY_STAGES * MANY_STAGE};
 }

@@ -65,7 +65,7 @@ __device__ __forceinline__ void bring_rows(const ManyShared &s, uint8_t *stage, 
 }
 
 // The grid is items, the shared expert's first, times the tasks of one.
-__global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
+__global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
     moe_many_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ ManyShared s;

@@ -39,8 +39,14 @@ constexpr int64_t MOE_MAX_E = 6144, MOE_MAX_FF = 6144; // a block's shared memor
 struct MoeDims {
     int32_t T; // there are 0 .. rows_at_once() rows
     int32_t n_expert, n_used; // a row uses n_used of the n_expert experts
+    int32_t
+        most; // an item of a step has so many rows at most (moe/plan.h): 8, or fewer where a device has no room for them
     int64_t E, FF; // an expert's matrices are {E, FF} twice and {FF, E}; E is a multiple of 4
     int64_t FF_shared; // it is the shared expert's FF, or 0 where there is none
+
+    constexpr MoeDims(int32_t rows = 0, int32_t experts = 0, int32_t used = 0, int64_t e = 0, int64_t ff = 0,
+                      int64_t ff_shared = 0, int32_t most_rows = 8)
+        : T(rows), n_expert(experts), n_used(used), most(most_rows), E(e), FF(ff), FF_shared(ff_shared) {}
 
     constexpr int rows_at_once() const {
         return MOE_MAX_PAIRS / n_used < MOE_MAX_ROWS ? MOE_MAX_PAIRS / n_used : MOE_MAX_ROWS;

@@ -16,6 +16,13 @@ constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 1
 constexpr int ONE_BARRIERS = ((ITEM_WARPS + 1) * 8 + 127) / 128 * 128;
 constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a third would spill registers
 constexpr int SMALL_BLOCKS_SM = 3; // the same of steps of one row and a few more, whose kernels are smaller
+// Registers are shared out among so many blocks. Where a multiprocessor has 100 KB of shared memory (8.6, 8.9 and 12.0), there is no
+// room for three of the fewest rows' blocks, nor for two of many rows', whose threads then would keep 28 to 112 bytes in memory.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int FEWEST_BLOCKS = 2, MANY_BLOCKS = 1;
+#else
+constexpr int FEWEST_BLOCKS = SMALL_BLOCKS_SM, MANY_BLOCKS = BLOCKS_SM;
+#endif
 // The kernels declare so many bytes of shared memory: that of some rows, of FEWEST_ROWS, up of one row, and that of many.
 constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 9088;
 // Many rows are in shared memory for so many chunks at once.

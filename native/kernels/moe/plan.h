@@ -27,11 +27,20 @@ constexpr ROWMM_BOTH int64_t least(int64_t a, int64_t b) {
 
 // ---- items ----
 
+// Returns how many rows an item of a step has at most. Hopper has room for all, and its code knows that.
+constexpr ROWMM_BOTH int most_item_rows([[maybe_unused]] const MoeDims &d) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    return MAX_ITEM_ROWS;
+#else
+    return d.most;
+#endif
+}
+
 // Says whether a step has few rows: then up and down choose the experts themselves, there is no list, and an item has room
 // for all rows. (Of very few rows up alone chooses: polled_pairs.) A pair is a row and one of its ranks.
 constexpr int FEW_ROWS = MAX_ITEM_ROWS, FEW_PAIRS = 64;
 constexpr ROWMM_BOTH bool few_rows(const MoeDims &d) {
-    return d.T <= FEW_ROWS && d.T * d.n_used <= FEW_PAIRS;
+    return d.T <= most_item_rows(d) && d.T * d.n_used <= FEW_PAIRS;
 }
 // Says whether they are so few that a lane has one pair, and that three blocks at once on a multiprocessor are best.
 constexpr int FEWEST_ROWS = 2;
@@ -45,7 +54,9 @@ constexpr ROWMM_BOTH bool many_rows(const MoeDims &d) {
 // Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
 // keep other blocks from a multiprocessor.
 constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
-    return many_rows(d) ? MANY_ROWS : few_rows(d) || d.T > 64 ? MAX_ITEM_ROWS : MAX_ITEM_ROWS / 2;
+    return many_rows(d)              ? MANY_ROWS
+           : few_rows(d) || d.T > 64 ? most_item_rows(d)
+                                     : int(least(most_item_rows(d), MAX_ITEM_ROWS / 2));
 }
 
 // Returns how many pairs of a step have an expert that up leaves as soon as it is chosen, so that who is behind up waits for it
@@ -143,12 +154,16 @@ constexpr int END_WARPS = 20, END_ACROSS = 2;
 // The kernels' own variables and barriers take less than so many bytes beside rows and weights.
 constexpr int64_t ROUTE_BESIDES = 3072, MATMUL_BESIDES = 12288;
 
-// Returns the bytes of shared memory that a block needs for any T. The units are the largest fragments of the matrices of
-// up and of down, in bytes.
-constexpr ROWMM_BOTH int64_t least_shared(const MoeDims &d, int64_t up_unit, int64_t down_unit) {
-    const int64_t route = ROUTE_BESIDES + ROUTE_ROWS * d.E * int64_t(sizeof(float));
-    const int64_t up = MATMUL_BESIDES + ITEM_WARPS * up_unit + MAX_ITEM_ROWS * shared_row(d.E);
-    const int64_t down = MATMUL_BESIDES + ITEM_WARPS * down_unit + MAX_ITEM_ROWS * shared_row(d.h_row());
+// Where a block of route has no room for ROUTE_ROWS it has fewer, and at least so many: each tile of rows has a counter.
+constexpr int LEAST_ROUTE_ROWS = 5;
+static_assert((MOE_MAX_ROWS + LEAST_ROUTE_ROWS - 1) / LEAST_ROUTE_ROWS + 1 <= MOE_COUNTER_BYTES / 4);
+
+// Returns the bytes of shared memory that a block needs for any T, where an item of a step has `rows` at most. The units are the
+// largest fragments of the matrices of up and of down, in bytes.
+constexpr ROWMM_BOTH int64_t least_shared(const MoeDims &d, int64_t up_unit, int64_t down_unit, int rows) {
+    const int64_t route = ROUTE_BESIDES + LEAST_ROUTE_ROWS * d.E * int64_t(sizeof(float));
+    const int64_t up = MATMUL_BESIDES + ITEM_WARPS * up_unit + rows * shared_row(d.E);
+    const int64_t down = MATMUL_BESIDES + ITEM_WARPS * down_unit + rows * shared_row(d.h_row());
     const int64_t most = up > down ? up : down;
     return most > route ? most : route;
 }

@@ -452,7 +452,7 @@ protected:
     ggml_tensor *route(const Node &n, const Moe &w, ggml_tensor *x) {
         const Node &norm = part(n, "P");
         MoeRouteArgs a{};
-        a.dims = dims_of(w, n.T);
+        a.dims = dims_of(stage().device, w, n.T);
         a.eps = std::get<float>(norm.params);
         const bool own_norm = n.part("Q") >= 0;
         a.router_scale = own_norm ? std::get<float>(part(n, "F").params) : 0.0f;
@@ -466,12 +466,12 @@ protected:
     // What experts in host memory make of it.
     ggml_tensor *experts_of_host(const Moe &w, ggml_tensor *routed, int64_t T) {
         RamGiveArgs give{};
-        give.dims = dims_of(w, T);
+        give.dims = dims_of(stage().device, w, T);
         return host_experts(expand(ops::ram_give(ctx, {routed}, give)), nullptr, w, T);
     }
     ggml_tensor *up(const Moe &w, ggml_tensor *routed, int64_t T) {
         MoeMatmulArgs a{};
-        a.dims = dims_of(w, T);
+        a.dims = dims_of(stage().device, w, T);
         a.activation = w.activation;
         ggml_tensor *gate = w.gate_up != nullptr ? w.gate_up : w.gate;
         return ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up}, a);
@@ -490,7 +490,7 @@ protected:
         }
         MoeMatmulArgs of_dims{};
         MoeSumArgs sum{};
-        of_dims.dims = sum.dims = dims_of(w, n.T);
+        of_dims.dims = sum.dims = dims_of(stage().device, w, n.T);
         ggml_tensor *experts = ops::moe_down(ctx, {routed, up(w, routed, n.T), w.down, nullptr}, of_dims);
         return ops::moe_sum_prompt(ctx, {routed, experts, nullptr, nullptr, nullptr, w.down_scale}, sum);
     }
@@ -498,7 +498,7 @@ protected:
     // x {E, T} + the mixture of experts of its norm, and of a step, packed, the norm that follows.
     void mixture(const Node &n, Val y) {
         const Moe &w = *std::get<const Moe *>(part(n, "H").params);
-        const MoeDims dims = dims_of(w, n.T);
+        const MoeDims dims = dims_of(stage().device, w, n.T);
         ggml_tensor *x = rows_of_mixture(n), *routed = route(n, w, x);
         ggml_tensor *experts, *sums = nullptr;
         if (w.in_ram) {

@@ -124,10 +124,35 @@ int give_blocks(const RamGiveArgs &all, const GiveRowsArgs &to, void *stream) {
     });
 }
 
-MoeDims dims_of(const Moe &w, int64_t T) {
+namespace {
+
+// The largest fragments of the matrices that the device multiplies, in bytes. Where the experts stay in host memory, only the
+// shared one is its.
+struct LargestUnits {
+    int64_t up = 0, down = 0;
+
+    explicit LargestUnits(const Moe &moe) {
+        const bool own = !moe.in_ram;
+        const auto most = [](int64_t &unit, std::initializer_list<const ggml_tensor *> weights) {
+            for (const ggml_tensor *w : weights) {
+                unit = std::max(unit, w == nullptr ? 0 : int64_t(fragment_bytes(w->type)));
+            }
+        };
+        most(up, {own ? moe.gate : nullptr, own ? moe.up : nullptr, own ? moe.gate_up : nullptr,
+                  moe.shared.gate, moe.shared.up});
+        most(down, {own ? moe.down : nullptr, moe.shared.down});
+    }
+};
+
+} // namespace
+
+MoeDims dims_of(const Device &device, const Moe &w, int64_t T) {
     const int64_t shared = w.shared_gate == nullptr ? 0 : w.shared.gate->ne[1];
-    return {int32_t(T), int32_t(w.shape.n_expert), int32_t(w.shape.n_used), w.router->ne[0], w.shape.n_ff,
-            shared};
+    MoeDims dims(int32_t(T), int32_t(w.shape.n_expert), int32_t(w.shape.n_used), w.router->ne[0],
+                 w.shape.n_ff, shared);
+    const LargestUnits unit(w);
+    dims.most = moe_item_rows(limits_of(device), dims, unit.up, unit.down);
+    return dims;
 }
 
 void check_moe(const Device &device, const char *path, const Moe &moe) {
@@ -142,19 +167,9 @@ void check_moe(const Device &device, const char *path, const Moe &moe) {
                  path, w->name, type_name(w->type), remedy);
         }
     }
-    const auto unit = [](std::initializer_list<const ggml_tensor *> weights) {
-        int64_t most = 0;
-        for (const ggml_tensor *w : weights) {
-            most = std::max(most, w == nullptr ? 0 : int64_t(fragment_bytes(w->type)));
-        }
-        return most;
-    };
-    // Where the experts stay in host memory, only the shared one is the device's.
-    const bool own = !moe.in_ram;
-    const std::string lack = moe_lacks(limits_of(device), device.name, dims_of(moe, 1),
-                                       unit({own ? moe.gate : nullptr, own ? moe.up : nullptr,
-                                             own ? moe.gate_up : nullptr, moe.shared.gate, moe.shared.up}),
-                                       unit({own ? moe.down : nullptr, moe.shared.down}));
+    const LargestUnits unit(moe);
+    const std::string lack =
+        moe_lacks(limits_of(device), device.name, dims_of(device, moe, 1), unit.up, unit.down);
     if (!lack.empty()) {
         fail(LUCE_E_UNSUPPORTED, "%s: %s: %s", path, lack.c_str(), remedy);
     }

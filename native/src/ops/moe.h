@@ -26,7 +26,7 @@ void cpu_ram_experts(const RamExpertsArgs &args, int ith,
 void check_moe(const Device &device, const char *path, const Moe &moe);
 
 #ifdef LUCE_USE_CUDA
-MoeDims dims_of(const Moe &moe, int64_t T); // those of a mixture over T rows
+MoeDims dims_of(const Device &device, const Moe &moe, int64_t T); // those of a mixture over T rows
 
 // Returns the bytes of what route leaves of all rows, launch after launch. Then come the rows' values, where they are left.
 int64_t moe_all_routed_bytes(const MoeDims &all);
@@ -131,7 +131,7 @@ inline const auto &ram_experts = row<RamExpertsArgs>("ram_experts", [](auto &op,
 
 #ifdef LUCE_USE_CUDA
 template <class Row, class Dims> void takes_dims(Row &op, Dims &a) {
-    op.params(FIELD(T), FIELD(n_expert), FIELD(n_used), FIELD(E), FIELD(FF), FIELD(FF_shared));
+    op.params(FIELD(T), FIELD(n_expert), FIELD(n_used), FIELD(most), FIELD(E), FIELD(FF), FIELD(FF_shared));
 }
 
 // For ram_experts, which gets this instead of rows and route.

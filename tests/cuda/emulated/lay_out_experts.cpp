@@ -8,6 +8,7 @@ static void experts() {
         for (const auto &[E, FF] : {std::pair<int64_t, int64_t>{2048, 512}, {3072, 1024}, {4096, 1024}, {6144, 6144}}) {
             MoeDims dims = {1, 256, 8, E, FF, FF};
             const int unit = fragment_bytes(type);
+            dims.most = moe_item_rows(emulated::kind->limits, dims, unit, unit);
             const bool fits = moe_lacks(emulated::kind->limits, "it", dims, unit, unit).empty();
             bool launched = true;
             for (int T = 1; T <= MOE_MAX_ROWS; T += T < 300 ? 1 : 92) {
