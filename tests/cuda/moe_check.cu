@@ -402,10 +402,9 @@ void check_items_of_fewer_rows() {
     for (const int T : {1, 2, 3, 4, 5, 8, 9, 33, 70}) {
         const Floats rows(x.begin(), x.begin() + T * dims.E);
         Floats first;
+        Mixture l(dims, {12, 12, 14, 8}, 81);
         for (const int most : {8, 4, 2}) {
-            MoeDims d = dims;
-            d.most = most;
-            Mixture l(d, {12, 12, 14, 8}, 81);
+            l.dims.most = most;
             const Routed out = run(l, rows, false);
             first = most == 8 ? out.out : first;
             expect(same_bits(out.out, first), "moe of " + std::to_string(T) + " rows by items of " + std::to_string(most));

@@ -23,7 +23,8 @@ namespace {
 constexpr int CLASSES[] = {128, 256, 512, 1024, 2048, 4096}, N_CLASSES = 6;
 // The algorithm for this many rows is what a product's bits are: others are taken where they give the same.
 constexpr int REFERENCE_ROWS = 1024;
-constexpr int FEW_ROWS = GEMM_TRIAL_ROWS; // cuBLAS's order of algorithms is often wrong here, so they are timed
+constexpr int FEW_ROWS =
+    GEMM_TRIAL_ROWS; // cuBLAS's order of algorithms is often wrong here, so they are timed
 constexpr int OFFERED = 8; // it is asked for so many
 
 struct Algorithms {

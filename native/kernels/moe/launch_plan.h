@@ -78,7 +78,8 @@ inline RoutePlan plan_route(const DeviceLimits &device, const MoeDims &d, bool g
     const bool few = few_rows(d);
     const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
     const int64_t each = std::max<int64_t>(d.E * int64_t(sizeof(float)), CANDIDATE_BYTES);
-    const int room = int(std::min<int64_t>((device.shared_block - ROUTE_BESIDES) / each, ROUTE_ROWS));
+    const int room =
+        int(std::clamp<int64_t>((device.shared_block - ROUTE_BESIDES) / each, LEAST_ROUTE_ROWS, ROUTE_ROWS));
     const int tile_rows = few ? std::min(divided(d.T, route_few_tiles(device)), room) : room;
     const bool one_row = tile_rows == 1 && !gives_values && d.E <= ONE_ROW_MAX_E;
     // Few rows are packed by blocks that do nothing else.

@@ -27,20 +27,18 @@ constexpr ROWMM_BOTH int64_t least(int64_t a, int64_t b) {
 
 // ---- items ----
 
-// Returns how many rows an item of a step has at most. Hopper has room for all, and its code knows that.
-constexpr ROWMM_BOTH int most_item_rows([[maybe_unused]] const MoeDims &d) {
+// Hopper has room for items of MAX_ITEM_ROWS, and its code knows it.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    return MAX_ITEM_ROWS;
+#define MOE_MOST(dims) MAX_ITEM_ROWS
 #else
-    return d.most;
+#define MOE_MOST(dims) (dims).most
 #endif
-}
 
 // Says whether a step has few rows: then up and down choose the experts themselves, there is no list, and an item has room
 // for all rows. (Of very few rows up alone chooses: polled_pairs.) A pair is a row and one of its ranks.
 constexpr int FEW_ROWS = MAX_ITEM_ROWS, FEW_PAIRS = 64;
 constexpr ROWMM_BOTH bool few_rows(const MoeDims &d) {
-    return d.T <= most_item_rows(d) && d.T * d.n_used <= FEW_PAIRS;
+    return d.T <= MOE_MOST(d) && d.T * d.n_used <= FEW_PAIRS;
 }
 // Says whether they are so few that a lane has one pair, and that three blocks at once on a multiprocessor are best.
 constexpr int FEWEST_ROWS = 2;
@@ -54,9 +52,10 @@ constexpr ROWMM_BOTH bool many_rows(const MoeDims &d) {
 // Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
 // keep other blocks from a multiprocessor.
 constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
-    return many_rows(d)              ? MANY_ROWS
-           : few_rows(d) || d.T > 64 ? most_item_rows(d)
-                                     : int(least(most_item_rows(d), MAX_ITEM_ROWS / 2));
+    return many_rows(d)                      ? MANY_ROWS
+           : few_rows(d) || d.T > 64         ? MOE_MOST(d)
+           : MOE_MOST(d) < MAX_ITEM_ROWS / 2 ? MOE_MOST(d)
+                                             : MAX_ITEM_ROWS / 2;
 }
 
 // Returns how many pairs of a step have an expert that up leaves as soon as it is chosen, so that who is behind up waits for it
