@@ -1,16 +1,22 @@
 #!/usr/bin/env python3
-"""Checks the machine code of compiled CUDA kernels for conditions around what a whole warp does together.
+"""Checks the machine code of compiled CUDA kernels: conditions around what a whole warp does together, and memory.
 
 A shuffle, vote, matrix product or matrix load takes part in all 32 lanes. The compiler may put a predicate in
 front of one where the source has a condition: then lanes that are left out give values that nobody wrote.
 That is an error here. Where it cannot prove that all lanes are there, it branches around (BRA.DIV) to a copy
 that first waits for them: right, and slow where it is taken. These are counted, for each kernel.
 
-It is for code of sm_90a. For other GPUs the compiler also guards products by conditions that a warp's
+That is checked in code of sm_90a. For other GPUs the compiler also guards products by conditions that a warp's
 lanes share, which look the same here.
+
+With --memory, in code for any GPU: a kernel may not keep values of its threads in memory, be it what does not fit
+registers or an array that is indexed. It may not declare more than 48 KiB of shared memory, which no GPU grants it.
+STACKS names what is left of the first, in bytes of a thread, by the compiler of CUDA 13.0. A kernel that has more is an
+error. One that has less is told of: its number then gets smaller.
 
     pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
     tools/check_sass.py build/CMakeFiles/luce.dir/native/kernels/*.o
+    tools/check_sass.py --memory build/CMakeFiles/luce.dir/native/kernels/*.o
 """
 
 from __future__ import annotations
@@ -29,6 +35,32 @@ FUNCTION = re.compile(r"^\s*Function : (\S+)")
 INSTRUCTION = re.compile(
     r"^\s*/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@!?(?P<guard>U?P\w+)\s+)?(?P<op>[A-Z][A-Z0-9_.]*)"
 )
+
+USED_BY = re.compile(r"^\s*Function (\S+):$")
+ARCHITECTURE = re.compile(r"^arch = (sm_\w+)")
+RESOURCES = re.compile(r"^\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) ")
+MOST_SHARED = 48 * 1024
+BEFORE, HOPPER, BLACKWELL = ("sm_86", "sm_89"), ("sm_90a",), ("sm_120",)
+ALL = (*BEFORE, *HOPPER, *BLACKWELL)
+
+# Bytes of a thread's stack, by GPUs and kernel: a pattern of its readable name. They have to shrink.
+STACKS: list[tuple[tuple[str, ...], str, int]] = [
+    # 384 threads have 168 registers each, and more values with heads of 256 where Hopper's instructions are not there.
+    (BEFORE, r"attention_kernel<256, [28]>", 72),
+    (BEFORE, r"attention_kernel<256, 1>", 96),
+    (BLACKWELL, r"attention_kernel<256, [28]>", 168),
+    (BLACKWELL, r"attention_kernel<256, 1>", 136),
+    (HOPPER, r"attention_kernel<256, 8>", 8),
+    (ALL, r"heads_kernel<\d, (128|256)>", 32),  # the sine of large angles
+    (BLACKWELL, r"combine_kernel<F16Means, 2>", 32),
+    (HOPPER, r"deltanet_kernel<128, false, false>", 8),
+    (HOPPER, r"rowmm_kernel<8, true, 0>", 24),
+    (HOPPER, r"moe_few_kernel<2>", 56),
+    (HOPPER, r"moe_many_kernel", 40),
+    (BEFORE, r"moe_route_kernel<\w+>", 8),
+    (BLACKWELL, r"moe_route_kernel<true>", 8),
+    (BLACKWELL, r"nextn_pack_kernel", 40),
+]
 
 
 @dataclass
@@ -62,6 +94,63 @@ def kernels_of(lines: Iterable[str]) -> Iterator[Kernel]:
         yield kernel
 
 
+@dataclass(frozen=True)
+class Usage:
+    """Holds what a kernel takes on a GPU: a thread's registers and bytes of stack, a block's bytes of shared memory."""
+
+    arch: str
+    name: str
+    registers: int
+    stack: int
+    shared: int
+
+
+def usages_of(lines: Iterable[str]) -> Iterator[Usage]:
+    """Reads what `cuobjdump -res-usage` prints of an object."""
+    arch = name = ""
+    for line in lines:
+        if found := ARCHITECTURE.match(line):
+            arch = found[1]
+        elif found := USED_BY.match(line):
+            name = found[1]
+        elif (found := RESOURCES.match(line)) and name:
+            yield Usage(arch, name, int(found[1]), int(found[2]), int(found[3]))
+            name = ""
+
+
+def known_stack(arch: str, name: str) -> int:
+    """Returns the bytes of stack that a kernel of this readable name is known to have."""
+    return max((n for archs, known, n in STACKS if arch in archs and re.fullmatch(known, name)), default=0)
+
+
+def named(usages: list[Usage]) -> list[tuple[Usage, str]]:
+    """Returns usages with their kernels' readable names, without the arguments."""
+    names = readable(usage.name for usage in usages)
+    return [(u, re.sub(r"\(\)$", "", name.removeprefix("void "))) for u, name in zip(usages, names, strict=True)]
+
+
+def memory_errors(usages: list[Usage]) -> list[str]:
+    """Returns an error for each kernel that keeps more in memory than is known, or declares too much."""
+    errors = []
+    for usage, name in named(usages):
+        known = known_stack(usage.arch, name)
+        if usage.stack > known:
+            errors.append(f"{usage.arch} {name}: a thread keeps {usage.stack} bytes in memory, {known} are known")
+        if usage.shared > MOST_SHARED:
+            errors.append(f"{usage.arch} {name}: it declares {usage.shared} bytes of shared memory")
+    return errors
+
+
+def shrunk(usages: list[Usage]) -> list[str]:
+    """Returns what kernels keep in memory no longer, so that STACKS gets smaller."""
+    listed = [(u, name, known_stack(u.arch, name)) for u, name in named(usages)]
+    return [
+        f"{u.arch} {name}: {u.stack} bytes of a thread's {known} are left in memory"
+        for u, name, known in listed
+        if u.stack < known
+    ]
+
+
 def disassembler() -> str:
     """Returns the path of cuobjdump: that of the PATH, or that of the package. Ends where there is none."""
     if known := shutil.which("cuobjdump"):
@@ -87,13 +176,29 @@ def readable(names: Iterable[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("objects", nargs="+", type=Path, metavar="OBJECT", help="of nvcc, or a library")
+    parser.add_argument("--memory", action="store_true", help="check what kernels keep in memory, for any GPU")
     args = parser.parse_args()
-    program, found = disassembler(), []
-    for path in args.objects:
-        made = subprocess.run([program, "-sass", str(path)], capture_output=True, text=True)
+    program = disassembler()
+
+    def told(path: Path, *options: str) -> list[str]:
+        made = subprocess.run([program, *options, str(path)], capture_output=True, text=True)
         if made.returncode:
             raise SystemExit(f"check_sass: {path}: {made.stderr.strip()}")
-        found += kernels_of(made.stdout.splitlines())
+        return made.stdout.splitlines()
+
+    if args.memory:
+        usages = [u for path in args.objects for u in usages_of(told(path, "-res-usage"))]
+        if not all(u.arch for u in usages):
+            raise SystemExit("check_sass: a cubin does not say which GPU it is for: give nvcc's objects")
+        errors = memory_errors(usages)
+        for line in [*(f"ERROR {e}" for e in errors), *(f"SHRUNK {s}" for s in shrunk(usages))]:
+            print(line)
+        archs = ", ".join(sorted({u.arch for u in usages}))
+        print(f"{len(usages)} kernels of {archs}: {len(errors)} errors of memory")
+        raise SystemExit(1 if errors or not usages else 0)
+    found: list[Kernel] = []
+    for path in args.objects:
+        found += kernels_of(told(path, "-sass"))
     for kernel, name in sorted(
         zip(found, readable(k.name for k in found), strict=True), key=lambda pair: pair[1]
     ):

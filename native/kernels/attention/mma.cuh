@@ -49,7 +49,8 @@ template <int D, int TYPE, bool HOPPER, int MT> struct MmaUnit {
     static constexpr int N = KEYS / 8 / S_SHARE > 0 ? KEYS / 8 / S_SHARE : 1;
     static constexpr int N_WARPS = KEYS / 8 / N; // as many of them have keys
     static constexpr bool SAME_ROWS = SM == M;
-    static constexpr bool KEEP_Q = MT <= 2 && D <= 256; // it says whether Q stays in registers
+    static constexpr bool KEEP_Q =
+        (MT == 1 && D <= 256) || (MT == 2 && D < 256); // whether Q stays in registers, which hold no more
     static_assert(C > 0 && (!SAME_ROWS || S_SHARE == SHARE), "all warps have columns");
 
     MmaBlock<D, TYPE, HOPPER> &b;

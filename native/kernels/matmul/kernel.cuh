@@ -264,10 +264,10 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
 // threads kept 28 to 100 bytes in memory where they had a half or a third of the registers.
 template <int NT, bool WIDE> constexpr int launch_blocks() {
     constexpr int BLOCKS = Shape<NT, WIDE>::BLOCKS;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
-    return BLOCKS;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
     return 1;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    return BLOCKS;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
     return NT == 1 ? BLOCKS + 1 : 1;
 #else
