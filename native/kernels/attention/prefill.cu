@@ -333,6 +333,7 @@ __global__ void add_ranges_kernel(const __grid_constant__ PrefillAttentionArgs a
 
 template <int D, int WARPS> int run(const PrefillAttentionArgs &a, cudaStream_t stream) {
     using L = PrefillLayout<D, WARPS>;
+    static_assert(L::BYTES == prefill_block_bytes(D));
     const auto kernel = prefill_attention_kernel<D, WARPS>;
     if (const cudaError_t error = allow_shared(kernel, L::BYTES); error != cudaSuccess) {
         return int(error);

@@ -45,11 +45,16 @@ LUCE_HOST_DEVICE inline int64_t prefill_ranges(const PrefillAttentionArgs &a) {
 inline int64_t prefill_range_values(const PrefillAttentionArgs &a) {
     return prefill_ranges(a) * a.T * a.H * (a.D + 2);
 }
+// Returns a block's bytes of shared memory: its queries, and the keys and values of a tile, in F16.
+LUCE_HOST_DEVICE constexpr int64_t prefill_block_bytes(int D) {
+    return int64_t(prefill_rows(D) + 2 * prefill_keys(D)) * 2 * D;
+}
 // Says whether ranges get blocks of their own: where blocks of all of a row's keys come in rounds that few of them fill, they take
-// longer than more of them that are shorter. A multiprocessor has two blocks at once.
+// longer than more of them that are shorter. A multiprocessor has two blocks at once, or one where shared memory is too little.
 inline bool prefill_apart(const PrefillAttentionArgs &a, const DeviceLimits &device) {
-    const int rows = prefill_rows(a.D);
-    const int64_t blocks = (a.T + rows - 1) / rows * a.H, at_once = 2 * device.multiprocessors;
+    const int64_t blocks = (a.T + prefill_rows(a.D) - 1) / prefill_rows(a.D) * a.H;
+    const int64_t bytes = prefill_block_bytes(a.D) + device.shared_reserved;
+    const int64_t at_once = (2 * bytes <= device.shared_sm ? 2 : 1) * device.multiprocessors;
     const int64_t seen = a.window > 0 ? std::min(a.n_kv, int64_t(a.window) + a.T) : a.n_kv;
     const auto rounds = [&](int64_t n) { return (n + at_once - 1) / at_once; };
     return prefill_ranges(a) > 1 && 4 * prefill_range_values(a) <= PREFILL_RANGES_BYTES &&

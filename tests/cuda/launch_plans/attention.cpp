@@ -1,4 +1,5 @@
 #include "attention/launch_plan.h"
+#include "attention/prefill.h"
 
 #include "digest.h"
 
@@ -65,6 +66,26 @@ void plan_attention(const Card &card) {
             }
         }
     }
+    // Prompts: a block fits, and ranges have blocks of their own by how many run at once.
+    for (const int D : {64, 128, 256}) {
+        expect(prefill_block_bytes(D) <= device.shared_block, std::string("a prompt's block on ") + card.name);
+    }
+    PrefillAttentionArgs prompt{};
+    prompt.H = 24;
+    prompt.D = 256;
+    prompt.n_prompts = 1;
+    for (prompt.n_kv = 4096; prompt.n_kv <= 262144; prompt.n_kv *= 2) {
+        for (prompt.T = 1; prompt.T <= 2048; prompt.T *= 2) {
+            DeviceLimits half = device;
+            half.multiprocessors = 2 * device.multiprocessors;
+            half.shared_sm = 100 * KiB;
+            const bool two = 2 * (prefill_block_bytes(256) + device.shared_reserved) <= device.shared_sm;
+            expect(!two || prefill_apart(prompt, device) == prefill_apart(prompt, half), "ranges of a prompt, by blocks at once");
+            expect(!prefill_apart(prompt, device) || 4 * prefill_range_values(prompt) <= PREFILL_RANGES_BYTES, "what ranges leave");
+        }
+    }
+    // docs/gpus.md says what partial results of a step take at most: 64 rows of the 27b at 262144 positions.
+    expect(int64_t(MAX_ROWS) * 24 * (chunk_at(262143) + 1) * (256 / 2 + 2) * 4 <= int64_t(190 * MiB), "partial results of attention");
     // What has no plan is refused, and the reason is named.
     for (const int D : {1, 16, 32, 33, 63, 65, 96, 192, 255, 257, 511, 1024}) {
         expect(attention_lacks(D, 8, 2) == "attention.key_length is " + std::to_string(D) + ": luce runs 64, 128, 256 and 512", "heads are named");
