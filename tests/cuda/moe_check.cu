@@ -422,6 +422,9 @@ void check_moe(bool all) {
     check_elsewhere(all ? 40 : 3);
     check_elsewhere(1);
     check_no_rows();
+    if (DeviceLimits device; cuda::device_limits(device) == 0 && !device.wgmma) {
+        check_items_of_fewer_rows();
+    }
     check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 2, 3, 4, 7, 9}, all);
     check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 4, 12}, all); // this has 5 chunks in 4 parts
     check_mixture({0, 5, 2, 516, 36, 20}, {1, 0, 30, 1}, 9, {1, 2, 5}, all); // a lane's last values are half of its own
