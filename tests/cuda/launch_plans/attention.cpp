@@ -25,6 +25,7 @@ Digest digest_of(const DeviceLimits &device) {
                     heads.T = T;
                     heads.H = H;
                     heads.pool = a.pool;
+                    heads.gated = 1;
                     d.add_plan(plan_heads(heads));
                 }
             }

@@ -126,7 +126,7 @@ Digest digest_of(const DeviceLimits &device) {
             }
         }
         for (int T = 1; T <= ROWMM_MAX_ROWS; T++) {
-            for (const auto input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_SWIGLU, ROWMM_HEAD_RMS}) {
+            for (const auto input : {ROWMM_PLAIN, ROWMM_RMS, ROWMM_GLU, ROWMM_HEAD_RMS}) {
                 for (const bool parts : {false, true}) {
                     RowmmArgs from{};
                     RowmmPackArgs a{};
