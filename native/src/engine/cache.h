@@ -30,6 +30,7 @@
 // A drafter's KV row of position p comes from what the target has of the rows up to p. The step that verifies token p
 // writes it beside the trunk's rows; it is moved and rejected with them. What a draft writes lies behind the committed
 // positions; the verify after it overwrites it.
+// One that reads the target's own cells instead has no KV: it never lags, and its drafts leave nothing behind.
 // Drafters that lag (Drafter::lags) read hidden states, which are kept. A step of one row (feeds_lagging) is plain
 // decoding, which may want no drafts for long: it leaves the row unseen, and many such rows are fed at once, to all of
 // them. While a sequence has unseen rows, it takes part only in steps of one row and in drafts of others. At most n_rows
