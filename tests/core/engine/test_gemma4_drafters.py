@@ -177,7 +177,7 @@ def test_a_checkpoint_brings_the_drafters_context(name: str, opened: Opened) -> 
     for where in ("device", "host", "bytes"):
         if where == "host":
             kept.to_host()
-        drive.prefill(warm, tokens_of(30, seed=4))  # Another text comes in between.
+        drive.prefill(warm, tokens_of(560, seed=4))  # Another text comes in between.
         warm.resume(engine.load_checkpoint(data) if where == "bytes" else kept)
         drive.prefill(warm, prompt[512:])
         found = block_of(warm, 5, n)
