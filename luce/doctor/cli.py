@@ -59,7 +59,7 @@ def doctor(
             display.warn(warning)
         amount = Amount()
         plans_of(files, amount)  # What keeps the files from running is an error, not a check.
-        progress = Progress(lambda what: display.spin(f"looking at {what}"), lambda: ctrl_c.pressed)
+        progress = Progress(display.spin, lambda: ctrl_c.pressed)
         for check in examine(core, files, where, progress, amount):
             ended = found and found[-1].group != check.group
             if ended and not as_object:

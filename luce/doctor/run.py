@@ -71,11 +71,11 @@ def examine(core: Library, files: Files, device: Device, progress: Progress, amo
             if progress.cancelled():
                 raise Cancelled("interrupted")
 
-    yield from told("machine", "the machine", lambda: machine.host(core, device))
-    yield from told("card", "the GPU", lambda: machine.card(core, device))
-    yield from told("bandwidth", "the memory's bandwidth", lambda: [machine.bandwidth(core, device, threads)])
+    yield from told("machine", "looking at the machine", lambda: machine.host(core, device))
+    yield from told("card", "looking at the GPU", lambda: machine.card(core, device))
+    yield from told("bandwidth", "measuring the memory", lambda: [machine.bandwidth(core, device, threads)])
     measured = next((check.figures.get("measured") for check in found if check.group == "bandwidth"), None)
-    yield from told("kernels", "the kernels", lambda: _kernels(core, files, device, threads))
+    yield from told("kernels", "comparing kernels with known answers", lambda: _kernels(core, files, device, threads))
     gpu = core.gpu_info(core.devices().index(device)) if device.is_gpu else None
     given = _Given(files, gpu, measured, progress, amount, threads)
     yield from told("model", "loading the model", lambda: _of_model(given))
@@ -133,9 +133,9 @@ def _of_model(given: _Given) -> Iterator[Check]:
         )
         costs = list[Check]()
         with _native.Engine(model, params) as engine:
-            say("the rows of a step")
+            say("comparing the rows of steps")
             yield from guarded("rows", lambda: tokens.by_width(engine, prompt, given.pace(0.25)))
-            say("the cost of steps")
+            say("timing steps")
             costs += guarded("steps", lambda: _costs(given, engine, prompt, model))
         yield from _of_requests(given, model, modes, cases)
         yield from costs
@@ -151,14 +151,14 @@ def _costs(given: _Given, engine: _native.Engine, prompt: list[int], model: Mode
 def _of_requests(given: _Given, model: Model, modes: Sequence[Mode], cases: Sequence[Case]) -> Iterator[Check]:
     """Yields whether requests have the tokens of plain decoding."""
     files, amount, say = given.files, given.amount, given.progress.say
-    say("plain decoding")
+    say("decoding plainly")
     runs = tokens.plain_runs(files, model, cases, amount.tokens, given.pace(0.125))
-    say("drafts")
+    say("decoding with drafts")
     yield from guarded("drafts", lambda: [tokens.by_drafts(files, model, modes[1:], runs, given.pace(0.25))])
-    say("requests in company")
+    say("decoding requests together")
     together = [mode for mode in modes[::-1] if mode.name in TOGETHER]
     yield from guarded("company", lambda: [tokens.in_company(files, model, together, runs, given.pace(0.125))])
-    say("kept beginnings")
+    say("reading prompts from what is kept")
     room = (files.facts.context_length or 2 * LONG) - amount.tokens - MAX_ROWS
     long = min(LONG, int(amount.seconds / 80 / max(runs.reading, 1e-9)), room)
     if long < LEAST_LONG:
@@ -167,6 +167,7 @@ def _of_requests(given: _Given, model: Model, modes: Sequence[Mode], cases: Sequ
     prompt = long_prompt(files, long)
     spec = "mtp" if any(mode.spec == "mtp" for mode in modes) else "off"
     yield from guarded("kept", lambda: [
+        tokens.read_both_ways(model, prompt, given.threads),
         tokens.from_checkpoints(model, prompt, given.threads),
         tokens.with_kept_beginnings(files, model, prompt, runs.n, spec, given.pace(0.125)),
     ])  # fmt: skip

@@ -30,6 +30,7 @@ from luce.speculate.prices import MAX_ROWS
 
 SAMPLED = Sampling(0.8, 0, 0.95, 0.0, 7)  # Half of the runs are sampled so, the others are greedy.
 LEAST_TOKENS = 8  # A run that is compared has at least so many.
+APART = 0.5  # By so much of their spread logits of one prompt may differ: roundings differ, and experts may change.
 HOST_BYTES = 1 << 30  # For kept beginnings.
 
 
@@ -290,6 +291,25 @@ def _ended(last: Event) -> Finished:
 
 
 # ---- where prompts begin
+
+
+def read_both_ways(model: Model, prompt: Sequence[int], threads: int) -> Check:
+    """Reads a prompt at once and by steps: two sets of kernels multiply with all of the model's weights, and round
+    otherwise. So their logits are near each other, and far apart where one of them is wrong."""
+    params = EngineParams(n_ctx=len(prompt) + PAGE, n_rows=MAX_ROWS, n_threads=threads)
+    with _native.Engine(model, params) as engine, engine.sequence() as line:
+        _read(line, prompt, 0, engine.info.n_chunk)
+        at_once = line.logits(0).astype(np.float64)
+        line.reset()
+        for begin in range(0, len(prompt), MAX_ROWS):
+            rows = prompt[begin : begin + MAX_ROWS]
+            verify(line, Rows(line, rows))
+            by_steps = line.logits(len(rows) - 1).astype(np.float64)
+            line.commit(range(len(rows)))
+    apart = float(np.linalg.norm(at_once - by_steps) / np.linalg.norm(by_steps - by_steps.mean()))
+    said = f"a prompt of {len(prompt)} tokens at once and by steps: logits {apart:.1%} apart"
+    expected = f"less than {APART:.0%}, which is rounding"
+    return judged("kept", "prompts", apart < APART, said, expected, REPORT, apart=apart)
 
 
 def from_checkpoints(model: Model, prompt: Sequence[int], threads: int) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+from functools import partial
 
 import make_doctor_answers
 import numpy as np
@@ -16,6 +17,7 @@ from command_line import one_line
 
 from luce import native as _native
 from luce.cli.commands import cli as luce_cli
+from luce.cli.terminal import print_verdict
 from luce.data import BOX, BOX_DRAFTER
 from luce.doctor import cli, kernels, machine, nvidia_smi, run, steps, tokens
 from luce.doctor.checks import Check, as_json, conclusion, judged, lines
@@ -195,6 +197,18 @@ def test_tokens_that_differ_in_company_or_with_what_is_kept_are_found(files, mon
         assert check.verdict == "bad" and "kept tokens: token " in check.found
 
 
+def test_a_prompt_that_is_read_otherwise_than_steps_is_found(files, monkeypatch):
+    prefill = native_engine.Sequence.prefill
+    with files.load(run.plans_of(files, FEW)) as model:
+        prompt = run.long_prompt(files, 150)
+        check = tokens.read_both_ways(model, prompt, 1)
+        assert check.verdict == "ok" and check.figures["apart"] < 0.1
+        backwards = lambda self, ids, last=True: prefill(self, ids[::-1], last)  # noqa: E731
+        monkeypatch.setattr(native_engine.Sequence, "prefill", backwards)
+        check = tokens.read_both_ways(model, prompt, 1)
+    assert check.verdict == "bad" and check.figures["apart"] > 0.5
+
+
 def test_no_time_is_said_and_no_promise_is_broken_by_it(files):
     cases = cases_of(files, 2)
     now = iter(range(0, 30_000, 3))
@@ -315,6 +329,17 @@ def test_a_line_tells_the_worst_and_the_verdict_names_it():
     assert conclusion(checks[2:]) == "what was looked at holds; to know: card.clocks; not looked at: steps.by rows"
     report = as_json(checks, {"luce": "1"})
     assert report["luce"] == "1" and report["holds"] is False and report["checks"][1]["figures"] == {"row": 3}
+
+
+def test_on_a_terminal_a_long_text_goes_on_below_itself(capsys, monkeypatch):
+    import rich.console
+
+    terminal = partial(rich.console.Console, force_terminal=True, width=60, color_system=None)
+    monkeypatch.setattr(rich.console, "Console", terminal)
+    print_verdict("bad", "rows", "1 of 64 steps differ from plain decoding: 8 rows: row 7 chooses 5\x1b[2J, not 4")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.split()[:3] == ["bad", "rows", "1"] and second.startswith(" " * 20)
+    assert "\x1b[2J" not in first + second
 
 
 # ---- the machine
