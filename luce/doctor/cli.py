@@ -35,7 +35,8 @@ def doctor(
 
     It looks at the CPU, the GPU, its driver and clocks; measures the memory's bandwidth; holds the kernels to known
     answers; compares a model's tokens, by rows, drafts, company and kept beginnings, with those of plain decoding; and
-    times steps. It takes less than two minutes. A bug report is welcome with what --json prints.
+    times steps. That takes less than two minutes: of a slow model less is compared. What --json prints is welcome in a
+    bug report.
 
     \b
     Examples:

@@ -107,16 +107,16 @@ def by_width(engine: _native.Engine, prompt: Sequence[int], pace: Pace) -> Itera
         filled = [*tokens, *(list(prompt) * most)][:most]  # Rows behind those that are known hold anything.
         line.prefill(prompt)
         tried, differ = 0, list[str]()
-        few_first = sorted(range(1, most + 1), key=lambda n: (n & (n - 1) != 0, n))  # Powers of two begin.
-        for width in few_first:
+        # Powers of two begin, but for one row.
+        for width in sorted(range(1, most + 1), key=lambda n: (n & (n - 1) != 0, n == 1, n)):
             if tried and not pace.fits():
                 break
             choices = verify(line, Rows(line, filled[:width]))
             rows = range(min(width, len(logits)))
             differ += _differing(f"{width} rows", line, rows, choices, logits, tokens)
             tried += 1
-        widths = f"1 to {most}" if tried == most else f"{tried} of 1 to {most}"
-        yield _of_steps("widths", f"bits are equal at widths {widths}", tried, differ, len(logits))
+        widths = f"widths 1 to {most}" if tried == most else f"{tried} of the widths 1 to {most}"
+        yield _of_steps("widths", f"bits are equal at {widths}", tried, differ, len(logits))
         yield _in_a_tree(line, filled, tokens, logits)
         yield _beside_others(engine, line, opened, prompt, filled, tokens, logits)
         yield _sampled(line, filled, prompt)
