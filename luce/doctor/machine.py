@@ -55,8 +55,7 @@ def card(
     if not device.is_gpu:
         yield _without(core, readings)
         return
-    index = [each.name for each in core.devices()].index(device.name)
-    gpu = core.gpu_info(index)
+    gpu = core.gpu_info(index_of(core, device))
     found = f"{device.description}, {size(device.memory_free)} of {size(device.memory_total)} free"
     tried = gpu.capability in RAN_ON
     if not tried:
@@ -113,9 +112,14 @@ def clocks(own: Reading, name: str) -> Check:
     return Check("card", name, "note" if notes else "ok", found, "nothing holds the clocks down", remedy, figures)
 
 
+def index_of(core: Library, device: Device) -> int:
+    """Returns a device's index. What of it is free changes from call to call, and its name does not."""
+    return [each.name for each in core.devices()].index(device.name)
+
+
 def bandwidth(core: Library, device: Device, threads: int) -> Check:
     """Measures what the memory gives, beside what clock and bus would. Its figure "measured" is in bytes a second."""
-    index = [each.name for each in core.devices()].index(device.name)
+    index = index_of(core, device)
     try:
         measured = core.bandwidth(index, threads)
     except OutOfMemory as error:

@@ -76,7 +76,7 @@ def examine(core: Library, files: Files, device: Device, progress: Progress, amo
     yield from told("bandwidth", "measuring the memory", lambda: [machine.bandwidth(core, device, threads)])
     measured = next((check.figures.get("measured") for check in found if check.group == "bandwidth"), None)
     yield from told("kernels", "comparing kernels with known answers", lambda: _kernels(core, files, device, threads))
-    gpu = core.gpu_info(core.devices().index(device)) if device.is_gpu else None
+    gpu = core.gpu_info(machine.index_of(core, device)) if device.is_gpu else None
     given = _Given(files, gpu, measured, progress, amount, threads)
     yield from told("model", "loading the model", lambda: _of_model(given))
 

@@ -491,6 +491,24 @@ def test_clocks_are_read_while_steps_run(engine, files):
     assert check.verdict == "skipped"
 
 
+@pytest.mark.long
+def test_what_is_looked_at_on_a_gpu_runs_with_the_cpu_in_its_place(native, files, monkeypatch):
+    pretended, free = dataclasses.replace(native.devices()[-1], is_gpu=1), iter(range(1 << 30, 1 << 31))
+    listed = lambda self: [dataclasses.replace(pretended, memory_free=next(free))]  # noqa: E731  It changes all the time.
+    monkeypatch.setattr(_native.Library, "devices", listed)
+    monkeypatch.setattr(_native.Library, "gpu_info", lambda self, index: SM)
+    found = {f"{check.group}.{check.name}": check for check in
+             run.examine(native, files, pretended, Progress(), Amount(8, 1, 20))}  # fmt: skip
+    assert not [check for check in found.values() if check.verdict == "bad"]
+    for mix in kernels.MIXES:
+        for form in ("", "mixture "):
+            error = found[f"kernels.{form}{mix} against the CPU"].figures["error"]
+            assert error < 1e-4 if mix == "F16" else 0 < error < kernels.QUANTISED_BOUND
+    assert found["card.device"].verdict == "ok" and found["card.driver"].verdict == "ok"
+    assert found["steps.clocks"].verdict in ("ok", "note", "skipped")
+    assert "of its clock and bus" in found["bandwidth.memory"].found
+
+
 def test_steps_are_reckoned_by_the_measured_bandwidth(engine, files):
     check = steps.by_rows(engine, prompt_of(files), 20_000_000, 10_000_000_000, False, Pace(60))
     assert check.figures["reading_ms"] == 2.0 and set(check.figures["ms"]) == set(steps.ROWS)
