@@ -48,8 +48,9 @@ STACKS: list[tuple[tuple[str, ...], str, int]] = [
     # 384 threads have 168 registers each, and more values with heads of 256 where Hopper's instructions are not there.
     (BEFORE, r"attention_kernel<256, [28]>", 72),
     (BEFORE, r"attention_kernel<256, 1>", 96),
-    (BLACKWELL, r"attention_kernel<256, [28]>", 168),
-    (BLACKWELL, r"attention_kernel<256, 1>", 136),
+    (BLACKWELL, r"attention_kernel<256, 8>", 64),
+    (BLACKWELL, r"attention_kernel<256, 2>", 80),
+    (BLACKWELL, r"attention_kernel<256, 1>", 88),
     (HOPPER, r"attention_kernel<256, 8>", 8),
     (ALL, r"heads_kernel<\d, (128|256)>", 32),  # the sine of large angles
     (BLACKWELL, r"combine_kernel<F16Means, 2>", 32),
