@@ -100,6 +100,29 @@ void check_gather(const KvShape &s, bool gone) {
     }
 }
 
+// Cells below a window stay as they are, in whole tiles.
+void check_gather_of_window(const KvShape &s) {
+    constexpr int WINDOW = 40, N_KV = 320, SEEN = (200 - WINDOW + 1) / GATHER_CELLS * GATHER_CELLS;
+    Kv kv(s, 4);
+    Context c;
+    const Floats rows = normals(size_t(300) * s.width());
+    kv.append(c, rows, rows);
+    Ints table;
+    StepCtl host = kv.control({{&c, {}, {}}}, table);
+    host.seqs[0].n_past = 200;
+    host.seqs[0].n_rows = 100;
+    kv.ctl.set({host});
+    Device<int32_t> pages(table);
+    const Floats before = normals(size_t(N_KV) * s.width());
+    Device<float> all(before), part(before);
+    must(cuda::kv_gather({kv.pool(), N_KV, kv.ctl.p, pages.p, 0, 0, all.p, 0}, stream));
+    must(cuda::kv_gather({kv.pool(), N_KV, kv.ctl.p, pages.p, 0, 0, part.p, WINDOW}, stream));
+    must(cudaStreamSynchronize(stream));
+    Floats expected = all.get();
+    std::copy_n(before.begin(), size_t(SEEN) * s.width(), expected.begin());
+    expect(same_bits(part.get(), expected), name_of(s) + "gathered cells of a window");
+}
+
 // Cells of several sequences lie side by side, with room between them.
 void check_gather_of_prompts(const KvShape &s) {
     Kv kv(s, 6);
@@ -185,6 +208,7 @@ void check_kv_pages(bool all) {
         check_moves(s, all ? 6 : 1);
         check_gather(s, false);
         check_gather(s, true);
+        check_gather_of_window(s);
         check_gather_of_prompts(s);
     }
     check_mask(17, 256, 0, 0);

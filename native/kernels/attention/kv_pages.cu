@@ -196,6 +196,9 @@ __global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
     }
     const SeqCtl &seq = a.ctl->seqs[seq_of_cell(*a.ctl, int32_t(c))];
     const int32_t position = int32_t(c) - seq.cells;
+    if (a.window > 0 && position < lowest_visible(seq.n_past, 0, a.window) / GATHER_CELLS * GATHER_CELLS) {
+        return;
+    }
     float x[8] = {};
     const int32_t page = position < seq.n_past + seq.n_rows ? a.pages[seq.pages + position / PAGE] : -1;
     if (page >= 0) { // one that no row sees may be gone

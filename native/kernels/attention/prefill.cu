@@ -22,6 +22,7 @@ template <int D, int WARPS> struct PrefillLayout {
     static constexpr int ROW_WARPS = WARPS / SHARES;
     static constexpr int KEYS = prefill_keys(D), ROWS = 16 * ROW_WARPS, THREADS = WARP * WARPS, ROW = 2 * D;
     static_assert(ROWS == prefill_rows(D));
+    static_assert(GATHER_CELLS % KEYS == 0, "no tile has cells that were not gathered and others");
     static constexpr int Q = 0, K = ROWS * ROW, V = K + KEYS * ROW, BYTES = V + KEYS * ROW;
     static_assert(BYTES <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
 };

@@ -342,7 +342,10 @@ struct KvGatherArgs {
     int32_t which; // 0 means k, 1 means v
     int32_t out_type; // it is F32 or F16
     void *out; // [n_kv][Hkv*D]; behind a sequence's n_past + n_rows cells there are zeros
+    // 0, or a window: whole GATHER_CELLS below it, which no row sees, may be left as they are.
+    int32_t window;
 };
+constexpr int32_t GATHER_CELLS = 64;
 
 // prefill_mask is the mask of a prefill's T rows over the first n_kv cells of each one's own sequence. It is 0 where a row
 // at p sees cell c (first <= c <= p, and c > p - window where there is one), else -inf.

@@ -248,10 +248,11 @@ OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_t
     return op(ctx, args, a);
 }
 
-ggml_tensor *Lowering::gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type) {
+ggml_tensor *Lowering::gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type, uint32_t window) {
     KvGatherArgs gather{};
     gather.n_kv = plain.n_kv;
     gather.out_type = type;
+    gather.window = int32_t(window);
     return ops::kv_gather(ctx, {pool, in->ctl, pages_of(cells)}, gather);
 }
 

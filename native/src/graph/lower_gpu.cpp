@@ -437,8 +437,8 @@ protected:
         a.softcap = s.softcap;
         a.apart = prefill_apart(a, limits_of(stage().device));
         const auto cells = [&](ggml_tensor *pool) {
-            return ggml_reshape_3d(ctx, gathered(of.kv.cells, pool, GGML_TYPE_F16), s.head_dim, s.n_head_kv,
-                                   plain.n_kv);
+            return ggml_reshape_3d(ctx, gathered(of.kv.cells, pool, GGML_TYPE_F16, s.window), s.head_dim,
+                                   s.n_head_kv, plain.n_kv);
         };
         ggml_tensor *k = cells(of.kv.cells.k), *v = cells(of.kv.cells.v);
         ggml_tensor *q = ggml_reshape_3d(ctx, flat(n.in[0]), s.head_dim, s.n_head, n.T);

@@ -66,8 +66,9 @@ protected:
 
     // Attention of prompts' rows. As it stands it is ggml's over each sequence's cells, put side by side.
     virtual ggml_tensor *attend_prompt(const Node &n);
-    // Prompts' cells in a pool, K or V of these cells, side by side {D*Hkv, n_kv}, of the type.
-    ggml_tensor *gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type);
+    // Prompts' cells in a pool, K or V of these cells, side by side {D*Hkv, n_kv}, of the type. With a window those that no row
+    // sees may be missing.
+    ggml_tensor *gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type, uint32_t window = 0);
     ggml_tensor *pages_of(const KvCells &cells) const { return cells.sliding ? in->window_pages : in->pages; }
     ggml_tensor *last_rows(ggml_tensor *x); // {n, T} -> {n, prompts}
     ggml_tensor *

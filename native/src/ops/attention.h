@@ -122,7 +122,7 @@ inline const auto &kv_gather = row<KvGatherArgs>("kv_gather", [](auto &op, auto 
     op.in(FIELD(pages), {ANY});
     op.dims(a.pool.Hkv, Hkv, a.pool.D, D);
     op.derive([](auto &args) { args.pool.v = args.pool.k; });
-    op.params(FIELD(n_kv), FIELD(out_type));
+    op.params(FIELD(n_kv), FIELD(out_type), FIELD(window));
     op.known(cells, a.n_kv);
     op.out(FIELD(out), {D * Hkv, cells}).typed(op.number(a.out_type));
     op.runs(cpu_kv_gather, LUCE_CUDA(kv_gather));
