@@ -514,7 +514,9 @@ void Lowering::emit(int32_t node) {
         case Op::slice: {
             ggml_tensor *x = flat(n.in[0]);
             const size_t at = size_t(std::get<int64_t>(n.params)) * x->nb[0];
-            set(ggml_cont(ctx, ggml_view_2d(ctx, x, n.n[0], n.T, x->nb[1], at))); // {n, T}
+            ggml_tensor *some = ggml_view_2d(ctx, x, n.n[0], n.T, x->nb[1], at); // {n, T}
+            set(gpu && !plain.prefill() ? some
+                                        : ggml_cont(ctx, some)); // a step's packs take rows that lie apart
             break;
         }
         case Op::last: set(last_rows(flat(n.in[0]))); break; // {n, prompts}
