@@ -21,7 +21,8 @@
 //   and behind that      qkv ..              rowmm_parts_norm      each block norms and packs the row itself; so does
 //                                                                  rowmm_norm of the logits
 //   attention (10)       q gate k v          rowmm_parts
-//                        norms, RoPE, cells  attention_heads       adds the parts up
+//                        norms, RoPE, cells  attention_heads       adds the parts up; so does attention_queries, where a
+//                                                                  layer reads another's cells
 //                        attention           attention_packed      in two kernels: chunks, then their sum, gated and packed
 //                        out, residual ..    as above, and the FFN
 //   where products are normed ahead of the residual
