@@ -9,6 +9,7 @@ from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, Prom
 from luce.native.files import File, Model, Progress
 from luce.native.library import Handle, IntArray, Library, Lists, OpArray, default, load, use
 from luce.native.structs import Form, Source
+from luce.native.tower import Tower
 
 __all__ = [
     "CHOSEN",
@@ -29,6 +30,7 @@ __all__ = [
     "Rows",
     "Sequence",
     "Source",
+    "Tower",
     "Verified",
     "default",
     "load",

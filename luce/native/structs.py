@@ -247,6 +247,22 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class TowerInfo:
+    """An opened vision tower: rows have width `n_out`, and it is `n_embd` wide itself. A patch has `patch` pixels a
+    side, and a row `merge` patches. `identity` tells towers apart that make other rows."""
+
+    STRUCT: ClassVar[str] = "luce_tower_info"
+
+    weight_bytes: int
+    identity: int
+    n_out: int
+    n_embd: int
+    n_layer: int
+    patch: int
+    merge: int
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """This is an opened engine: its sizes as resolved, what is free now, its bytes on the device, and its list of
     drafters. A prompt may be cut at multiples of `n_cut` tokens without a bit changing."""

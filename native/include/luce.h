@@ -6,6 +6,7 @@
  *   engine      is the working memory of a model: KV pages, recurrent slots, buffers, ready graphs
  *   sequence    is one timeline in an engine: a committed prefix of tokens in the caches
  *   checkpoint  is a position that any sequence of the engine can start from
+ *   tower       is what makes rows of a prompt out of an image, beside a model; it is immutable
  *
  * The round (one loop serves every decoding mode)
  *   A sequence has `committed` tokens in the caches, and one `anchor` token, which is chosen but not in them.
@@ -16,7 +17,7 @@
  *   4 commit  append the accepted rows to the sequence; rejected rows leave no trace
  *   Plain decoding is a round without candidates.
  *
- * The order below: library, files, models, engines; then the calls of one sequence after the other (open, prefill, verify,
+ * The order below: library, files, models, towers, engines; then the calls of one sequence after the other (open, prefill, verify,
  * choose, commit); then rounds that are begun and waited for, and drafts; then checkpoints; then functions on host arrays;
  * last what only inspects.
  *
@@ -76,6 +77,7 @@ typedef struct luce_model luce_model;
 typedef struct luce_engine luce_engine;
 typedef struct luce_sequence luce_sequence;
 typedef struct luce_checkpoint luce_checkpoint;
+typedef struct luce_tower luce_tower;
 
 /* ---- library ------------------------------------------------------------------------------- */
 
@@ -287,6 +289,36 @@ typedef struct luce_drafter_info {
 } luce_drafter_info;
 /* A drafter of the model's list. E_ARG: there is none of this index. */
 LUCE_API luce_status luce_model_get_drafter(luce_model *model, uint32_t index, luce_drafter_info *out);
+
+/* ---- tower: rows of a prompt, made of an image -------------------------------------------------- */
+
+/* Opens the vision tower that a file holds (general.architecture "clip", projector_type "qwen3vl_merger"), whose weights stay
+ * in the mapping. With a model, which may be NULL, it is opened beside that one: E_FILE where its rows have another width than
+ * the model's, E_UNSUPPORTED where the model is on a GPU. E_FILE and E_UNSUPPORTED also name what is wrong with the file. */
+LUCE_API luce_status luce_tower_open(luce_tower **out, luce_file *file, luce_model *model);
+LUCE_API luce_status luce_tower_close(luce_tower *tower);
+
+typedef struct luce_tower_info {
+    uint64_t struct_size;
+    uint64_t weight_bytes;
+    uint64_t identity; /* a hash of its tensors: towers that make other rows have another one */
+    uint32_t n_out; /* width of a row: n_embd of the models that it fits */
+    uint32_t n_embd; /* its own width */
+    uint32_t n_layer;
+    uint32_t patch; /* pixels of a patch's side */
+    uint32_t merge; /* patches of a row's side */
+} luce_tower_info;
+LUCE_API luce_status luce_tower_get_info(luce_tower *tower, luce_tower_info *out);
+
+/* Encodes one image of rows x columns patches, multiples of `merge`, on n_threads threads (0: as an engine has by default).
+ * patches: F32 (rows * columns, 3 * patch * patch), normalised, by channel, y and x; those of one row of the prompt together:
+ * merge x merge blocks in raster order, within a block y before x. out: F32 (n), n = rows * columns / merge^2 * n_out.
+ *
+ * progress may be NULL. E_CANCELLED where it asked to stop; E_MEMORY; E_NUMERIC where a row is not finite. Threads may encode
+ * beside each other. */
+LUCE_API luce_status luce_tower_encode(luce_tower *tower, const float *patches, uint32_t rows,
+                                       uint32_t columns, uint32_t n_threads, luce_progress_fn progress,
+                                       void *progress_user, float *out, uint64_t n);
 
 /* ---- engine: the working memory of a model ------------------------------------------------------ */
 

@@ -9,10 +9,12 @@
 #include "engine/tree.h"
 #include "graph/architecture.h"
 #include "graph/drafter.h"
+#include "graph/vision_qwen.h"
 #include "model/quantize.h"
 
 #include <algorithm>
 #include <cstdio>
+#include <thread>
 
 using namespace luce;
 
@@ -23,6 +25,7 @@ struct OpenFile {
 };
 
 auto &g_files = Handles<luce_file, OpenFile>::table("file", uintptr_t(1) << 28);
+auto &g_towers = Handles<luce_tower, VisionTower>::table("tower", uintptr_t(6) << 28);
 
 template <size_t N> void copy_text(char (&dst)[N], const std::string &text) {
     snprintf(dst, N, "%s", text.c_str());
@@ -43,6 +46,19 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
              file.gguf->path().c_str(), a.name);
     }
     return Model::describe(file.gguf, drafters, device, params == nullptr ? 0 : params->n_cpu_experts);
+}
+
+void check_tower(const VisionTower &tower, const Model &model) {
+    const char *path = tower.file().path().c_str();
+    if (tower.shape().E != model.hparams().n_embd) {
+        fail(LUCE_E_FILE, "%s makes rows of width %u, and %s has width %u: the tower is of another model",
+             path, tower.shape().E, model.file().path().c_str(), model.hparams().n_embd);
+    }
+    if (model.gpu()) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: luce does not run a vision tower beside a model on a GPU yet, and the model is on %s", path,
+             model.device_names().c_str());
+    }
 }
 
 } // namespace
@@ -268,6 +284,59 @@ luce_status luce_model_get_drafter(luce_model *model, uint32_t index, luce_draft
                  m->weights().drafters.size());
         }
         put(out, drafter_info(*m, index));
+    });
+}
+
+luce_status luce_tower_open(luce_tower **out, luce_file *file, luce_model *model) {
+    return guarded([&] {
+        need(out, "out");
+        auto tower = std::make_shared<VisionTower>(g_files.get(file)->gguf);
+        if (model != nullptr) {
+            check_tower(*tower, *model_handles().get(model));
+        }
+        *out = g_towers.add(std::move(tower));
+    });
+}
+
+luce_status luce_tower_close(luce_tower *tower) {
+    return guarded([&] { g_towers.remove(tower); });
+}
+
+luce_status luce_tower_get_info(luce_tower *tower, luce_tower_info *out) {
+    return guarded([&] {
+        const auto t = g_towers.get(tower);
+        check_struct(out, "out");
+        const VisionTower::Shape &s = t->shape();
+        put(out, luce_tower_info{0, t->weight_bytes(), t->identity(), s.E, s.D, s.n_layer, s.patch, s.merge});
+    });
+}
+
+luce_status luce_tower_encode(luce_tower *tower, const float *patches, uint32_t rows, uint32_t columns,
+                              uint32_t n_threads, luce_progress_fn progress, void *progress_user, float *out,
+                              uint64_t n) {
+    return guarded([&] {
+        const auto t = g_towers.get(tower);
+        need(patches, "patches");
+        need(out, "out");
+        const VisionTower::Shape &s = t->shape();
+        constexpr uint32_t MOST = 1 << 16; // of a side
+        if (rows < 1 || columns < 1 || rows > MOST || columns > MOST || rows % s.merge != 0 ||
+            columns % s.merge != 0) {
+            fail(LUCE_E_ARG, "an image has %u x %u patches, expected multiples of %u up to %u", rows, columns,
+                 s.merge, MOST);
+        }
+        const uint64_t expected = uint64_t(rows) * columns / (s.merge * s.merge) * s.E;
+        if (n != expected) {
+            fail(LUCE_E_ARG, "n is %llu, the rows of %u x %u patches have %llu values",
+                 (unsigned long long) n, rows, columns, (unsigned long long) expected);
+        }
+        if (n_threads > 512) {
+            fail(LUCE_E_ARG, "n_threads is %u, expected up to 512", n_threads);
+        }
+        const uint32_t cores = std::max(std::thread::hardware_concurrency(), 1u);
+        t->encode(
+            patches, rows, columns, int(n_threads == 0 ? std::min(cores, 16u) : n_threads),
+            [&](float part) { return progress == nullptr || progress(part, progress_user) == 0; }, out);
     });
 }
 

@@ -1,0 +1,1 @@
+"""Images of prompts: opened, stretched to a size that a model's tower takes, and cut into patches."""

@@ -1,0 +1,102 @@
+"""Pixels as a Qwen tower takes them: an image is stretched to whole merged patches, and cut into patches."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from math import ceil, floor, sqrt
+from typing import TYPE_CHECKING
+
+from luce.images.opening import ImageError, open_image
+
+if TYPE_CHECKING:
+    import numpy as np
+
+VERSION = 1  # of what this file makes of an image: it changes whenever a pixel may
+MAX_RATIO = 200  # of the longer side to the shorter
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What a tower says of its pixels: `patch` pixels a side of a patch, `merge` patches a side of a row, and the mean
+    and deviation of each channel. Images are stretched into min_pixels..max_pixels, which are transformers'."""
+
+    patch: int = 16
+    merge: int = 2
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    min_pixels: int = 65536
+    max_pixels: int = 16777216
+
+    @property
+    def side(self) -> int:
+        """Returns the pixels of a row's side."""
+        return self.patch * self.merge
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the width and height that an image is stretched to: transformers' smart_resize, in the same doubles,
+        which rounds halves to even. Raises ImageError where one side is more than 200 times the other."""
+        side = self.side
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise ImageError(f"the image has {width} x {height} pixels: a side may be {MAX_RATIO} times the other")
+        w, h = round(width / side) * side, round(height / side) * side
+        if w * h > self.max_pixels:
+            shrink = sqrt(height * width / self.max_pixels)
+            w, h = (max(side, floor(length / shrink / side) * side) for length in (width, height))
+        elif w * h < self.min_pixels:
+            grow = sqrt(self.min_pixels / (height * width))
+            w, h = (ceil(length * grow / side) * side for length in (width, height))
+        return w, h
+
+    def rows_of(self, width: int, height: int) -> int:
+        """Returns how many rows of a prompt an image of this size takes. Only its header is needed for that."""
+        w, h = self.size_of(width, height)
+        return w * h // self.side**2
+
+    def picture(self, data: bytes) -> Picture:
+        """Opens an image and stretches it, with Pillow's bicubic filter. Raises what open_image and size_of raise."""
+        import numpy as np
+        from PIL import Image
+
+        image = open_image(data)
+        size = self.size_of(*image.size)
+        stretched = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+        return Picture(np.asarray(stretched), self)
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A stretched image: `rgb` uint8 (height, width, 3)."""
+
+    rgb: np.ndarray
+    processor: Processor
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Returns the rows and columns of patches."""
+        height, width, _ = self.rgb.shape
+        return height // self.processor.patch, width // self.processor.patch
+
+    @property
+    def rows(self) -> int:
+        """Returns how many rows of a prompt the image takes."""
+        return self.grid[0] * self.grid[1] // self.processor.merge**2
+
+    def key(self, tower: bytes) -> bytes:
+        """Returns what the rows that `tower` makes of the image are known by, 32 bytes: a hash of the pixels with their
+        size, of this file's version, and of the tower."""
+        height, width, _ = self.rgb.shape
+        head = f"{VERSION} {width}x{height} {len(tower)} ".encode() + tower
+        return hashlib.sha256(head + self.rgb.tobytes()).digest()
+
+    def patches(self) -> np.ndarray:
+        """Returns the patches F32 (n, 3 * patch * patch), with values by channel, y and x. Patches of one row stand
+        together: 2x2 blocks in raster order, within a block y before x."""
+        import numpy as np
+
+        p, m = self.processor.patch, self.processor.merge
+        rows, columns = self.grid
+        x: np.ndarray = self.rgb.astype(np.float32) / np.float32(255)
+        x = (x - np.array(self.processor.mean, np.float32)) / np.array(self.processor.std, np.float32)
+        x = x.reshape(rows // m, m, p, columns // m, m, p, 3)  # block y, y, pixel y, block x, x, pixel x, channel
+        return np.ascontiguousarray(x.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(rows * columns, 3 * p * p)

@@ -1,0 +1,142 @@
+"""Vision towers: rows against transformers' (tests/goldens/vision-tower.npz, tools/make_vision_goldens.py), in every
+type; and files that are refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+import tiny_vision
+from checkout import GOLDENS
+from tiny_vision import TINY
+
+from luce.errors import ArgumentError, Cancelled, FileError, UnsupportedError
+from luce.images.pixels import Picture, Processor
+from luce.native import File, Model, Tower
+
+GRIDS = [(64, 64), (96, 64), (32, 288)]
+SEED = 5
+WEIGHTS = tiny_vision.layout(TINY, tiny_vision.weights(TINY, SEED))
+
+
+@pytest.fixture
+def tower_of(tmp_path):
+    """Opens towers, and closes them at the end."""
+    opened = []
+
+    def make(kind="F32", tensors=WEIGHTS, config=TINY, **keys):
+        file = File(tiny_vision.write(tmp_path / "mmproj.gguf", config, tensors, kind, **keys))
+        opened.append(file)
+        opened.append(Tower(file))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def picture(index):
+    return Picture(tiny_vision.image(*GRIDS[index], index), Processor())
+
+
+def rows_of(tower, index, threads=2):
+    p = picture(index)
+    return tower.encode(p.patches(), p.grid, threads)
+
+
+@pytest.mark.parametrize("index", range(len(GRIDS)))
+def test_rows_are_those_of_transformers(tower_of, index):
+    with np.load(GOLDENS / "vision-tower.npz") as golden:
+        wanted = golden[f"rows-{index}"]
+    found = rows_of(tower_of(), index)
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() < 1e-4
+
+
+# The tolerance is what rounding of weights and activations does over three blocks; ffn_down is F16 in the Q8_0 file.
+@pytest.mark.parametrize(("kind", "bound"), [("F16", 0.004), ("BF16", 0.03), ("Q8_0", 0.03)])
+def test_rows_of_other_types(tower_of, kind, bound):
+    config = replace(TINY, n_embd=64)
+    tensors = tiny_vision.layout(config, tiny_vision.weights(config, SEED))
+    with_f32 = rows_of(tower_of("F32", tensors, config), 1)
+    found = rows_of(tower_of(kind, tensors, config), 1)
+    error = np.linalg.norm(found - with_f32) / np.linalg.norm(with_f32)
+    assert 0 < error < bound
+
+
+def test_rows_depend_on_their_image_alone(tower_of):
+    tower = tower_of()
+    first = rows_of(tower, 2, 1)
+    rows_of(tower, 0)
+    assert np.array_equal(rows_of(tower, 2, 1), first)
+
+
+def test_encoding_can_be_cancelled(tower_of):
+    tower, p = tower_of(), picture(0)
+    parts = []
+    with pytest.raises(Cancelled):
+        tower.encode(p.patches(), p.grid, 1, lambda part: parts.append(part) or len(parts) > 5)
+    assert len(parts) == 6 and parts == sorted(parts)
+
+    def fails(part):
+        raise KeyError(part)
+
+    with pytest.raises(KeyError):
+        tower.encode(p.patches(), p.grid, 1, fails)
+
+
+def test_info(tower_of):
+    info = tower_of().info
+    assert (info.n_out, info.n_embd, info.n_layer, info.patch, info.merge) == (64, 72, 3, 16, 2)
+    other = dict(WEIGHTS) | {"mm.2.bias": WEIGHTS["mm.2.bias"] + 1}
+    assert tower_of(tensors=other).info.identity != info.identity
+
+
+def test_a_tower_of_another_width_does_not_fit_a_model(tmp_path, tower_of):
+    c = tiny.Config(n_embd=96)
+    with File(tiny.write(tmp_path / "m.gguf", c, tiny.layout(c, 1))) as file, Model(file, "cpu") as model:
+        with File(tower_of().path) as mmproj, pytest.raises(FileError, match="width 64, and .* has width 96"):
+            Tower(mmproj, model)
+
+
+def test_wrong_arguments_are_refused(tower_of):
+    tower = tower_of()
+    with pytest.raises(ArgumentError, match="3 x 4 patches, expected multiples of 2"):
+        tower.encode(np.zeros((12, 768)), (3, 4))
+    with pytest.raises(ValueError, match="the grid is 4 x 4"):
+        tower.encode(np.zeros((12, 768)), (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "said"),
+    [
+        ({"projector_type": "gemma4v"}, UnsupportedError, "is 'gemma4v': luce runs 'qwen3vl_merger'"),
+        ({"is_deepstack_layers": [False, True, False]}, UnsupportedError, "is_deepstack_layers names a layer"),
+        ({"block_count": None}, FileError, "clip.vision.block_count is missing"),
+        ({"block_count": 4}, FileError, "v.blk.3.ln1.weight is missing"),
+        ({"block_count": 2}, UnsupportedError, "tensor v.blk.2.* is not part of the vision tower"),
+        ({"head_count": 5}, UnsupportedError, "5 heads of width 72"),
+        ({"feed_forward_length": 101}, FileError, "v.blk.0.ffn_up.weight is of shape"),
+        ({"projection_dim": 65}, FileError, "mm.2.weight is of shape {288, 64, 1, 1}, expected {288, 65, 1, 1}"),
+        ({"image_size": 100}, FileError, "image_size is 100, expected a multiple of the patch size, 16"),
+        ({"spatial_merge_size": 0}, FileError, "spatial_merge_size is 0, expected 1 to 8"),
+    ],
+)
+def test_files_are_refused_by_name(tower_of, keys, error, said):
+    with pytest.raises(error, match=said):
+        tower_of(**keys)
+
+
+def test_a_model_is_no_tower(tmp_path):
+    c = tiny.Config()
+    path = tiny.write(tmp_path / "m.gguf", c, tiny.layout(c, 1))
+    with File(path) as file, pytest.raises(FileError, match="no vision tower"):
+        Tower(file)
+
+
+def test_types_that_towers_do_not_have_are_refused(tower_of, monkeypatch):
+    monkeypatch.setattr(tiny_vision, "type_of", lambda name, shape, kind: "Q4_0" if name == "mm.2.weight" else "F32")
+    with pytest.raises(UnsupportedError, match="mm.2.weight is Q4_0: luce takes F32, F16, BF16 or Q8_0 there"):
+        tower_of()
