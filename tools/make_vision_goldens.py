@@ -6,6 +6,8 @@ vision-pixels.npz: `sizes` (n, 4), width and height before and after smart_resiz
 models; and for each of PIXELS the patches of Qwen2VLImageProcessorPil, as the bytes that they are before they are
 normalised (`patches-i`: without the second frame) and the normalised values of the first patch (`first-i`).
 vision-tower.npz: for each of GRIDS the rows of Qwen3_5VisionModel (`rows-i`), F32, with the weights of tiny_vision.
+vision-text.npz: a prompt of text and two images, for tiny_vision's model and tower: `prompt` (image_pad in the places of
+rows), its `positions` (3, n), the `logits` of all rows, `greedy` tokens behind it and their `gap`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
 import numpy as np
+import tiny
 import tiny_vision
+from make_goldens import choices
 
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 LIMITS = {"shortest_edge": 4096, "longest_edge": 9216}  # so small that files are
@@ -26,6 +30,9 @@ PIXELS = [(64, 64), (33, 47), (300, 200), (80, 80), (112, 48), (10, 90), (150, 3
           (1000, 20), (77, 130)]  # fmt: skip
 GRIDS = [(64, 64), (96, 64), (32, 288)]  # sizes of images: width, height
 SEED = 5
+PICTURES = [(100, 40), (50, 110)]  # Two in a prompt, with text before, between and behind them.
+TEXTS = (5, 7, 9)  # tokens
+N_GREEDY = 32
 
 
 def processor():  # type: ignore[no-untyped-def]
@@ -80,9 +87,48 @@ def rows() -> dict[str, np.ndarray]:
     return made
 
 
+def text() -> dict[str, np.ndarray]:
+    import torch
+    import transformers
+    from PIL import Image
+
+    c, tower_config = tiny_vision.TEXT, tiny_vision.hf_config(tiny_vision.TINY)
+    text_config = tiny.hf_config(c)
+    sections = (6, 5, 5)
+    text_config["rope_parameters"] |= {"mrope_section": list(sections), "mrope_interleaved": True}
+    config = transformers.Qwen3_5Config(
+        text_config=text_config, vision_config=tower_config, image_token_id=tiny_vision.IMAGE_PAD,
+        vision_start_token_id=tiny_vision.VISION_START, vision_end_token_id=tiny_vision.VISION_END,
+    )  # fmt: skip
+    model = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval().float()
+    language = tiny.weights(c, tiny_vision.TEXT_SEED)
+    state = {f"model.visual.{k}": v for k, v in tiny_vision.weights(tiny_vision.TINY, SEED).items()}
+    state |= {k.replace("model.", "model.language_model.", 1): v for k, v in language.items() if "mtp." not in k}
+    model.load_state_dict({k: torch.from_numpy(v) for k, v in state.items()}, strict=True)
+    images = [Image.fromarray(tiny_vision.image(*size, 20 + i)) for i, size in enumerate(PICTURES)]
+    seen = processor()(images, return_tensors="pt")
+    words = iter((np.random.PCG64(77).random_raw(sum(TEXTS)) % np.uint64(256)).tolist())
+    prompt = [next(words) for _ in range(TEXTS[0])]
+    for grid, n in zip(seen["image_grid_thw"].tolist(), TEXTS[1:], strict=True):
+        rows = [tiny_vision.IMAGE_PAD] * (grid[1] * grid[2] // 4)
+        prompt += [tiny_vision.VISION_START, *rows, tiny_vision.VISION_END, *(next(words) for _ in range(n))]
+    ids = torch.tensor([prompt])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **seen,
+             "mm_token_type_ids": (ids == tiny_vision.IMAGE_PAD).int()}  # fmt: skip
+    with torch.no_grad():
+        positions, _ = model.model.get_rope_index(ids, given["mm_token_type_ids"], seen["image_grid_thw"])
+        logits = model(**given).logits[0].numpy()
+        out = model.generate(**given, max_new_tokens=N_GREEDY, do_sample=False, eos_token_id=None, pad_token_id=0,
+                             return_dict_in_generate=True, output_logits=True)  # fmt: skip
+    rows = torch.cat(out.logits).numpy()
+    assert np.abs(rows[0] - logits[-1]).max() < 1e-4
+    return {"prompt": np.array(prompt, np.int32), "positions": positions[:, 0].numpy().astype(np.int32),
+            "logits": logits, **choices(rows)}  # fmt: skip
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    for name, make in (("pixels", pixels), ("tower", rows)):
+    for name, make in (("pixels", pixels), ("tower", rows), ("text", text)):
         path = GOLDENS / f"vision-{name}.npz"
         np.savez_compressed(path, **make())
         print(f"{path}: {path.stat().st_size} bytes")

@@ -16,24 +16,25 @@ MERGES = (
 )  # fmt: skip
 
 
-def vocabulary(n_vocab: int, filler: str) -> tuple[list[str], list[int]]:
+def vocabulary(n_vocab: int, filler: str, marks: tuple[str, ...] = ()) -> tuple[list[str], list[int]]:
     """Returns token strings and types: 256 bytes (the id is the byte's value), merge products, fillers (of
-    type 1 or, for the default "[PAD", 5, which is unused), and the control tokens as the last three ids."""
+    type 1 or, for the default "[PAD", 5, which is unused), and as the last ids control tokens: `marks` and CONTROL."""
     tokens = BYTE_SYMBOLS + [a + b for a, b in MERGES]
-    n_fill = n_vocab - len(tokens) - len(CONTROL)
+    control = (*marks, *CONTROL)
+    n_fill = n_vocab - len(tokens) - len(control)
     if n_fill < 0:
-        raise ValueError(f"vocabulary of {n_vocab} cannot hold {len(tokens) + len(CONTROL)} tokens")
+        raise ValueError(f"vocabulary of {n_vocab} cannot hold {len(tokens) + len(control)} tokens")
     types = [gguf.TokenType.NORMAL] * len(tokens)
     unused = filler.startswith("[PAD")
     end = "]" if unused else ""
     tokens += [f"{filler}{len(tokens) + i}{end}" for i in range(n_fill)]
     types += [gguf.TokenType.UNUSED if unused else gguf.TokenType.NORMAL] * n_fill
-    return tokens + list(CONTROL), [*types, *[gguf.TokenType.CONTROL] * len(CONTROL)]
+    return tokens + list(control), [*types, *[gguf.TokenType.CONTROL] * len(control)]
 
 
-def add_tokenizer(w: gguf.GGUFWriter, n_vocab: int, filler: str = "[PAD") -> None:
-    """Adds the keys of the tokenizer, which has vocabulary(n_vocab, filler)."""
-    tokens, types = vocabulary(n_vocab, filler)
+def add_tokenizer(w: gguf.GGUFWriter, n_vocab: int, filler: str = "[PAD", marks: tuple[str, ...] = ()) -> None:
+    """Adds the keys of the tokenizer, which has vocabulary(n_vocab, filler, marks)."""
+    tokens, types = vocabulary(n_vocab, filler, marks)
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre(PRE_TOKENIZER)
     w.add_token_list(tokens)

@@ -5,7 +5,7 @@ closed in any order. Every failed call raises the Error subclass of its luce_sta
 one-line message.
 """
 
-from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, Prompt, Rows, Sequence, Verified
+from luce.native.engine import CHOSEN, DRAFTED, Checkpoint, Drafts, Engine, ImageSpan, Prompt, Rows, Sequence, Verified
 from luce.native.files import File, Model, Progress
 from luce.native.library import Handle, IntArray, Library, Lists, OpArray, default, load, use
 from luce.native.structs import Form, Source
@@ -20,6 +20,7 @@ __all__ = [
     "File",
     "Form",
     "Handle",
+    "ImageSpan",
     "IntArray",
     "Library",
     "Lists",

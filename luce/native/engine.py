@@ -62,12 +62,25 @@ class Rows(NamedTuple):
         return max(self.n, 0) if self.tokens is None else len(self.tokens)
 
 
+class ImageSpan(NamedTuple):
+    """`rows` F32 (n, n_embd) of an image of `height` x `width` rows, from its row `first` on, which stand for the tokens
+    `at`, .. `at` + n - 1 of a prompt (luce.h: luce_image_span)."""
+
+    rows: np.ndarray
+    at: int
+    first: int
+    height: int
+    width: int
+
+
 class Prompt(NamedTuple):
-    """The next `tokens` (n,) of a sequence's prompt, n >= 1, at most a chunk: the `last` ones, or more follow."""
+    """The next `tokens` (n,) of a sequence's prompt, n >= 1, at most a chunk: the `last` ones, or more follow. Those
+    below 0 are names of rows of `images`."""
 
     sequence: Sequence
     tokens: IntArray
     last: bool = True
+    images: tuple[ImageSpan, ...] = ()
 
 
 class Verified(NamedTuple):
@@ -169,14 +182,29 @@ class Engine(Handle):
         made = new("luce_prompt_item[]", max(len(items), 1))
         for struct, item, rows in zip(made, items, tokens, strict=False):
             struct.sequence, struct.tokens, struct.n, struct.last = item.sequence.handle, rows, len(rows), item.last
+        kept = [self._spans(struct, item.images) for struct, item in zip(made, items, strict=False) if item.images]
         choices, statuses = new("int32_t[]", len(items)), new("luce_status[]", len(items))
         status = self.library.lib.luce_engine_prefill(self.handle, made, len(items), choices, statuses)
+        del kept
         done = [choice if item.last else None for item, choice in zip(items, choices, strict=True)]
         if status != NumericError.code:
             self.library.check(status)
             return list(done)
         message = self.library.text(self.library.lib.luce_last_error())
         return [NumericError(message) if own else choice for own, choice in zip(statuses, done, strict=True)]
+
+    def _spans(self, struct: Any, images: tuple[ImageSpan, ...]) -> Any:
+        """Writes a prompt item's images, and returns what they point to."""
+        import numpy as np
+
+        made = self.library.ffi.new("luce_image_span[]", len(images))
+        rows = [np.ascontiguousarray(image.rows, np.float32) for image in images]
+        buffers = [self.library.ffi.from_buffer("float[]", each) for each in rows]
+        for span, image, each, buffer in zip(made, images, rows, buffers, strict=True):
+            span.rows, span.at, span.first, span.height, span.width = buffer, image.at, image.first, image.height, image.width
+            span.n, span.n_embd = each.shape
+        struct.images, struct.n_images = made, len(images)
+        return made, rows, buffers
 
     def draft(self, items: collections.abc.Sequence[Drafts]) -> None:
         """Drafts a chain after the anchor of each of several sequences, all with one source. The drafts stay

@@ -386,12 +386,25 @@ LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const l
 LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                            int32_t *choice);
 
-/* The next tokens of one sequence's prompt, as luce_sequence_prefill takes them. */
+/* Rows of one image among the tokens of a prompt, which may be cut anywhere. Each has a name below 0 in the place of a token:
+ * rows with one name are taken for the same, so names tell images and their rows apart. An image of height x width rows takes
+ * as many tokens, and max(height, width) of RoPE's positions. No row of one is ever looked up, drafted or penalised. */
+typedef struct luce_image_span {
+    const float *rows; /* (n, n_embd) F32: luce_tower_encode */
+    uint32_t at, n; /* the item's tokens at .. at + n - 1 */
+    uint32_t first; /* which of the image's rows the first one is */
+    uint32_t height, width; /* of the whole image, in rows */
+    uint32_t n_embd; /* the model's */
+} luce_image_span;
+
+/* The next tokens of one sequence's prompt, as luce_sequence_prefill takes them. E_UNSUPPORTED: the model takes no images. */
 typedef struct luce_prompt_item {
     luce_sequence *sequence; /* each at most once */
     const int32_t *tokens; /* (n) */
     uint32_t n; /* 1..n_chunk */
     int32_t last; /* 1: the prompt ends with them; 0: more of it follows */
+    const luce_image_span *images; /* (n_images), in the order of the tokens */
+    uint32_t n_images;
 } luce_prompt_item;
 
 /* Does luce_sequence_prefill of 1..LUCE_MAX_ROWS sequences, with the same bits, and waits. They share steps, each of which

@@ -10,6 +10,7 @@ import drive
 import gguf
 import numpy as np
 import pytest
+import tiny_vision
 from checkout import HEADER
 from op_run import op_run
 
@@ -22,13 +23,13 @@ from luce.errors import (
     FileError,
     StateError,
 )
-from luce.native import Engine, File, Model, declare, library
+from luce.native import Engine, File, Model, Tower, declare, library
 from luce.native.structs import PAGE, EngineParams, Sampling
 
 pytestmark = pytest.mark.sanitize
 
 E_ARG = 1
-HANDLES = tuple(f"luce_{kind} *" for kind in ("file", "model", "engine", "sequence", "checkpoint"))
+HANDLES = tuple(f"luce_{kind} *" for kind in ("file", "model", "engine", "sequence", "checkpoint", "tower"))
 
 
 def statuses(native):
@@ -71,6 +72,14 @@ def engine(model):
     params = EngineParams(n_ctx=600, n_rows=8, n_checkpoints=1, n_chunk=256, n_threads=1, kv_type="f32")
     with Engine(model, params) as engine:
         yield engine
+
+
+@pytest.fixture
+def tower(native, tmp_path):
+    weights = tiny_vision.layout(tiny_vision.TINY, tiny_vision.weights(tiny_vision.TINY, 1))
+    with File(tiny_vision.write(tmp_path / "mmproj.gguf", tiny_vision.TINY, weights), native) as held:
+        with Tower(held) as tower:
+            yield tower
 
 
 @pytest.fixture
@@ -184,7 +193,7 @@ def test_closed_wrong_and_foreign_handles_are_refused(native, tiny_gguf):
 
 
 @pytest.mark.parametrize("wrong", [0, 1, -1])
-def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence, checkpoint, wrong):
+def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence, checkpoint, tower, wrong):
     """Every struct that the library reads or writes has size 0, one less and one more."""
     lib, out = native.lib, native.ffi.new("void *[1]")
     ints, sources = native.ffi.new("int32_t[64]"), native.ffi.new("uint8_t[64]")
@@ -203,6 +212,7 @@ def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence
             checkpoint.handle, s, native.ffi.NULL, 0
         ),
         "luce_type_info": lambda s: lib.luce_type_get(0, s),
+        "luce_tower_info": lambda s: lib.luce_tower_get_info(tower.handle, s),
         "luce_sampling": lambda s: lib.luce_sequence_set_sampling(sequence.handle, s),
         "luce_penalties": lambda s: lib.luce_sequence_set_penalties(sequence.handle, s),
         "luce_lists": lambda s: lib.luce_tree(1, s, 3, ints, 0, ints, ints, sources, count),
@@ -224,7 +234,7 @@ def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence
         assert call(struct) == E_ARG, name
 
 
-@pytest.mark.parametrize("name", ["file", "model", "engine", "sequence", "checkpoint"])
+@pytest.mark.parametrize("name", ["file", "model", "engine", "sequence", "checkpoint", "tower"])
 def test_a_closed_handle_raises_and_closes_again(name, request):
     handle = request.getfixturevalue(name)
     handle.close()

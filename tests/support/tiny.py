@@ -308,13 +308,14 @@ def write(
     chat_template: str | None = CHAT_TEMPLATE,
     tensors_per_part: int = 0,
     tokenizer: bool = True,
+    marks: tuple[str, ...] = (),
 ) -> Path:
     """Writes GGUF v3. type_of: one type for every quantizable tensor, or a function of the name.
     With tensors_per_part, `x.gguf` becomes x-00001-of-0000N.gguf ...; returns the first part."""
     w = gguf.GGUFWriter(path, c.arch, split_max_tensors=tensors_per_part)
     add_keys(w, c, f"tiny-{path.stem}", file_type=0)
     if tokenizer:
-        add_tokenizer(w, c.n_vocab)
+        add_tokenizer(w, c.n_vocab, marks=marks)
         if chat_template:
             w.add_chat_template(chat_template)
     for name, x in tensors.items():

@@ -13,6 +13,11 @@ from luce.convert.qwen35_tower import Config, add_keys, hf_name, shapes, type_of
 
 __all__ = ["Config", "hf_config", "image", "weights", "write"]
 
+MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")  # The last ids before the three of every tiny model.
+# A model that takes images: M-RoPE of 16 pairs in the sections 6, 5, 5.
+TEXT = tiny.Config(n_layer=4, n_vocab=400, head_dim=64, rope_dim=32, n_head=2, n_head_kv=1, n_nextn=1)
+TEXT_SEED = 32
+VISION_START, VISION_END, IMAGE_PAD = (TEXT.n_vocab - 6 + i for i in range(3))
 TINY = Config(n_layer=3, n_embd=72, n_ff=100, n_head=2, n_out=64, table_side=6)  # heads of 36
 
 
@@ -71,6 +76,11 @@ def write(path: Path, c: Config, tensors: dict[str, np.ndarray], kind: str = "F3
     w.write_tensors_to_file()
     w.close()
     return path
+
+
+def write_text(path: Path, **options: object) -> Path:
+    """Writes the model that takes images."""
+    return tiny.write(path, TEXT, tiny.layout(TEXT, TEXT_SEED), marks=MARKS, **options)
 
 
 def image(width: int, height: int, seed: int = 0) -> np.ndarray:

@@ -217,6 +217,10 @@ struct NormRopeArgs {
     float base, eps;
     const int32_t *positions; // [T]
     RopeHeads k, q;
+    // On a CPU rows may have axes of their own, in place of positions: pair i turns by the height where i % 3 is 1 and i is
+    // below 3 * height_pairs, by the width where i % 3 is 2 and i is below 3 * width_pairs, else by the time.
+    const int32_t *axes = nullptr; // [4][T] time, height, width, time
+    int32_t height_pairs = 0, width_pairs = 0;
 };
 
 // kv_store writes K and V of the step's rows. Rows with seq -1 are not written.

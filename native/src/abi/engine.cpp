@@ -159,7 +159,15 @@ luce_status luce_engine_prefill(luce_engine *engine, const luce_prompt_item *ite
             if (item.n == 0) {
                 fail(LUCE_E_ARG, "item %u: prefill needs at least one token", i);
             }
-            list[i] = {sequence_of(item.sequence, e, i, list.data()), item.tokens, item.n, item.last != 0};
+            if (item.n_images > 0) {
+                need(item.images, "images");
+            }
+            list[i] = {sequence_of(item.sequence, e, i, list.data()),
+                       item.tokens,
+                       item.n,
+                       item.last != 0,
+                       item.images,
+                       item.n_images};
         }
         e->rounds().settle();
         read_prompts(*e, list.data(), n_items, choices, status);
@@ -303,7 +311,7 @@ luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens
             fail(LUCE_E_ARG, "prefill needs at least one token");
         }
         locked(s, [&](Sequence &one) {
-            const PromptItem item{s, tokens, n, choice != nullptr};
+            const PromptItem item{s, tokens, n, choice != nullptr, nullptr, 0};
             int32_t chosen = 0;
             luce_status status = LUCE_OK;
             read_prompts(*one.engine(), &item, 1, &chosen, &status);

@@ -290,7 +290,7 @@ luce_status luce_model_get_drafter(luce_model *model, uint32_t index, luce_draft
 luce_status luce_tower_open(luce_tower **out, luce_file *file, luce_model *model) {
     return guarded([&] {
         need(out, "out");
-        auto tower = std::make_shared<VisionTower>(g_files.get(file)->gguf);
+        auto tower = std::make_shared<VisionTower>(g_files.get(file)->gguf, find_device("cpu"));
         if (model != nullptr) {
             check_tower(*tower, *model_handles().get(model));
         }

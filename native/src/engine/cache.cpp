@@ -85,7 +85,8 @@ Cache::Cache(const Model &model, const CacheParams &params)
     : pages(params.n_pages), window_pages(count_window_pages(params, widest_window(model.weights()))),
       sequence_slots(params.n_sequences), checkpoint_slots(params.n_checkpoints), params_(params),
       max_pages_(params.max_pages()), window_(widest_window(model.weights())),
-      drafters_(drafters_of(model.weights(), params.drafters)), drafter_kv_(model.weights().drafters.size()) {
+      takes_images_(model.takes_images()), drafters_(drafters_of(model.weights(), params.drafters)),
+      drafter_kv_(model.weights().drafters.size()) {
     size_t n_drafter = 0;
     for (const Drafter *drafter : drafters_) {
         n_drafter += drafter->kv.size();
@@ -407,6 +408,7 @@ Timeline::~Timeline() {
 void Timeline::clear() {
     cache_.release(pages_);
     tokens_.clear();
+    delta_ = 0;
     debts_ = Debts();
     prompt_only_ = true;
     verified_.n = 0;
@@ -415,10 +417,11 @@ void Timeline::clear() {
     n_drafted_ = 0;
 }
 
-void Timeline::resume(const std::vector<int32_t> &tokens, const PageLists &pages) {
+void Timeline::resume(const std::vector<int32_t> &tokens, const PageLists &pages, int32_t delta) {
     cache_.share(pages); // before its own are given back, since they may be the same
     clear();
     tokens_.assign(tokens.begin(), tokens.end());
+    delta_ = delta;
     pages_.all.assign(pages.all.begin(), pages.all.end());
     pages_.window.assign(pages.window.begin(), pages.window.end());
     hidden_ = cache_.hidden_row(slot_, 0, 0);
@@ -465,10 +468,11 @@ int32_t Timeline::next_hidden(int32_t row) const {
                       : cache_.hidden_row(slot_, hidden_bank_ ^ 1, row);
 }
 
-void Timeline::appended(const int32_t *tokens, uint32_t n) {
+void Timeline::appended(const int32_t *tokens, uint32_t n, int32_t delta) {
     debts_.pay();
     prompt_only_ = prompt_only_ && n_past() % std::min(cache_.n_cut, uint32_t(PAGE)) == 0;
     tokens_.insert(tokens_.end(), tokens, tokens + n);
+    delta_ = delta;
     release_behind_window();
     verified_.n = 0;
     hidden_ = next_hidden(0);

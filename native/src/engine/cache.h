@@ -125,6 +125,7 @@ public:
     const CacheParams &params() const { return params_; }
     uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many
     bool has_windows() const { return window_ > 0; }
+    bool takes_images() const { return takes_images_; } // Model::takes_images
     // Returns the first page of which a row at this position sees any in some sliding layer.
     uint32_t first_window_page(uint32_t position) const;
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
@@ -192,6 +193,7 @@ private:
     CacheParams params_;
     uint32_t max_pages_;
     uint32_t window_; // the widest of the sliding layers; 0 where there are none
+    bool takes_images_;
     std::deque<Stage> stages_;
     std::vector<KvCells>
         kv_; // they are in the order of trunk blocks; entries of layers without cells are empty
@@ -243,9 +245,13 @@ public:
     void clear(); // it makes an empty timeline in the same slot
     // Goes to a checkpoint and shares its pages. The caller copies the checkpoint's state to slot() and its
     // hidden row to hidden().
-    void resume(const std::vector<int32_t> &tokens, const PageLists &pages);
+    void resume(const std::vector<int32_t> &tokens, const PageLists &pages, int32_t delta);
 
-    const std::vector<int32_t> &tokens() const { return tokens_; } // these are the committed ones
+    // These are the committed ones. A row of an image has a name below 0 in the place of a token.
+    const std::vector<int32_t> &tokens() const { return tokens_; }
+    // The position that RoPE turns the next row to is n_past() plus this, which images make less than 0: one of h x w rows
+    // takes max(h, w) positions.
+    int32_t delta() const { return delta_; }
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
     uint32_t n_verified() const {
         return verified_.n;
@@ -272,7 +278,7 @@ public:
     int32_t next_hidden(int32_t row) const;
 
     // A step that has run is booked with one of these:
-    void appended(const int32_t *tokens, uint32_t n);
+    void appended(const int32_t *tokens, uint32_t n, int32_t delta);
     // n rows of a verify are in the log; `seen` says whether they were fed to the drafters that lag. No booking takes
     // memory, so that none is done by half.
     void verified(const int32_t *tokens, const int32_t *parents, uint32_t n, bool seen);
@@ -299,6 +305,7 @@ private:
     Cache &cache_;
     int32_t slot_;
     std::vector<int32_t> tokens_;
+    int32_t delta_ = 0;
     PageLists pages_;
     bool prompt_only_ = true;
     Debts debts_;

@@ -21,13 +21,13 @@ struct Header {
     uint32_t n_past;
     uint32_t n_cut; // it is that of the engine: prompts were cut at its multiples
     uint32_t drafters; // it has a bit for each of the model's drafters of which there is KV
-    uint32_t reserved;
+    int32_t delta; // it is Timeline::delta
     char build[24]; // it is LUCE_BUILD
     char arithmetic[240]; // it is Model::arithmetic, as far as there is room
 };
 constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
                DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
-constexpr uint32_t VERSION = 6;
+constexpr uint32_t VERSION = 7;
 
 // save() reads as many bytes while it holds the engine, which takes under 1 ms.
 constexpr uint64_t AT_ONCE = uint64_t(2) << 20;
@@ -156,7 +156,7 @@ uint32_t drafters_of(const Engine &engine) {
     return bits;
 }
 
-Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t> &tokens,
+Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t> &tokens, int32_t delta,
                  const char (&magic)[8]) {
     Header h{};
     memcpy(h.magic, magic, sizeof(magic));
@@ -167,6 +167,7 @@ Header header_of(uint64_t size, const Engine &engine, const std::vector<int32_t>
     h.n_past = uint32_t(tokens.size());
     h.n_cut = engine.cache().n_cut;
     h.drafters = drafters_of(engine);
+    h.delta = delta;
     put_text(h.build, LUCE_BUILD);
     put_text(h.arithmetic, engine.model().arithmetic());
     return h;
@@ -234,8 +235,8 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
 
 } // namespace
 
-Checkpoint::Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens)
-    : engine_(std::move(engine)), tokens_(std::move(tokens)) {
+Checkpoint::Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens, int32_t delta)
+    : engine_(std::move(engine)), tokens_(std::move(tokens)), delta_(delta) {
     check_devices(*engine_);
     for (const Stage &stage : engine_->cache().stages()) {
         events_.push_back(make_event(stage.device));
@@ -356,7 +357,7 @@ std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
              cache.n_kept(), n_past,
              line.prompt_only() ? "" : ", not all of them from prefill that is cut where it may be");
     }
-    std::shared_ptr<Checkpoint> made(new Checkpoint(engine, line.tokens()), DeleteLocked());
+    std::shared_ptr<Checkpoint> made(new Checkpoint(engine, line.tokens(), line.delta()), DeleteLocked());
     engine->need_pages(made->has_part() ? 1 : 0);
     PageLists pages = line.pages(); // no more memory is needed once they are shared
     made->take_device();
@@ -453,7 +454,7 @@ void Checkpoint::restore(Timeline &line) const {
         PageLists whole = pages_;
         whole.all.resize(n_past() / PAGE);
         whole.window.resize(cache.has_windows() ? n_past() / PAGE : 0);
-        line.resume(tokens_, whole);
+        line.resume(tokens_, whole, delta_);
         if (has_part()) { // this page is the sequence's alone
             line.take_pages(0);
             copy(cache.page_pieces(pages_, n_past() / PAGE),
@@ -465,7 +466,7 @@ void Checkpoint::restore(Timeline &line) const {
         return;
     }
     PageLists pages = new_pages();
-    line.resume(tokens_, pages);
+    line.resume(tokens_, pages, delta_);
     PageLists taken = pages;
     cache.release(taken); // they are the sequence's alone
     send(&Stage::steps, cache.pieces(pages, n_past(), line.slot(), line.hidden()), base(host_));
@@ -496,7 +497,7 @@ void Checkpoint::save(uint8_t *data, uint64_t size) {
         }
         rest.add(data + at, n); // steps that waited for the engine run meanwhile
     }
-    Header h = header_of(size, *engine_, tokens_, MAGIC);
+    Header h = header_of(size, *engine_, tokens_, delta_, MAGIC);
     h.checksum = checksum(h, rest);
     memcpy(data, &h, sizeof(h));
     const std::lock_guard<std::recursive_mutex> lock(engine_->mutex());
@@ -512,8 +513,13 @@ std::shared_ptr<Checkpoint> Checkpoint::load(std::shared_ptr<Engine> engine, con
     }
     std::vector<int32_t> tokens(h.n_past);
     memcpy(tokens.data(), data + sizeof(h), h.n_past * sizeof(int32_t));
-    engine->check_tokens(tokens.data(), h.n_past);
-    std::shared_ptr<Checkpoint> made(new Checkpoint(std::move(engine), std::move(tokens)), DeleteLocked());
+    engine->check_tokens(tokens.data(), h.n_past, /*images=*/true);
+    if (h.delta > 0 || int64_t(h.n_past) + h.delta < 0) {
+        fail(LUCE_E_ARG, "the saved checkpoint's %u tokens take %d positions", h.n_past,
+             int(h.n_past) + h.delta);
+    }
+    std::shared_ptr<Checkpoint> made(new Checkpoint(std::move(engine), std::move(tokens), h.delta),
+                                     DeleteLocked());
     if (made->size() != size) {
         fail(LUCE_E_ARG, "the saved checkpoint's layout is another: %llu bytes, expected %llu",
              (unsigned long long) size, (unsigned long long) made->size());
@@ -545,7 +551,7 @@ uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size) {
     fetch(&Stage::steps, pieces(), data + header_and_tokens(line.n_past()));
     engine.step().synchronize();
     put_tokens(data, line.tokens());
-    Header h = header_of(needed, engine, line.tokens(), DUMP);
+    Header h = header_of(needed, engine, line.tokens(), line.delta(), DUMP);
     h.checksum = checksum(h, data);
     memcpy(data, &h, sizeof(h));
     return needed;

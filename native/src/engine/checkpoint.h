@@ -47,7 +47,7 @@ public:
     void restore(Timeline &line) const; // it brings the timeline to this position
 
 private:
-    Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens);
+    Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens, int32_t delta);
 
     uint32_t n_pages() const { return (n_past() + PAGE - 1) / PAGE; }
     bool has_part() const { return n_past() % PAGE != 0; } // of its last page, which nobody shares
@@ -62,6 +62,7 @@ private:
 
     std::shared_ptr<Engine> engine_;
     std::vector<int32_t> tokens_;
+    int32_t delta_; // Timeline::delta
     PageLists pages_; // they count while there is a slot_
     int32_t slot_ = -1; // it is one of Cache::checkpoint_slots; -1 means that it is not on the device
     // It holds the body, which nothing changes. It is null while the body is not in host memory.

@@ -1,5 +1,7 @@
 #include "engine/lookup.h"
 
+#include <algorithm>
+
 namespace luce {
 
 static uint32_t table_size(uint32_t most) {
@@ -23,9 +25,14 @@ uint32_t &Lookup::newest(int32_t a, int32_t b, int32_t c, int32_t d) {
     return newest_[size_t(hash >> 32) & (newest_.size() - 1)];
 }
 
+// Nothing is matched by rows of images, and none is drafted.
+static bool is_image(int32_t token) {
+    return token < 0;
+}
+
 void Lookup::index(const std::vector<int32_t> &text) {
     for (size_t end = before_.size(); end < text.size(); end++) {
-        if (end + 1 < GRAM) {
+        if (end + 1 < GRAM || std::any_of(&text[end + 1 - GRAM], &text[end] + 1, is_image)) {
             before_.push_back(0);
             continue;
         }
@@ -40,7 +47,7 @@ uint32_t Lookup::find(const std::vector<int32_t> &text, int32_t anchor, int32_t 
     index(text);
     *matched = 0;
     const size_t n = text.size();
-    if (n + 1 < GRAM) {
+    if (n + 1 < GRAM || std::any_of(text.end() - (GRAM - 1), text.end(), is_image)) {
         return 0;
     }
     size_t best = 0; // the best match ends here
@@ -51,7 +58,8 @@ uint32_t Lookup::find(const std::vector<int32_t> &text, int32_t anchor, int32_t 
             continue; // these are another four tokens with the same hash
         }
         uint32_t length = 1;
-        while (length < LONGEST && length <= end && text[end - length] == text[n - length]) {
+        while (length < LONGEST && length <= end && text[end - length] == text[n - length] &&
+               !is_image(text[n - length])) {
             length++;
         }
         if (length > *matched) {
@@ -70,6 +78,10 @@ uint32_t Lookup::find(const std::vector<int32_t> &text, int32_t anchor, int32_t 
     for (uint32_t i = 0; i < most; i++) {
         const size_t from = best + 1 + i;
         out[i] = from < n ? text[from] : from == n ? anchor : out[from - n - 1];
+        if (is_image(out[i])) {
+            *matched = 0;
+            return 0;
+        }
     }
     return most;
 }

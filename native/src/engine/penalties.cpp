@@ -53,6 +53,9 @@ void penalise(float *logits, uint32_t n, const Penalties &p, const std::vector<i
     std::vector<uint32_t> count(n); // it counts each of the generated tokens
     std::vector<uint8_t> seen(n);
     for (size_t i = 0; i < before.size(); i++) {
+        if (before[i] < 0) { // a row of an image
+            continue;
+        }
         const size_t token = size_t(before[i]);
         if (!seen[token]) {
             seen[token] = 1;

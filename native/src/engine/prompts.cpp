@@ -10,7 +10,7 @@ namespace {
 // Rows of an item that are read in one step.
 struct Piece {
     uint32_t item;
-    const int32_t *tokens;
+    uint32_t first; // of the item's tokens
     uint32_t n;
     bool chooses; // the prompt ends with them
 };
@@ -27,10 +27,13 @@ public:
 
 private:
     void check(const PromptItem &item) const;
+    void check_images(const PromptItem &item) const;
+    std::vector<PromptPlace> places(const Piece &piece) const;
     void read(const std::vector<Piece> &pieces, bool tails);
     void step(StepKind kind, const Piece *pieces, size_t n);
     bool fit(const Piece *pieces, size_t n, StepKind kind) const;
     Sequence &of(const Piece &piece) const { return *items_[piece.item].sequence; }
+    const int32_t *tokens(const Piece &piece) const { return items_[piece.item].tokens + piece.first; }
 
     Engine &engine_;
     const PromptItem *items_;
@@ -43,13 +46,88 @@ void Prompts::check(const PromptItem &item) const {
     const CacheParams &c = engine_.params().cache;
     const uint32_t past = item.sequence->line().n_past();
     item.sequence->check_usable();
-    engine_.check_tokens(item.tokens, item.n);
+    if (item.n_images > 0) {
+        check_images(item);
+    }
+    engine_.check_tokens(item.tokens, item.n, item.n_images > 0);
     if (item.n > c.n_chunk) {
         fail(LUCE_E_ARG, "%u tokens of a prompt at once, expected at most %u (n_chunk)", item.n, c.n_chunk);
     }
     if (item.n > c.n_ctx - past) {
         fail(LUCE_E_CONTEXT, "%u tokens after %u do not fit into a context of %u", item.n, past, c.n_ctx);
     }
+}
+
+// Rows of images are named below 0, and all that are so named are of one.
+void Prompts::check_images(const PromptItem &item) const {
+    const CacheParams &c = engine_.params().cache;
+    const uint32_t past = item.sequence->line().n_past(), E = engine_.model().hparams().n_embd;
+    if (!engine_.cache().takes_images()) {
+        const bool gpu = engine_.model().gpu();
+        fail(LUCE_E_UNSUPPORTED, "%s: images in prompts %s", engine_.model().file().path().c_str(),
+             gpu ? "are read on a CPU alone, and the model is on a GPU"
+                 : "want a model whose rows have three axes: rope.dimension_sections");
+    }
+    uint32_t end = 0; // of the tokens that were looked at
+    const auto all_text = [&](uint32_t to) {
+        const int32_t *named =
+            std::find_if(item.tokens + end, item.tokens + to, [](int32_t t) { return t < 0; });
+        if (named != item.tokens + to) {
+            fail(LUCE_E_ARG, "token %u is %d, and is of no image", uint32_t(named - item.tokens), *named);
+        }
+    };
+    for (uint32_t i = 0; i < item.n_images; i++) {
+        const luce_image_span &s = item.images[i];
+        if (s.at < end || s.n < 1 || s.n > item.n || s.at > item.n - s.n || s.rows == nullptr ||
+            s.n_embd != E) {
+            fail(
+                LUCE_E_ARG,
+                "image span %u has rows %u and %u more of width %u, expected some of %u tokens, in order, of "
+                "width %u",
+                i, s.at, s.n, s.n_embd, item.n, E);
+        }
+        const uint64_t all = uint64_t(s.height) * s.width;
+        if (s.height > c.n_ctx || s.width > c.n_ctx || s.first >= all || s.n > all - s.first ||
+            s.first > past + s.at) {
+            fail(LUCE_E_ARG, "image span %u has rows %u to %u of an image of %u x %u, at position %u", i,
+                 s.first, s.first + s.n, s.height, s.width, past + s.at);
+        }
+        all_text(s.at);
+        end = s.at + s.n;
+        if (std::any_of(item.tokens + s.at, item.tokens + end, [](int32_t t) { return t >= 0; })) {
+            fail(LUCE_E_ARG, "image span %u: its rows want names below 0", i);
+        }
+    }
+    all_text(item.n);
+}
+
+// An image at p stands at time p; its rows have heights and widths from p on, and what follows stands behind the longer side.
+std::vector<PromptPlace> Prompts::places(const Piece &piece) const {
+    const PromptItem &item = items_[piece.item];
+    const Timeline &line = of(piece).line();
+    std::vector<PromptPlace> places;
+    const luce_image_span *span = item.images, *const end = span + item.n_images;
+    int32_t delta = line.delta();
+    for (uint32_t at = piece.first; item.n_images > 0 && at < piece.first + piece.n; at++) {
+        const int32_t index = int32_t(line.n_past() + at - piece.first);
+        while (span < end && at >= span->at + span->n) {
+            span++;
+        }
+        if (span == end || at < span->at) {
+            places.push_back({index + delta, index + delta, index + delta, nullptr, delta});
+            continue;
+        }
+        const uint32_t row = span->first + at - span->at;
+        const int32_t start = index - int32_t(row) + delta;
+        PromptPlace place = {start, start + int32_t(row / span->width), start + int32_t(row % span->width),
+                             span->rows + size_t(at - span->at) * span->n_embd, delta};
+        if (row + 1 == span->height * span->width) {
+            delta += int32_t(std::max(span->height, span->width)) - int32_t(span->height * span->width);
+            place.delta = delta;
+        }
+        places.push_back(place);
+    }
+    return places;
 }
 
 void Prompts::check() const {
@@ -77,10 +155,10 @@ void Prompts::read() {
         const uint32_t end = item.sequence->line().n_past() + item.n,
                        tail = item.last ? std::min(item.n, end % TAIL) : 0;
         if (tail < item.n) {
-            whole.push_back({i, item.tokens, item.n - tail, item.last && tail == 0});
+            whole.push_back({i, 0, item.n - tail, item.last && tail == 0});
         }
         if (tail > 0) {
-            tails.push_back({i, item.tokens + item.n - tail, tail, true});
+            tails.push_back({i, item.n - tail, tail, true});
         }
     }
     try {
@@ -132,18 +210,22 @@ void Prompts::step(StepKind kind, const Piece *pieces, size_t n) {
             engine_.feed_lagging(of(pieces[i]).line());
         }
         Batch batch(step.prefill_host(), engine_.cache());
+        std::vector<int32_t> deltas; // behind each piece
         for (size_t i = 0; i < n; i++) {
             const Sequence &sequence = of(pieces[i]);
-            batch.add_prompt(sequence.line(), sequence.choice_ctl(), pieces[i].tokens, pieces[i].n);
+            const std::vector<PromptPlace> at = places(pieces[i]);
+            batch.add_prompt(sequence.line(), sequence.choice_ctl(), tokens(pieces[i]), pieces[i].n, at);
+            deltas.push_back(at.empty() ? sequence.line().delta() : at.back().delta);
             if (sequence.chooses() && pieces[i].chooses) {
                 step.fetch_logits(uint32_t(i), 1);
             }
         }
-        step.prefill(kind, batch.prompts(), batch.n_pages());
+        const bool images = batch.place_images();
+        step.prefill(kind, batch.prompts(), batch.n_pages(), images);
         begun_ = true;
         for (size_t i = 0; i < n; i++) {
             const Piece &piece = pieces[i];
-            of(piece).line().appended(piece.tokens, piece.n);
+            of(piece).line().appended(tokens(piece), piece.n, deltas[i]);
             of(piece).end_step(Sequence::Rows::prompt, piece.chooses ? 1 : 0, uint32_t(i));
             if (piece.chooses) {
                 chosen_[piece.item] = step.choices()[i];

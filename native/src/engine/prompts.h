@@ -10,6 +10,8 @@ struct PromptItem {
     const int32_t *tokens; // the next n of its prompt
     uint32_t n;
     bool last; // the prompt ends here
+    const luce_image_span *images; // (n_images): what of the tokens is of images
+    uint32_t n_images;
 };
 
 // Does what luce.h says of luce_engine_prefill.

@@ -1,6 +1,7 @@
 #include "graph/lowering.h"
 
 #include "cpu/matmul.h"
+#include "ops/images.h"
 #include "ops/moe.h"
 #include "ops/sampling.h"
 
@@ -178,19 +179,22 @@ ggml_tensor *Lowering::embedding(ggml_tensor *table) {
         a.n_vocab = int32_t(table->ne[1]);
         tokens = ops::row_tokens(ctx, {tokens, plain.cache.drafts()}, a);
     }
-    return ggml_get_rows(ctx, table, tokens); // {E, T}
+    ggml_tensor *x = ggml_get_rows(ctx, table, tokens); // {E, T}
+    return plain.images ? (ggml_tensor *) ops::image_rows(ctx, {x, in->image_rows}, {}) : x;
 }
 
-static ggml_tensor *rotated(ggml_context *ctx, ggml_tensor *x, ggml_tensor *positions, ggml_tensor *factors,
-                            const AttentionShape &s) {
+ggml_tensor *Lowering::rotated(ggml_tensor *x, ggml_tensor *factors, const AttentionShape &s) {
     if (s.rope_dim == 0) {
         return x;
     }
     const Yarn &y = s.yarn; // where it blends, ggml scales by 1 + 0.1 ln(factor) itself
     const bool blends = y.factor > 1;
     const float factor = blends ? y.attention / (1.0f + 0.1f * std::log(y.factor)) : 1.0f;
+    if (plain.images && s.has_axes()) {
+        fail(LUCE_E_INTERNAL, "rows of images are rotated where their heads are normed too");
+    }
     // It is plain NEOX, since for text the axes of M-RoPE are all equal.
-    return ggml_rope_ext(ctx, x, positions, factors, int(s.rope_dim), GGML_ROPE_TYPE_NEOX,
+    return ggml_rope_ext(ctx, x, positions_of(s), factors, int(s.rope_dim), GGML_ROPE_TYPE_NEOX,
                          int(y.n_ctx_trained), s.rope_base, 1.0f / y.factor, blends ? 1.0f : 0.0f, factor,
                          blends ? y.beta_fast : 0.0f, blends ? y.beta_slow : 0.0f);
 }
@@ -213,8 +217,14 @@ void Lowering::emit_norm_rope(const Node &n, Val y) {
     a.base = shape.rope_base;
     a.eps = std::get<float>(k_norm.params);
     ggml_tensor *k = flat(n.in[0]), *q_gate = queries ? flat(n.in[2]) : nullptr;
-    const OpNode both = ops::norm_rope(
-        ctx, {k, k_norm.w[0], in->positions, q_gate, queries ? part(n, "q_norm").w[0] : nullptr}, a);
+    const bool axes = plain.images && shape.has_axes();
+    a.height_pairs = axes ? shape.rope_sections[1] : 0;
+    a.width_pairs = axes ? shape.rope_sections[2] : 0;
+    const OpNode both =
+        ops::norm_rope(ctx,
+                       {k, k_norm.w[0], positions_of(shape), q_gate,
+                        queries ? part(n, "q_norm").w[0] : nullptr, axes ? in->axes : nullptr},
+                       a);
     if (queries) {
         made({y.graph, y.node, 1}, Form::rows) = both[1];
     }
@@ -474,7 +484,7 @@ void Lowering::emit(int32_t node) {
         case Op::rope: {
             const AttentionShape &s = *std::get<const AttentionShape *>(n.params);
             ggml_tensor *factors = n.w.empty() ? nullptr : n.w[0];
-            set(rotated(ctx, by_heads(n.in[0], s.head_dim), in->positions, factors, s)); // {D, heads, T}
+            set(rotated(by_heads(n.in[0], s.head_dim), factors, s)); // {D, heads, T}
             break;
         }
         case Op::kv_write: store(flat(n.in[0]), flat(n.in[1]), std::get<KvLayer>(n.params)); break;

@@ -69,6 +69,10 @@ protected:
     // Prompts' cells in a pool, K or V of these cells, side by side {D*Hkv, n_kv}, of the type. With a window those that no row
     // sees may be missing.
     ggml_tensor *gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type, uint32_t window = 0);
+    // The positions that RoPE turns a layer's rows to, where they have one each.
+    ggml_tensor *positions_of(const AttentionShape &s) const {
+        return s.has_axes() && in->rope_positions != nullptr ? in->rope_positions : in->positions;
+    }
     ggml_tensor *pages_of(const KvCells &cells) const { return cells.sliding ? in->window_pages : in->pages; }
     ggml_tensor *last_rows(ggml_tensor *x); // {n, T} -> {n, prompts}
     ggml_tensor *
@@ -91,6 +95,7 @@ private:
     void emit_norm_rope(const Node &n, Val y);
     ggml_tensor *previous(ggml_tensor *h);
     ggml_tensor *embedding(ggml_tensor *table);
+    ggml_tensor *rotated(ggml_tensor *x, ggml_tensor *factors, const AttentionShape &s);
     ggml_tensor *gate_of(Val gate);
     void store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv);
 

@@ -177,9 +177,9 @@ struct Node {
 class Plain {
 public:
     Plain(const Model &model, const Cache &cache, StepKind kind, int64_t rows, int64_t n_kv, bool brief,
-          uint32_t drafter, std::vector<PromptRows> prompts = {})
+          uint32_t drafter, std::vector<PromptRows> prompts = {}, bool images = false)
         : model(model), cache(cache), kind(kind), T(rows), n_kv(n_kv), brief(brief), drafter(drafter),
-          prompts(std::move(prompts)),
+          prompts(std::move(prompts)), images(images),
           stage_(kind == StepKind::draft || kind == StepKind::feed ? last_stage() : 0) {}
     Plain(const Plain &) = delete;
     Plain &operator=(const Plain &) = delete;
@@ -192,6 +192,7 @@ public:
     const bool brief; // a trial of kernels: of the layers of one kind it has the first alone
     const uint32_t drafter; // of a draft: which of the engine's it is
     const std::vector<PromptRows> prompts; // of a prefill, which has one or more
+    const bool images; // of a prefill: some of its rows are of images
 
     bool prefill() const { return writes_out() || kind == StepKind::prefill_tail; }
     // Whether weights are written out for products of many rows (on a GPU).

@@ -108,6 +108,22 @@ void count_blocks(const GgufFile &file, HParams &hp) {
     hp.n_layer = first;
 }
 
+// Reads the sections of M-RoPE. Files for text alone may lack them, or have others than the pairs of a head: then images are
+// refused.
+void read_sections(const GgufFile &file, AttentionShape &a) {
+    const std::string key = prefix_of(file) + "rope.dimension_sections";
+    const GgufKv *kv = file.find(key);
+    if (kv == nullptr || kv->type != GGUF_ARR || kv->count < 3) {
+        return;
+    }
+    const std::vector<int64_t> values = file.integers(key);
+    const bool whole =
+        std::all_of(values.begin(), values.begin() + 3, [](int64_t n) { return n > 0 && n < 1024; });
+    if (whole && values[0] + values[1] + values[2] == a.rope_dim / 2) {
+        std::copy_n(values.begin(), 3, a.rope_sections);
+    }
+}
+
 HParams read(const GgufFile &file) {
     const std::string p = prefix_of(file);
     const auto u = [&](const char *key, int64_t lo, int64_t hi) {
@@ -134,6 +150,7 @@ HParams read(const GgufFile &file) {
     a.value_dim = uint32_t(file.integer_or(p + "attention.value_length", a.head_dim, 1, 1024));
     a.rope_dim = uint32_t(file.integer_or(p + "rope.dimension_count", a.head_dim, 0, a.head_dim));
     a.rope_base = float(file.number(p + "rope.freq_base"));
+    read_sections(file, a);
     const DeltaNetShape deltanet = read_deltanet(file);
     const std::vector<bool> recurrent = recurrent_layers(file, hp.n_layer, n_all);
     for (uint32_t il = 0; il < hp.n_layer + hp.n_nextn; il++) {

@@ -55,8 +55,8 @@ static VisionTower::Shape read_tower_shape(const GgufFile &file) {
     return s;
 }
 
-VisionTower::VisionTower(std::shared_ptr<GgufFile> file)
-    : file_(std::move(file)), shape_(read_tower_shape(*file_)) {
+VisionTower::VisionTower(std::shared_ptr<GgufFile> file, const Device &cpu)
+    : file_(std::move(file)), cpu_(cpu), shape_(read_tower_shape(*file_)) {
     context_ = new_context(ggml_tensor_overhead() * (file_->tensors().size() + 1));
     for (const GgufTensor &t : file_->tensors()) {
         left_.insert(t.name);
@@ -260,13 +260,9 @@ void VisionTower::write_positions(const Graph &g, uint32_t rows, uint32_t column
     }
 }
 
-static GraphAllocator tower_allocator() {
-    return new_graph_allocator({&find_device("cpu")});
-}
-
 uint64_t VisionTower::encode_bytes(uint32_t rows, uint32_t columns) const {
     const Graph g = build(rows, columns);
-    const GraphAllocator allocator = tower_allocator();
+    const GraphAllocator allocator = new_graph_allocator({&cpu_});
     size_t size = 0;
     ggml_gallocr_reserve_n_size(allocator.get(), g.nodes, nullptr, nullptr, &size);
     return size;
@@ -274,9 +270,9 @@ uint64_t VisionTower::encode_bytes(uint32_t rows, uint32_t columns) const {
 
 void VisionTower::encode(const float *patches, uint32_t rows, uint32_t columns, int n_threads,
                          const std::function<bool(float)> &go_on, float *out) const {
-    check_memory(find_device("cpu"), encode_bytes(rows, columns), "encoding an image");
+    check_memory(cpu_, encode_bytes(rows, columns), "encoding an image");
     const Graph g = build(rows, columns);
-    const GraphAllocator allocator = tower_allocator();
+    const GraphAllocator allocator = new_graph_allocator({&cpu_});
     if (!ggml_gallocr_alloc_graph(allocator.get(), g.nodes)) {
         fail(LUCE_E_MEMORY, "allocating %s for an image failed",
              human_bytes(encode_bytes(rows, columns)).c_str());

@@ -10,8 +10,8 @@ namespace luce {
 
 class VisionTower {
 public:
-    // Reads hyperparameters, and checks and maps every tensor.
-    explicit VisionTower(std::shared_ptr<GgufFile> file);
+    // Reads hyperparameters, and checks and maps every tensor. It computes on `cpu`.
+    VisionTower(std::shared_ptr<GgufFile> file, const Device &cpu);
 
     struct Shape {
         uint32_t D = 0; // width
@@ -54,6 +54,7 @@ private:
     void write_positions(const Graph &g, uint32_t rows, uint32_t columns) const;
 
     std::shared_ptr<GgufFile> file_;
+    const Device &cpu_;
     Shape shape_;
     Context context_;
     std::set<std::string> left_; // tensors that were not taken

@@ -38,10 +38,15 @@ struct AttentionShape {
     uint32_t value_dim = 0; // of a head of V
     uint32_t rope_dim = 0; // the first dims of a head rotate
     float rope_base = 0;
+    // M-RoPE: pair j turns by a row's height where j % 3 is 1 and j < 3 * [1], by its width where j % 3 is 2 and j < 3 * [2],
+    // else by its time. All 0: rows have one position, which is their index.
+    int rope_sections[3] = {};
     uint32_t window = 0; // a row sees so many keys, itself included; 0 means all
     float scale = 0; // of scores; 0 means 1 / sqrt(head_dim)
     float softcap = 0; // it bounds scores; 0 means that nothing does
     Yarn yarn;
+
+    bool has_axes() const { return rope_sections[0] > 0; }
 };
 
 struct DeltaNetShape {
@@ -208,6 +213,8 @@ public:
     const std::vector<Placement> &placements() const { return placements_; }
     uint32_t stage_of(uint32_t layer) const; // which of these has it
     bool gpu() const { return placements_[0].device->gpu; }
+    // Whether rows of images may stand in prompts: rows have three axes, and the CPU computes.
+    bool takes_images() const;
     std::string device_names() const; // "cuda:0", or of several "cuda:0, cuda:1"
     const GgufFile &file() const { return *file_; }
     const Architecture &architecture() const { return *architecture_; }

@@ -395,6 +395,14 @@ void Model::find_kinds() {
     }
 }
 
+bool Model::takes_images() const {
+    const auto has_axes = [](const auto &mixer) {
+        const auto *attention = std::get_if<AttentionShape>(&mixer);
+        return attention != nullptr && attention->has_axes();
+    };
+    return !gpu() && std::any_of(hp_.mixers.begin(), hp_.mixers.end(), has_axes);
+}
+
 const Moe *Model::in_ram() const {
     const Moe *first = weights_.blocks.empty() ? nullptr : weights_.blocks[0].moe();
     return first != nullptr && first->in_ram ? first : nullptr;

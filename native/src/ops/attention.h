@@ -26,10 +26,11 @@ inline const auto &norm_rope = row<NormRopeArgs>("norm_rope", [](auto &op, auto 
     op.in(FIELD(positions), {T});
     op.in(FIELD(q.x), {2 * D * H, T}).maybe();
     op.in(FIELD(q.norm), {D}).maybe();
+    op.in(FIELD(axes), {4 * T}).maybe();
     op.dims(a.T, T, a.D, D, a.k.x_row, D * Hkv, a.k.x_head, D, a.k.n_heads, Hkv, a.q.x_row, 2 * D * H,
             a.q.n_heads, H);
     op.derive([](auto &args) { args.q.x_head = args.q.x == nullptr ? 0 : 2 * args.D; });
-    op.params(FIELD(rope_dim), FIELD(base), FIELD(eps));
+    op.params(FIELD(rope_dim), FIELD(base), FIELD(eps), FIELD(height_pairs), FIELD(width_pairs));
     op.lacks([](const auto &args) { return rope_lacks(args.rope_dim, args.D, args.base); });
     op.out(FIELD(k.out), {D * Hkv, T});
     op.out(FIELD(q.out), {D * H, T});

@@ -49,6 +49,9 @@ void Step::run_trial(const StepShape &shape) {
         tried_ += 2654435761u; // this is 2^32 divided by the golden ratio, and so far from those before
         h.tokens[row] = int32_t(uint64_t(tried_) * model_.hparams().n_vocab >> 32);
         h.positions[row] = seq.n_past + int32_t(i);
+        if (h.rope_positions != nullptr) {
+            h.rope_positions[row] = h.positions[row];
+        }
         h.hidden_from[row] = cache_.keeps_hidden() ? cache_.hidden_zero() : 0;
         h.hidden_to[row] = cache_.keeps_hidden() ? cache_.hidden_unused() : 0;
         if (row == 0 || !shape.prefill()) {

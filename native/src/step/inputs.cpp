@@ -11,14 +11,17 @@ static size_t pad(size_t n) {
     return (n + 255) / 256 * 256;
 }
 
-Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors, bool windows)
-    : rows_(rows), n_pages_(std::max(n_pages, 1u)), mirrors_(mirrors), windows_(windows) {
+Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors, bool windows, Images images)
+    : rows_(rows), n_pages_(std::max(n_pages, 1u)), mirrors_(mirrors), windows_(windows), images_(images) {
     hidden_from_ = pad(rows * sizeof(int64_t));
     positions_ = hidden_from_ + pad(rows * sizeof(int32_t));
     tokens_ = positions_ + pad(rows * sizeof(int32_t));
     first_rows_ = tokens_ + pad(rows * sizeof(int32_t));
     last_rows_ = first_rows_ + pad(MAX_PROMPTS * sizeof(int32_t));
-    ctl_ = last_rows_ + pad(MAX_PROMPTS * sizeof(int32_t));
+    rope_positions_ = last_rows_ + pad(MAX_PROMPTS * sizeof(int32_t));
+    axes_ = rope_positions_ + (images == Images::none ? 0 : pad(rows * sizeof(int32_t)));
+    image_rows_ = axes_ + (images == Images::rows ? pad(4 * rows * sizeof(int32_t)) : 0);
+    ctl_ = image_rows_ + (images == Images::rows ? pad(rows * sizeof(int64_t)) : 0);
     window_pages_ =
         ctl_ + pad(sizeof(StepCtl)); // it is sent whole, ahead of the part of the other table that is in use
     pages_ = window_pages_ + (windows ? pad(n_pages_ * sizeof(int32_t)) : 0);
@@ -46,6 +49,9 @@ Region::Host Region::host(uint32_t mirror) const {
             reinterpret_cast<int32_t *>(base + tokens_),
             reinterpret_cast<int32_t *>(base + first_rows_),
             reinterpret_cast<int32_t *>(base + last_rows_),
+            images_ == Images::none ? nullptr : reinterpret_cast<int32_t *>(base + rope_positions_),
+            images_ == Images::rows ? reinterpret_cast<int32_t *>(base + axes_) : nullptr,
+            images_ == Images::rows ? reinterpret_cast<int64_t *>(base + image_rows_) : nullptr,
             reinterpret_cast<StepCtl *>(base + ctl_),
             windows_ ? reinterpret_cast<int32_t *>(base + window_pages_) : nullptr,
             reinterpret_cast<int32_t *>(base + pages_)};
@@ -107,6 +113,9 @@ StepInputs Region::tensors(ggml_context *ctx, uint32_t rows, uint32_t stage) con
     in.tokens = place(GGML_TYPE_I32, rows, tokens_);
     in.first_rows = place(GGML_TYPE_I32, MAX_PROMPTS, first_rows_);
     in.last_rows = place(GGML_TYPE_I32, MAX_PROMPTS, last_rows_);
+    in.rope_positions = images_ == Images::none ? nullptr : place(GGML_TYPE_I32, rows, rope_positions_);
+    in.axes = images_ == Images::rows ? place(GGML_TYPE_I32, 4 * int64_t(rows), axes_) : nullptr;
+    in.image_rows = images_ == Images::rows ? place(GGML_TYPE_I64, rows, image_rows_) : nullptr;
     in.ctl = place(GGML_TYPE_I32, sizeof(StepCtl) / sizeof(int32_t), ctl_);
     in.pages = place(GGML_TYPE_I32, n_pages_, pages_);
     in.window_pages = windows_ ? place(GGML_TYPE_I32, n_pages_, window_pages_) : nullptr;
@@ -127,6 +136,14 @@ Batch::Batch(Region::Host host, const Cache &cache) : h_(host), cache_(cache) {
     h_.ctl->n_rows = 0;
 }
 
+// All that counts rows goes by the index: pages, masks, noise. RoPE alone goes by less behind an image.
+void Batch::put_position(int32_t row, int32_t index, const Timeline &line) {
+    h_.positions[row] = index;
+    if (h_.rope_positions != nullptr) {
+        h_.rope_positions[row] = index + line.delta();
+    }
+}
+
 SeqCtl &Batch::add_sequence(const Timeline &line, const ChoiceCtl &choice, uint32_t n_rows) {
     SeqCtl &seq = h_.ctl->seqs[h_.ctl->n_seqs++];
     line.fill(seq, h_.ctl->n_rows, int32_t(n_rows), int32_t(n_pages_));
@@ -145,7 +162,7 @@ void Batch::add_verify(const Timeline &line, const ChoiceCtl &choice, uint32_t n
         const int32_t position = parent < 0 ? seq.n_past : h_.positions[parent] + 1;
         h_.ctl->rows[row] = {index, parent, position, -1};
         h_.tokens[row] = tokens[i];
-        h_.positions[row] = position;
+        put_position(row, position, line);
         h_.hidden_to[row] = line.next_hidden(int32_t(i));
         h_.hidden_from[row] = parent < 0 ? line.hidden() : line.next_hidden(parents[i]);
     }
@@ -163,7 +180,7 @@ void Batch::add_draft(const Timeline &line, const ChoiceCtl &choice, int32_t anc
     seq.moves = i == 0 ? seq.moves : 0; // the first link has paid them
     h_.ctl->rows[seq.row0] = {index, -1, chosen_behind, entry};
     h_.tokens[seq.row0] = i == 0 ? anchor : -1 - (entry - 1);
-    h_.positions[seq.row0] = seq.n_past;
+    put_position(seq.row0, seq.n_past, line);
     h_.hidden_from[seq.row0] = i == 0 ? line.hidden() : cache_.hidden_draft(line.slot());
     h_.hidden_to[seq.row0] = cache_.hidden_draft(line.slot());
 }
@@ -178,7 +195,7 @@ void Batch::add_block(const Timeline &line, const ChoiceCtl &choice, int32_t anc
         h_.ctl->rows[row] = {index, i == 0 ? -1 : row - 1, position,
                              draft < 0 ? -1 : cache_.draft_entry(line.slot(), draft)};
         h_.tokens[row] = i == 0 ? anchor : mask;
-        h_.positions[row] = position;
+        put_position(row, position, line);
         h_.hidden_from[row] = h_.hidden_to[row] = 0;
     }
 }
@@ -191,7 +208,7 @@ void Batch::add_unseen(const Timeline &line) {
         const int32_t row = seq.row0 + i, position = seq.n_past + i;
         h_.ctl->rows[row] = {index, i == 0 ? -1 : row - 1, position, -1};
         h_.tokens[row] = line.tokens()[size_t(position)];
-        h_.positions[row] = position;
+        put_position(row, position, line);
         h_.hidden_from[row] = line.unseen_hidden(i);
         h_.hidden_to[row] = cache_.hidden_unused();
     }
@@ -202,12 +219,16 @@ void Batch::fill_up(uint32_t width) {
         h_.ctl->rows[row] = {-1, -1, 0, -1};
         h_.tokens[row] = 0;
         h_.positions[row] = 0;
+        if (h_.rope_positions != nullptr) {
+            h_.rope_positions[row] = 0;
+        }
         h_.hidden_from[row] = cache_.keeps_hidden() ? cache_.hidden_zero() : 0;
         h_.hidden_to[row] = cache_.keeps_hidden() ? cache_.hidden_unused() : 0;
     }
 }
 
-void Batch::add_prompt(const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens, uint32_t n) {
+void Batch::add_prompt(const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens, uint32_t n,
+                       const std::vector<PromptPlace> &places) {
     const uint32_t index = uint32_t(h_.ctl->n_seqs);
     SeqCtl &seq = add_sequence(line, choice, n);
     seq.cells = int32_t(n_cells_);
@@ -215,13 +236,30 @@ void Batch::add_prompt(const Timeline &line, const ChoiceCtl &choice, const int3
     n_cells_ += prompts_.back().n_kv;
     h_.ctl->rows[index] = {int32_t(index), -1, seq.n_past + int32_t(n) - 1, cache_.choice_entry(0, index)};
     for (uint32_t i = 0; i < n; i++) {
-        h_.tokens[seq.row0 + int32_t(i)] = tokens[i];
-        h_.positions[seq.row0 + int32_t(i)] = seq.n_past + int32_t(i);
+        h_.tokens[seq.row0 + int32_t(i)] = std::max(tokens[i], 0); // the names of rows of images are below 0
+        put_position(seq.row0 + int32_t(i), seq.n_past + int32_t(i), line);
     }
+    for (uint32_t i = 0; i < n && h_.axes != nullptr; i++) {
+        const int32_t at = seq.n_past + int32_t(i) + line.delta();
+        places_.push_back(places.empty() ? PromptPlace{at, at, at, nullptr, line.delta()} : places[i]);
+    }
+    images_ = images_ || !places.empty();
     h_.hidden_from[index] = line.hidden();
     h_.hidden_to[index] = cache_.keeps_hidden() ? line.next_hidden(0) : 0;
     h_.first_rows[index] = seq.row0;
     h_.last_rows[index] = seq.row0 + int32_t(n) - 1;
+}
+
+bool Batch::place_images() {
+    const size_t T = places_.size();
+    for (size_t row = 0; row < T && images_; row++) {
+        const PromptPlace &place = places_[row];
+        h_.axes[row] = h_.axes[3 * T + row] = place.time;
+        h_.axes[T + row] = place.height;
+        h_.axes[2 * T + row] = place.width;
+        h_.image_rows[row] = int64_t(reinterpret_cast<uintptr_t>(place.row));
+    }
+    return images_;
 }
 
 } // namespace luce

@@ -8,13 +8,16 @@
 
 namespace luce {
 
+// What a region has for images in prompts: nothing, positions of RoPE that lag behind the index, or of prompts' rows all axes.
+enum class Images { none, positions, rows };
+
 // A region holds the inputs of one kind of step: at most `rows` rows and `n_pages` page entries.
 class Region {
 public:
     // The region has `mirrors` host copies (pinned on a GPU), and as many places on the device of each stage: steps that
     // run by themselves use the first, the links of a chain of steps one each. It has no memory until allocate().
     // With `windows` there is a table of window pages, as long as that of pages.
-    Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors, bool windows);
+    Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors, bool windows, Images images);
 
     void allocate(const std::deque<Stage> &stages);
     size_t size() const { return mirrors_ * size_; } // it counts its bytes on a stage's device
@@ -24,6 +27,8 @@ public:
     struct Host {
         int64_t *hidden_to;
         int32_t *hidden_from, *positions, *tokens, *first_rows, *last_rows;
+        int32_t *rope_positions, *axes; // null where the region has none, as image_rows
+        int64_t *image_rows;
         StepCtl *ctl;
         int32_t *window_pages; // null where there are none
         int32_t *pages;
@@ -54,8 +59,10 @@ private:
 
     uint32_t rows_, n_pages_, mirrors_;
     bool windows_;
+    Images images_;
     // They are offsets; hidden_to comes first.
-    size_t hidden_from_, positions_, tokens_, first_rows_, last_rows_, ctl_, window_pages_, pages_, size_;
+    size_t hidden_from_, positions_, tokens_, first_rows_, last_rows_, rope_positions_, axes_, image_rows_,
+        ctl_, window_pages_, pages_, size_;
     struct Place {
         const Stage *stage;
         Buffer memory;
@@ -90,6 +97,14 @@ struct Regions {
     }
 };
 
+// Where a row of a prompt with images stands: its axes of RoPE, and the values of a row of an image, else null. Behind it
+// positions of RoPE are the index plus `delta`.
+struct PromptPlace {
+    int32_t time, height, width;
+    const float *row;
+    int32_t delta;
+};
+
 // A batch is a step under construction: of at most MAX_ROWS rows, or of prompts.
 class Batch {
 public:
@@ -112,8 +127,11 @@ public:
     // Adds rows that only fill the step's width.
     void fill_up(uint32_t width);
     // Adds the next n tokens of a prompt, of at most MAX_PROMPTS. Its last row's choice is kept as the verify's of this
-    // index is: that of the first prompt as that of row 0.
-    void add_prompt(const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens, uint32_t n);
+    // index is: that of the first prompt as that of row 0. With images there is a place of each row; else places is empty.
+    void add_prompt(const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens, uint32_t n,
+                    const std::vector<PromptPlace> &places);
+    // Comes behind the last prompt. Returns whether any has images.
+    bool place_images();
 
     uint32_t n_rows() const { return uint32_t(h_.ctl->n_rows); }
     uint32_t n_pages() const { return n_pages_; }
@@ -125,7 +143,11 @@ private:
     Region::Host h_;
     const Cache &cache_;
     uint32_t n_pages_ = 0, n_cells_ = 0;
+    void put_position(int32_t row, int32_t index, const Timeline &line);
+
     std::vector<PromptRows> prompts_;
+    std::vector<PromptPlace> places_; // of all rows of prompts so far, where the region has axes
+    bool images_ = false;
 };
 
 } // namespace luce

@@ -173,13 +173,21 @@ uint32_t Step::feed_width(uint32_t rows) const {
     return feed_bucket(rows, params_.cache.n_rows);
 }
 
+// Steps behind images want positions of RoPE, and prompts with them all axes.
+static Images images_of(const Cache &cache, bool prompts) {
+    return !cache.takes_images() ? Images::none : prompts ? Images::rows : Images::positions;
+}
+
 Regions::Regions(const Cache &cache, const EngineParams &p)
     : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx),
-              prompt_limits(p.cache, StepKind::prefill).prompts * cache.max_pages(), 1, cache.has_windows()),
-      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), MAX_ENQUEUED, cache.has_windows()),
+              prompt_limits(p.cache, StepKind::prefill).prompts * cache.max_pages(), 1, cache.has_windows(),
+              images_of(cache, true)),
+      verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), MAX_ENQUEUED, cache.has_windows(),
+             images_of(cache, false)),
       draft(most_of_draft(p.cache, rows_of_draft), p.cache.n_sequences * cache.max_pages(),
-            most_of_draft(p.cache, steps_of_draft), cache.has_windows()),
-      feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences, cache.has_windows()) {}
+            most_of_draft(p.cache, steps_of_draft), cache.has_windows(), images_of(cache, false)),
+      feed(p.cache.n_rows, cache.max_pages(), p.cache.n_sequences, cache.has_windows(),
+           images_of(cache, false)) {}
 
 uint64_t Regions::size(const Cache &cache) const {
     return prefill.size() + verify.size() + (cache.drafters().empty() ? 0 : draft.size()) +
@@ -202,8 +210,8 @@ void Step::Graph::drop_capture() {
 
 void Step::Graph::move_inputs(ptrdiff_t bytes) {
     for (const StepInputs &in : inputs) {
-        for (ggml_tensor *t :
-             {in.tokens, in.positions, in.ctl, in.pages, in.window_pages, in.hidden_from, in.hidden_to}) {
+        for (ggml_tensor *t : {in.tokens, in.positions, in.rope_positions, in.ctl, in.pages, in.window_pages,
+                               in.hidden_from, in.hidden_to}) {
             if (t != nullptr) {
                 t->data = static_cast<uint8_t *>(t->data) + bytes;
             }
@@ -275,7 +283,8 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     if (shape.prefill() && prompts.empty()) {
         prompts = {{shape.rows, shape.n_kv}};
     }
-    Plain plain(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief, shape.drafter, prompts);
+    Plain plain(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief, shape.drafter, prompts,
+                shape.images);
     if (shape.kind == StepKind::draft) {
         model.weights().drafters[plain.use().drafter]->draft(plain);
     } else if (shape.kind == StepKind::feed) {
@@ -432,6 +441,13 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     const GraphAllocator galloc = step_allocator(cache);
     uint64_t n_nodes = 0, work = 0;
     std::vector<StepShape> shapes = sizing_steps(params.cache);
+    for (size_t i = 0, n = shapes.size(); cache.takes_images() && i < n;
+         i++) { // a prompt with images can take more
+        if (shapes[i].prefill()) {
+            shapes.push_back(shapes[i]);
+            shapes.back().images = true;
+        }
+    }
     for (const StepShape &shape : step_shapes(cache)) { // a step of fewer rows can take more
         shapes.push_back(shape);
     }

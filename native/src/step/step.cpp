@@ -359,8 +359,10 @@ void Step::move_kv([[maybe_unused]] const Stage &stage, const std::vector<KvPool
     }
 }
 
-void Step::prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages) {
-    Graph &g = graph(prompts_shape(kind, prompts));
+void Step::prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages, bool images) {
+    StepShape shape = prompts_shape(kind, prompts);
+    shape.images = images;
+    Graph &g = graph(shape);
     in_.prefill.send(0, n_pages);
     move_kv(in_.prefill, 0);
     compute(g);

@@ -37,10 +37,11 @@ struct StepShape {
     bool brief = false; // it is a trial of one layer of each kind
     uint32_t drafter = 0; // of a draft: which of the engine's it is
     std::vector<PromptRows> prompts = {}; // of a prefill of several sequences
+    bool images = false; // of a prefill: some of its rows are of images
 
     bool operator<(const StepShape &o) const {
-        return std::tie(kind, rows, n_kv, brief, drafter, prompts) <
-               std::tie(o.kind, o.rows, o.n_kv, o.brief, o.drafter, o.prompts);
+        return std::tie(kind, rows, n_kv, brief, drafter, prompts, images) <
+               std::tie(o.kind, o.rows, o.n_kv, o.brief, o.drafter, o.prompts, o.images);
     }
     bool prefill() const { return kind <= StepKind::prefill_tail; }
 };
@@ -94,7 +95,8 @@ public:
 
     // Runs rows of prompts, and waits. In a step of prompts' ends, prefill_last or prefill_tail, it gives choices() and
     // logits of the last row of each.
-    void prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages);
+    void prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages,
+                 bool images = false);
     // Begins a step of this width, whose first n_rows rows are wanted, and returns its number for finish_verify(), which
     // waits for it. A CPU runs it at once. So many as MAX_ENQUEUED may be under way, which end in their order.
     uint32_t start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages);

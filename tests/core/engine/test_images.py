@@ -1,0 +1,284 @@
+"""Rows of images in prompts: against transformers (tests/goldens/vision-text.npz), and the same tokens and bits however
+a prompt is cut, drafted behind, kept and resumed. Where rows come from does not matter here: most are random."""
+
+from __future__ import annotations
+
+import drive
+import numpy as np
+import pytest
+import tiny
+import tiny_vision
+from checkout import GOLDENS
+from tiny_vision import IMAGE_PAD, TEXT, TINY
+
+from luce.errors import ArgumentError, UnsupportedError
+from luce.images.pixels import Picture, Processor
+from luce.native import File, ImageSpan, Prompt, Tower
+from luce.native.structs import Sampling
+
+Image = pytest.importorskip("PIL.Image")
+PICTURES = [(100, 40), (50, 110)]
+SMALL = Processor(min_pixels=4096, max_pixels=9216)
+N = 32
+
+
+class Mixed:
+    """A prompt of text and images. `parts` are tokens, or the rows (height, width, n_embd) of an image; image i has
+    names from -1000 * (i + 1) down, unless `names` says others."""
+
+    def __init__(self, parts, names=None):
+        self.tokens, self.spans = [], []
+        for part in parts:
+            if isinstance(part, np.ndarray):
+                height, width, n_embd = part.shape
+                name = names[len(self.spans)] if names else -1000 * (len(self.spans) + 1)
+                rows = part.reshape(-1, n_embd)
+                self.spans.append((len(self.tokens), rows, height, width))
+                self.tokens += range(name, name - len(rows), -1)
+            else:
+                self.tokens += part
+
+    def prompt(self, sequence, begin, end):
+        """Returns the tokens begin .. end - 1 as an item of a prefill."""
+        images = []
+        for at, rows, height, width in self.spans:
+            first, last = max(begin, at), min(end, at + len(rows))
+            if first < last:
+                images.append(ImageSpan(rows[first - at : last - at], first - begin, first - at, height, width))
+        return Prompt(sequence, self.tokens[begin:end], end == len(self.tokens), tuple(images))
+
+    def read(self, sequence, cuts=()):
+        """Reads what the sequence lacks. Returns the choice behind it."""
+        ends = [end for end in (*cuts, len(self.tokens)) if end > sequence.info.n_past]
+        for end in ends:
+            (choice,) = sequence.engine.prefill([self.prompt(sequence, sequence.info.n_past, end)])
+        return choice
+
+
+def decoded(sequence, mixed, n=N, gamma=0, cuts=(), **options):
+    return drive.go_on(sequence, drive.Decoded([mixed.read(sequence, cuts)]), n, gamma, **options)
+
+
+@pytest.fixture(scope="module")
+def model(native, tmp_path_factory):
+    path = tiny_vision.write_text(tmp_path_factory.mktemp("images") / "model.gguf")
+    with drive.open_model(native, path, head=True) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def tower(native, tmp_path_factory):
+    weights = tiny_vision.layout(TINY, tiny_vision.weights(TINY, 5))
+    path = tiny_vision.write(tmp_path_factory.mktemp("tower") / "mmproj.gguf", TINY, weights)
+    with File(path, native) as file, Tower(file) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDENS / "vision-text.npz") as held:
+        return dict(held)
+
+
+@pytest.fixture(scope="module")
+def asked(golden, tower):
+    """The golden's prompt, with rows of luce's own tower."""
+    tokens, parts, pictures = golden["prompt"].tolist(), [[]], []
+    for i, size in enumerate(PICTURES):
+        image = Image.fromarray(tiny_vision.image(*size, 20 + i))
+        stretched = image.resize(SMALL.size_of(*size), Image.Resampling.BICUBIC)
+        pictures.append(Picture(np.asarray(stretched), SMALL))
+    at = 0
+    while at < len(tokens):
+        if tokens[at] == IMAGE_PAD:
+            picture = pictures.pop(0)
+            rows = tower.encode(picture.patches(), picture.grid, 1)
+            parts += [rows.reshape(picture.grid[0] // 2, picture.grid[1] // 2, -1), []]
+            at += picture.rows
+        else:
+            parts[-1].append(tokens[at])
+            at += 1
+    return Mixed(parts)
+
+
+def words(n, seed):
+    return np.random.default_rng(seed).integers(0, 250, n).tolist()
+
+
+def rows(height, width, seed):
+    return np.random.default_rng(seed).uniform(-1, 1, (height, width, TEXT.n_embd)).astype(np.float32)
+
+
+LONG = Mixed([words(30, 1), rows(9, 11, 2), words(41, 3), rows(7, 3, 4), words(90, 5)])  # 281 tokens
+
+
+def test_tokens_are_those_of_transformers(model, golden, asked):
+    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+        found = decoded(sequence, asked, logits=False)
+        assert found.tokens == golden["greedy"].tolist()
+
+
+def test_logits_of_each_text_row_are_those_of_transformers(model, golden, asked):
+    """Of the prompt cut behind each row of text: so positions ahead of, between and behind images are compared."""
+    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+        for end in range(1, len(asked.tokens) + 1):
+            if asked.tokens[end - 1] >= 0:
+                sequence.reset()
+                sequence.engine.prefill([asked.prompt(sequence, 0, end)._replace(last=True)])
+                assert np.abs(sequence.logits(0) - golden["logits"][end - 1]).max() < 2e-4, end
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+def test_drafts_behind_images_change_no_token(model, asked, golden, gamma):
+    with drive.open_engine(model, n_draft=8) as engine, engine.sequence() as sequence:
+        assert decoded(sequence, asked, gamma=gamma).tokens[:N] == golden["greedy"].tolist()
+
+
+def test_cuts_within_images_change_no_bit(model):
+    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+        cut = engine.info.n_cut
+        assert cut == 64
+        LONG.read(sequence)
+        whole = sequence.dump()
+        for cuts in ((cut,), (2 * cut,), (cut, 2 * cut, 3 * cut, 4 * cut)):
+            sequence.reset()
+            LONG.read(sequence, cuts)
+            assert sequence.dump() == whole
+
+
+def test_text_has_the_same_bits_in_a_step_with_images(model):
+    """The first chunk has no image when it is cut ahead of one."""
+    mixed = Mixed([words(64, 8), rows(4, 4, 9), words(5, 10)])
+    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+        mixed.read(sequence)
+        together = sequence.dump()
+        sequence.reset()
+        mixed.read(sequence, (64,))
+        assert sequence.dump() == together
+
+
+def test_neighbours_with_and_without_images_change_no_bit(model):
+    text = Mixed([words(70, 6)])
+    with drive.open_engine(model, n_sequences=3) as engine:
+        sequences = [engine.sequence() for _ in range(3)]
+        alone = []
+        for sequence, mixed in zip(sequences, (text, LONG, text), strict=True):
+            mixed.read(sequence)
+            alone.append(sequence.dump())
+            sequence.reset()
+        prompts = (text, LONG, text)
+        engine.prefill([m.prompt(s, 0, len(m.tokens)) for s, m in zip(sequences, prompts, strict=True)])
+        assert [sequence.dump() for sequence in sequences] == alone
+
+
+@pytest.mark.parametrize("n_past", [64, 128])  # Both lie within the first image, and between the two.
+def test_a_resumed_prompt_has_the_bits_of_a_cold_one(model, n_past):
+    with drive.open_engine(model, n_checkpoints=2, n_draft=4) as engine, engine.sequence() as sequence:
+        cold = decoded(sequence, LONG, gamma=3).tokens
+        state = sequence.dump()
+        sequence.reset()
+        sequence.engine.prefill([LONG.prompt(sequence, 0, n_past)])
+        with sequence.checkpoint() as kept, engine.load_checkpoint(kept.save()) as loaded:
+            assert loaded.tokens == LONG.tokens[:n_past]
+            for checkpoint in (kept, loaded):
+                sequence.reset()
+                sequence.resume(checkpoint)
+                assert decoded(sequence, LONG, gamma=3).tokens == cold
+                assert sequence.dump() == state
+
+
+def test_a_checkpoint_behind_images_keeps_positions(model):
+    """Behind the second image positions lag: text that is read on from there has the bits of a cold prompt."""
+    with drive.open_engine(model, n_checkpoints=1) as engine, engine.sequence() as sequence:
+        LONG.read(sequence)
+        cold = sequence.dump()
+        sequence.reset()
+        sequence.engine.prefill([LONG.prompt(sequence, 0, 256)])
+        with sequence.checkpoint() as kept:
+            sequence.reset()
+            sequence.resume(kept)
+            LONG.read(sequence)
+            assert sequence.dump() == cold
+
+
+def test_sampled_tokens_are_the_same_in_every_mode(model):
+    sampling = Sampling(temperature=1.0, top_k=40, seed=5)
+    with drive.open_engine(model, n_draft=4) as engine, engine.sequence() as sequence:
+        found = []
+        for gamma in (0, 1, 4):
+            sequence.reset()
+            sequence.set_sampling(sampling)
+            found.append(decoded(sequence, LONG, gamma=gamma).tokens[:N])
+        assert found[0] == found[1] == found[2]
+
+
+def test_other_rows_and_places_give_other_logits(model):
+    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+        seen = []
+        for parts in (
+            [words(9, 1), rows(3, 4, 2), words(9, 3)],
+            [words(9, 1), rows(3, 4, 3), words(9, 3)],
+            [words(9, 1), rows(3, 4, 2).reshape(4, 3, -1), words(9, 3)],
+            [words(9, 1), rows(3, 4, 2).reshape(12, 1, -1), words(9, 3)],
+        ):
+            sequence.reset()
+            Mixed(parts).read(sequence)
+            seen.append(sequence.logits(0))
+        for i, each in enumerate(seen):
+            assert all(np.abs(each - other).max() > 1e-3 for other in seen[:i])
+
+
+def test_lookup_finds_text_and_no_rows_of_images(model):
+    image, said = rows(2, 3, 4), words(6, 1)
+    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+        Mixed([said, [7, 8, 9], image, said[:-1]]).read(sequence)
+        assert sequence.lookup(said[-1], 2)[0] == [7, 8]
+        assert sequence.lookup(said[-1], 4) == ([], 0), "the fourth draft would be a row of an image"
+        sequence.reset()
+        Mixed([[1], image, [5], image], [-50, -50]).read(sequence)  # The same image twice.
+        assert sequence.lookup(5, 3) == ([], 0)
+
+
+def test_penalties_skip_rows_of_images(model):
+    from luce.native.structs import Penalties
+
+    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+        sequence.set_penalties(Penalties(repetition=1.3, presence=0.5), 0)
+        Mixed([words(5, 1), rows(2, 2, 2), words(3, 3)]).read(sequence)
+        logits, seen = sequence.logits(0).copy(), set(words(5, 1) + words(3, 3))
+        for token in seen:
+            logits[token] = logits[token] * 1.3 if logits[token] < 0 else logits[token] / 1.3
+            logits[token] -= 0.5
+        assert sequence.choose(0) == logits.argmax()
+
+
+def span(n=4, at=0, first=0, height=2, width=2, n_embd=TEXT.n_embd):
+    return ImageSpan(np.zeros((n, n_embd), np.float32), at, first, height, width)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "images", "said"),
+    [
+        ([-1, -2, -3, -4], (), "token 0 is -1, expected 0 to 399"),
+        ([-1, -2, -3, -4, -5], (span(),), "token 4 is -5, and is of no image"),
+        ([-1, 2, -3, -4], (span(),), "image span 0: its rows want names below 0"),
+        ([-1, -2, -3], (span(),), "image span 0 has rows 0 and 4 more"),
+        ([-1, -2, -3, -4], (span(n_embd=8),), "of width 8, expected .* of width 64"),
+        ([-1, -2, -3, -4], (span(height=1),), "rows 0 to 4 of an image of 1 x 2"),
+        ([-1, -2, -3, -4], (span(first=2, height=4),), "rows 2 to 6 of an image of 4 x 2, at position 0"),
+        ([-1] * 8, (span(), span(at=2)), "image span 1 has rows 0 and 4 more"),
+    ],
+)
+def test_wrong_spans_are_refused(model, tokens, images, said):
+    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+        with pytest.raises(ArgumentError, match=said):
+            engine.prefill([Prompt(sequence, tokens, True, images)])
+        assert sequence.info.n_past == 0
+
+
+def test_a_model_without_axes_takes_no_images(native, tmp_path):
+    c = tiny.Config(rope_sections=(1, 1, 1, 0))
+    with drive.open_model(native, tiny.write(tmp_path / "m.gguf", c, tiny.layout(c, 1))) as opened:
+        with drive.open_engine(opened) as engine, engine.sequence() as sequence:
+            with pytest.raises(UnsupportedError, match="want a model whose rows have three axes"):
+                engine.prefill([Prompt(sequence, [-1] * 4, True, (span(),))])
