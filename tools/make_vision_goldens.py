@@ -6,8 +6,8 @@ vision-pixels.npz: `sizes` (n, 4), width and height before and after smart_resiz
 models; and for each of PIXELS the patches of Qwen2VLImageProcessorPil, as the bytes that they are before they are
 normalised (`patches-i`: without the second frame) and the normalised values of the first patch (`first-i`).
 vision-tower.npz: for each of GRIDS the rows of Qwen3_5VisionModel (`rows-i`), F32, with the weights of tiny_vision.
-vision-text.npz: a prompt of text and two images, for tiny_vision's model and tower: `prompt` (image_pad in the places of
-rows), its `positions` (3, n), the `logits` of all rows, `greedy` tokens behind it and their `gap`.
+vision-text.npz: a prompt of text and two images, for tiny_vision's model and tower: `prompt` (image_pad in the places
+of rows), its `positions` (3, n), the `logits` of all rows, `greedy` tokens behind it and their `gap`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def text() -> dict[str, np.ndarray]:
         text_config=text_config, vision_config=tower_config, image_token_id=tiny_vision.IMAGE_PAD,
         vision_start_token_id=tiny_vision.VISION_START, vision_end_token_id=tiny_vision.VISION_END,
     )  # fmt: skip
-    model = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval().float()
+    kind = transformers.Qwen3_5ForConditionalGeneration
+    model = kind._from_config(config, attn_implementation="eager").eval().float()
     language = tiny.weights(c, tiny_vision.TEXT_SEED)
     state = {f"model.visual.{k}": v for k, v in tiny_vision.weights(tiny_vision.TINY, SEED).items()}
     state |= {k.replace("model.", "model.language_model.", 1): v for k, v in language.items() if "mtp." not in k}

@@ -63,8 +63,8 @@ class Rows(NamedTuple):
 
 
 class ImageSpan(NamedTuple):
-    """`rows` F32 (n, n_embd) of an image of `height` x `width` rows, from its row `first` on, which stand for the tokens
-    `at`, .. `at` + n - 1 of a prompt (luce.h: luce_image_span)."""
+    """`rows` F32 (n, n_embd) of an image of `height` x `width` rows, from its row `first` on, which stand for the
+    tokens `at`, .. `at` + n - 1 of a prompt (luce.h: luce_image_span)."""
 
     rows: np.ndarray
     at: int
@@ -201,8 +201,8 @@ class Engine(Handle):
         rows = [np.ascontiguousarray(image.rows, np.float32) for image in images]
         buffers = [self.library.ffi.from_buffer("float[]", each) for each in rows]
         for span, image, each, buffer in zip(made, images, rows, buffers, strict=True):
-            span.rows, span.at, span.first, span.height, span.width = buffer, image.at, image.first, image.height, image.width
-            span.n, span.n_embd = each.shape
+            span.rows, (span.n, span.n_embd) = buffer, each.shape
+            span.at, span.first, span.height, span.width = image[1:]
         struct.images, struct.n_images = made, len(images)
         return made, rows, buffers
 

@@ -266,7 +266,7 @@ def span(n=4, at=0, first=0, height=2, width=2, n_embd=TEXT.n_embd):
         ([-1, -2, -3, -4], (span(n_embd=8),), "of width 8, expected .* of width 64"),
         ([-1, -2, -3, -4], (span(height=1),), "rows 0 to 4 of an image of 1 x 2"),
         ([-1, -2, -3, -4], (span(first=2, height=4),), "rows 2 to 6 of an image of 4 x 2, at position 0"),
-        ([-1] * 8, (span(), span(at=2)), "image span 1 has rows 0 and 4 more"),
+        ([-1] * 8, (span(), span(at=2)), "image span 1 has rows 2 and 4 more"),
     ],
 )
 def test_wrong_spans_are_refused(model, tokens, images, said):
