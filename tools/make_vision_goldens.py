@@ -7,7 +7,8 @@ models; and for each of PIXELS the patches of Qwen2VLImageProcessorPil, as the b
 normalised (`patches-i`: without the second frame) and the normalised values of the first patch (`first-i`).
 vision-tower.npz: for each of GRIDS the rows of Qwen3_5VisionModel (`rows-i`), F32, with the weights of tiny_vision.
 vision-text.npz: a prompt of text and two images, for tiny_vision's model and tower: `prompt` (image_pad in the places
-of rows), its `positions` (3, n), the `logits` of all rows, `greedy` tokens behind it and their `gap`.
+of rows), its `positions` (3, n), the `logits` of the rows of text, which are `at`, `greedy` tokens behind it and their
+`gap`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tiny_vision
 from make_goldens import choices
 
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
+PUBLISHED = {"shortest_edge": 65536, "longest_edge": 16777216}
 LIMITS = {"shortest_edge": 4096, "longest_edge": 9216}  # so small that files are
 # Sizes before: enlarged, shrunk, as they are, rounded to even at a half (80 = 2.5 * 32), thin ones.
 PIXELS = [(64, 64), (33, 47), (300, 200), (80, 80), (112, 48), (10, 90), (150, 31), (97, 101), (64, 96), (5, 5),
@@ -35,11 +37,11 @@ TEXTS = (5, 7, 9)  # tokens
 N_GREEDY = 32
 
 
-def processor():  # type: ignore[no-untyped-def]
+def processor(limits: dict[str, int] = LIMITS):  # type: ignore[no-untyped-def]
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     half = [0.5, 0.5, 0.5]
-    return Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, image_mean=half, image_std=half, size=LIMITS)
+    return Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, image_mean=half, image_std=half, size=limits)
 
 
 def pixels() -> dict[str, np.ndarray]:
@@ -107,8 +109,8 @@ def text() -> dict[str, np.ndarray]:
     state |= {k.replace("model.", "model.language_model.", 1): v for k, v in language.items() if "mtp." not in k}
     model.load_state_dict({k: torch.from_numpy(v) for k, v in state.items()}, strict=True)
     images = [Image.fromarray(tiny_vision.image(*size, 20 + i)) for i, size in enumerate(PICTURES)]
-    seen = processor()(images, return_tensors="pt")
-    words = iter((np.random.PCG64(77).random_raw(sum(TEXTS)) % np.uint64(256)).tolist())
+    seen = processor(PUBLISHED)(images, return_tensors="pt")
+    words = iter((np.random.PCG64(77).random_raw(sum(TEXTS)) % np.uint64(26) + np.uint64(65)).tolist())  # A to Z
     prompt = [next(words) for _ in range(TEXTS[0])]
     for grid, n in zip(seen["image_grid_thw"].tolist(), TEXTS[1:], strict=True):
         rows = [tiny_vision.IMAGE_PAD] * (grid[1] * grid[2] // 4)
@@ -123,8 +125,9 @@ def text() -> dict[str, np.ndarray]:
                              return_dict_in_generate=True, output_logits=True)  # fmt: skip
     rows = torch.cat(out.logits).numpy()
     assert np.abs(rows[0] - logits[-1]).max() < 1e-4
+    at = np.flatnonzero(np.array(prompt) != tiny_vision.IMAGE_PAD)
     return {"prompt": np.array(prompt, np.int32), "positions": positions[:, 0].numpy().astype(np.int32),
-            "logits": logits, **choices(rows)}  # fmt: skip
+            "at": at, "logits": logits[at], **choices(rows)}  # fmt: skip
 
 
 def main() -> None:

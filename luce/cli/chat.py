@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from luce.cli import stdout
-from luce.cli.command import MAX_U32, CtrlC, Utf8
+from luce.cli.command import MAX_U32, CtrlC, Utf8, with_remedy
 from luce.cli.options import (
     DRAFTING,
     EXPERTS,
@@ -30,11 +30,14 @@ from luce.cli.options import (
     sampling,
     sampling_of,
 )
+from luce.cli.seeing import MMPROJ, idle_images, marks, picture_of, sight_of, with_images
 from luce.cli.terminal import Display
 from luce.decode.events import Failed, Finished, Tokens
 from luce.decode.request import Request
 from luce.errors import ContextFull, Error, OutputError, about
 from luce.files.tokenizer import NFC_SHRINKS
+from luce.images.pixels import Picture
+from luce.images.sight import Placed, Sight
 from luce.model.loaded import Loaded, Settings
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
@@ -47,6 +50,7 @@ HELP = """\
 /clear         forget the conversation
 /system TEXT   say who the model is, and forget the conversation
 /think         switch thinking before the answer on or off
+/image FILE    show this image with the next message; it needs --mmproj
 /quit          end; so does Ctrl-D
 A line that ends with \\ goes on in the next one; pasted lines are one message. Ctrl-C stops an answer.
 """
@@ -72,7 +76,7 @@ QUOTE = '"""'
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens.  [default: 8192, or what was trained]",
 )
-@options(RUN, EXPERTS, DRAFTING)
+@options(RUN, EXPERTS, MMPROJ, DRAFTING)
 def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     """Talk with a model. /help says what else can be done.
 
@@ -80,8 +84,9 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     Examples:
       luce chat --gguf model.gguf
       luce chat --hf OWNER/REPO --system "You are terse."
+      luce chat --gguf model.gguf --mmproj mmproj.gguf
     """
-    if problem := misplaced(flags) or idle_sampling(flags) or idle_threads(flags):
+    if problem := misplaced(flags) or idle_sampling(flags) or idle_threads(flags) or idle_images(flags):
         raise click.UsageError(problem)
     path = model_path(gguf, hf)
     drafter = drafter_of(path, flags)
@@ -96,10 +101,13 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
         with closing(template), ExitStack() as opened:
             if problem := idle_thinking(template, [{"role": "user", "content": "Hello"}], flags["think"]):
                 raise click.UsageError(problem)
+            sight = opened.enter_context(seeing) if (seeing := sight_of(files, flags, display)) else None
             display.spin("loading the model")
             loaded = opened.enter_context(Loaded(files, asked, Settings(asked, host_bytes=0), display.loading))
             display.clear()
-            talk = Talk(loaded, template, flags, display)
+            if sight:
+                sight.require_fit(loaded.engine.model)
+            talk = Talk(loaded, template, flags, display, sight)
             display.note(f"{files.facts.name or path.name}, a context of {loaded.info.n_ctx} tokens; /help")
             for said in lines(loaded.info.n_ctx * loaded.tokenizer.longest * NFC_SHRINKS):
                 if not talk.hear(said):
@@ -171,8 +179,17 @@ def piped_line(most: int) -> str:
 class Talk:
     """This is a conversation: what was said, and how it is answered."""
 
-    def __init__(self, loaded: Loaded, template: BoundedTemplate, flags: dict[str, Any], display: Display):
-        self._loaded, self._template, self._flags, self._display = loaded, template, flags, display
+    def __init__(
+        self,
+        loaded: Loaded,
+        template: BoundedTemplate,
+        flags: dict[str, Any],
+        display: Display,
+        sight: Sight | None = None,
+    ):
+        self._loaded, self._template, self._flags, self._display, self._sight = loaded, template, flags, display, sight
+        self._pictures: list[Picture] = []  # of all messages, and then those of the next one
+        self._shown = 0  # So many of them stand in messages.
         self._think: bool | None = flags["think"]
         self._system: str | None = flags["system"]
         self._messages: list[dict[str, Any]] = []
@@ -187,23 +204,44 @@ class Talk:
         if command == "/help":
             stdout.put(HELP)
         elif command in ("/clear", "/system"):
-            self._messages = []
+            self._messages, self._pictures, self._shown = [], [], 0
             self._system = rest or None if command == "/system" else self._system
         elif command == "/think":
             self._switch_thinking()
+        elif command == "/image":
+            self._show(rest.strip())
         elif command.startswith("/") and command[1:].isalpha():
             stdout.put(f"{command} is no command: /help\n")
         elif said:
-            self._messages.append({"role": "user", "content": said})
+            shown, self._shown = self._shown, len(self._pictures)
+            self._messages.append({"role": "user", "content": with_images(said, self._shown - shown)})
             try:
                 self._messages.append(self._answer())
             except OutputError:
                 raise  # There is nobody to talk to.
             except Error as error:
                 self._messages.pop()
+                del self._pictures[shown:]
+                self._shown = shown
                 more = "; /clear begins anew" if isinstance(error, ContextFull) else ""
                 click.echo(f"Error: {error}{more}", err=True)
         return True
+
+    def _show(self, path: str) -> None:
+        """Does /image."""
+        try:
+            if self._sight is None:
+                raise Error("/image needs --mmproj, the file of the model's vision tower")
+            if not path:
+                raise Error("/image FILE: name an image")
+            marks(self._loaded.tokenizer)
+            picture = picture_of(self._sight, Path(path).expanduser())
+        except Error as error:
+            click.echo(f"Error: {with_remedy(error)}", err=True)
+            return
+        self._pictures.append(picture)
+        height, width, _ = picture.rgb.shape
+        stdout.put(f"it takes {picture.rows} tokens, as {width} x {height} pixels\n")
 
     def _switch_thinking(self) -> None:
         """Does /think. Where nothing was asked for yet, the template's own choice is what is switched."""
@@ -222,14 +260,21 @@ class Talk:
         """Returns the model's message, which is printed as it comes."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         tokenizer, flags, n_ctx = self._loaded.tokenizer, self._flags, self._loaded.info.n_ctx
-        ids = prompt_ids(self._template, tokenizer, [*system, *self._messages], enable_thinking=self._think)
+        image = marks(tokenizer) if self._pictures else (0, 0, 0)
+        how = None, None, False, True, image
+        ids = prompt_ids(self._template, tokenizer, [*system, *self._messages], *how, enable_thinking=self._think)
+        opening = opening_of(tokenizer, ids)
+        placed = Placed(ids, [])
+        if self._sight and self._pictures:
+            placed = self._sight.placed(ids, image[1], self._pictures)
+        ids = placed.tokens
         if len(ids) >= n_ctx:
             raise ContextFull(f"{len(ids)} tokens were said, a context of {n_ctx}")
-        opening = opening_of(tokenizer, ids)
+        images = self._sight.shown(placed, lambda part: False) if self._sight else ()
         parser = parser_of(opening)
         thought, text, finished = "", "", None
         with CtrlC() as ctrl_c, quiet_keys():
-            running = self._loaded.run(Request(tuple(ids), flags["max_tokens"], sampling_of(flags)))
+            running = self._loaded.run(Request(tuple(ids), flags["max_tokens"], sampling_of(flags), images=images))
             ctrl_c.on_press = running.cancel
             if ctrl_c.pressed:
                 running.cancel()

@@ -37,7 +37,7 @@ REMEDIES = {  # They say in words of the command line what helps, by Error.conce
     "problem_chat_template": "--class takes other prompts",
     "sandbox": "--unsafe-check runs the answers with limits alone, --no-check does not run them",
 }
-EXTRAS = ("grammar", "hub", "plot", "serve")  # What an error concerns may be one of pyproject.toml's extras.
+EXTRAS = ("grammar", "hub", "plot", "serve", "vision")  # What an error concerns may be one of pyproject.toml's extras.
 # Writing to a stream fails with these.
 WRITING = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 

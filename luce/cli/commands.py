@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,6 +38,7 @@ from luce.cli.options import (
     sampling_of,
 )
 from luce.cli.sampling_options import CHOICES, grammar_of, penalties_of
+from luce.cli.seeing import IMAGES, idle_images, marks, picture_of, sight_of, with_images, with_places
 from luce.cli.terminal import Display, devices_text, facts_text, printable, tensors_text
 from luce.cli.writer import Writer
 from luce.decode.request import Request
@@ -127,7 +128,7 @@ def cli(version: bool) -> None:
 @click.option(
     "--special", is_flag=True, help="Take control tokens that PROMPT spells, like <|im_end|>, as such."
 )
-@options(DRAFTING)
+@options(IMAGES, DRAFTING)
 @click.option("--stop", "stops", multiple=True, type=Utf8(), help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object at the end instead of the text.")
 @click.option("--jsonl", is_flag=True, help="Print an object for each event as it happens, a line each.")
@@ -149,6 +150,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
       luce generate --gguf model.gguf --mtp-gamma 2 "def main("
       luce generate --gguf model.gguf --draft drafter.gguf "def main("
       luce generate --gguf model.gguf --spec lookup -f program.py
+      luce generate -m model.gguf --mmproj mmproj.gguf --chat --image shot.png "What is wrong here?"
       luce generate -m model.gguf --chat "Name a city." --json-schema '{"type": "string"}'
       luce generate -m model.gguf --chat "Sing." --temp 1 --frequency-penalty 0.3 --logit-bias 198=-5
       cat notes.txt | luce generate --gguf model.gguf --chat "Summarise this." -n 200
@@ -172,11 +174,20 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
             display.warn(warning)
         most = flags["ctx"] or files.facts.context_length or MAX_U32
         text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS, flags["prompt_file"])
+        sight = opened.enter_context(seeing) if (seeing := sight_of(files, flags, display)) else None
+        pictures = [picture_of(sight, path) for path in flags["images"]] if sight else []
         display.spin("loading the model")
-        request = make_request(files, prompt_of(files, text, most, flags), flags)
+        ids = prompt_of(files, text, most, flags)
+        placed = sight.placed(ids, marks(files.tokenizer)[1], pictures) if sight else None
+        request = make_request(files, fitting(placed.tokens if placed else ids, most, files, flags), flags)
         asked, n_prompt = options_of(flags), len(request.prompt)
         how = Settings(asked), display.loading, n_prompt, request.max_tokens
         loaded = opened.enter_context(Loaded(files, asked, *how))
+        if sight and placed:
+            sight.require_fit(loaded.engine.model)
+            display.spin("reading images")
+            request = replace(request, images=sight.shown(placed, lambda part: False))
+            display.clear()
         with CtrlC() as ctrl_c:
             engine = loaded.engine
             display.explain(engine.plan, engine.info, engine.model.info.device)
@@ -205,7 +216,7 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
         return "--quiet and --verbose: give one of them"
     if flags["special"] and flags["chat"]:
         return "--special is for --raw: in a chat only the template spells control tokens"
-    return misplaced(flags) or idle_sampling(flags) or idle_threads(flags)
+    return misplaced(flags) or idle_sampling(flags) or idle_threads(flags) or idle_images(flags)
 
 
 def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | None = None) -> str:
@@ -242,20 +253,31 @@ def read_text(stream: BinaryIO, name: str, most: int) -> str:
 
 
 def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> list[int]:
-    """Returns the prompt's tokens. Raises ContextFull where they are more than `most`. A template spells out
-    all special tokens itself, also the first one."""
+    """Returns the prompt's tokens, with a place for each image. A template spells out all special tokens itself, also
+    the first one."""
+    n_images = len(flags["images"])
+    image = marks(files.tokenizer) if n_images else (0, 0, 0)
     if not flags["chat"]:
         ids = files.tokenizer.encode(text, special=flags["special"], add_bos=True, most=most)
+        if n_images:
+            ids = with_places(ids, n_images, image, files.tokenizer.bos_id)
     else:
         from luce.text.prompt import chat_template, prompt_ids  # Only a chat needs these.
 
-        messages = [{"role": "user", "content": text}]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": with_images(text, n_images)}]
         if flags["system"] is not None:
             messages.insert(0, {"role": "system", "content": flags["system"]})
         with about(files.file.path), closing(chat_template(files.file.kv)) as template:
-            if problem := idle_thinking(template, messages, flags["think"]):
+            plain = [{**message, "content": text} if message["role"] == "user" else message for message in messages]
+            if problem := idle_thinking(template, plain, flags["think"]):
                 raise click.UsageError(problem)
-            ids = prompt_ids(template, files.tokenizer, messages, enable_thinking=flags["think"])
+            how = None, None, False, True, image
+            ids = prompt_ids(template, files.tokenizer, messages, *how, enable_thinking=flags["think"])
+    return ids
+
+
+def fitting(ids: list[int], most: int, files: Files, flags: Mapping[str, Any]) -> list[int]:
+    """Returns the prompt's tokens. Raises ContextFull where they are more than `most`."""
     if len(ids) > most:
         more = flags["ctx"] is not None and most < (files.facts.context_length or MAX_U32)
         remedy = "a larger --ctx has room for more" if more else "the model takes no more"

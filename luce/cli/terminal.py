@@ -270,6 +270,10 @@ def facts_text(facts: Facts, fits: Sequence[Fit] = ()) -> str:
         lines += [("drafter", facts.dflash.what), ("drafts for", facts.dflash.fits)]
         given = ((name, value) for name, value in vars(facts.dflash).items() if value is not None)
         lines += [(f"  {name}", str(value)) for name, value in given]
+    if facts.tower is not None:
+        named = f", by name {facts.name}" if facts.name else ""
+        fitting = f"models with embedding {facts.tower.projection_dim}{named}"
+        lines += [("tower", facts.tower.what), ("sees for", fitting)]
     if facts.layers is not None:
         lines += _layer_lines(facts.layers, facts.vocab_size)
     lines += [line for fit in fits for line in _fit_lines(fit)]
@@ -294,7 +298,10 @@ def _supported(facts: Facts) -> str:
     """Returns whether luce runs the file, or with which option it drafts beside a model."""
     if facts.supported:
         return "yes"
-    option = {"drafter": "--draft", "assistant": "--draft", "head": "--mtp-gguf"}.get(facts.kind)
+    named = {"drafter": "--draft", "assistant": "--draft", "head": "--mtp-gguf", "tower": "--mmproj"}
+    option = named.get(facts.kind)
+    if facts.tower is not None and not facts.tower.runs:
+        option = None
     reasons = "; ".join(facts.reasons)
     return f"no: {reasons}" if option is None else f"beside a model, with {option}: {reasons}"
 

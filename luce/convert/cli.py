@@ -14,6 +14,7 @@ from luce.cli.terminal import printable
 from luce.convert import dflash
 from luce.convert import gemma4 as gemma
 from luce.convert import qwen35 as model
+from luce.convert import qwen35_tower as tower
 from luce.convert.gguf_output import Written
 from luce.convert.hf_config import Section, read_config
 from luce.convert.hf_gemma4 import is_gemma
@@ -39,6 +40,7 @@ DRAFTERS = ("DFlash", "DSpark", "Domino")  # Names of architectures of block dra
 )
 @click.option("--no-mtp", is_flag=True, help="Write the trunk alone, without its NextN head.")
 @click.option("--mtp-only", is_flag=True, help="Write the NextN head alone, for --mtp-gguf.")
+@click.option("--mmproj", is_flag=True, help="Write the vision tower alone, for --mmproj, in F32, F16, BF16 or Q8_0.")
 @click.option(
     "--tokenizer", type=FilePath(path_type=Path), metavar="DIR", help="Read tokenizer.json from this folder."
 )
@@ -68,6 +70,7 @@ def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> No
     Examples:
       luce convert Qwen3.5-9B qwen3.5-9b-q4_k_m.gguf --type Q4_K_M
       luce convert Qwen3.5-9B head.gguf --type Q8_0 --mtp-only
+      luce convert Qwen3.5-9B mmproj.gguf --type F16 --mmproj
       luce convert Qwen3.6-27B-DFlash drafter.gguf --target qwen3.6-27b.gguf
       luce convert Qwen3.8-27B-DFlash2 drafter.gguf --target Qwen3.8-27B --type Q4_K_M
       luce convert gemma-4-31B-it gemma-4-31b-it-q4_k_m.gguf --type Q4_K_M
@@ -90,16 +93,21 @@ def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> No
 def _written(source: Path, out: Path, kind: str, flags: dict[str, Any], say: Say) -> Written:
     if flags["no_mtp"] and flags["mtp_only"]:
         raise click.UsageError("--no-mtp and --mtp-only: give one of them")
+    if flags["mmproj"] and kind not in tower.TYPES:
+        raise click.UsageError(f"--mmproj: a tower is written as {', '.join(tower.TYPES)}, not as --type {kind}")
     if not source.exists():
         raise FileError(f"{source}: No such file or directory")
     if is_gguf(source):
-        _refuse(flags, "a GGUF keeps its keys", "no_mtp", "mtp_only", "tokenizer", "target", "name")
+        _refuse(flags, "a GGUF keeps its keys", "no_mtp", "mtp_only", "mmproj", "tokenizer", "target", "name")
         return requantize(source, out, kind, flags["threads"], say, flags["force"])
     if is_drafter(source):
-        _refuse(flags, "this is a drafter", "no_mtp", "mtp_only", "tokenizer")
+        _refuse(flags, "this is a drafter", "no_mtp", "mtp_only", "mmproj", "tokenizer")
         given = flags["target"], flags["name"], flags["threads"]
         return dflash.convert(source, out, kind, *given, say, flags["force"])
     _refuse(flags, "this is no drafter", "target")
+    if flags["mmproj"]:
+        _refuse(flags, "--mmproj writes a vision tower alone", "no_mtp", "mtp_only", "tokenizer")
+        return tower.convert(source, out, kind, flags["name"], flags["threads"], say, flags["force"])
     given = flags["tokenizer"], flags["name"], flags["threads"]
     if is_gemma(read_config(source)):
         _refuse(flags, "a Gemma 4 model has no NextN head: its assistant is a checkpoint", "no_mtp", "mtp_only")

@@ -49,6 +49,8 @@ class Config:
 
 def read_hparams(config: Section, folder: Path) -> Config:
     """Reads config.json's `vision_config`, and what preprocessor_config.json says of pixels."""
+    if "text_config" in config and config.section("text_config").get("model_type", str, "qwen3_5")[:6] == "gemma4":
+        raise UnsupportedError(f"{config.where}: luce converts towers of Qwen's models alone")
     if "vision_config" not in config:
         raise FileError(f"{config.where}: key vision_config is missing: the checkpoint has no vision tower")
     vision = config.section("vision_config")

@@ -114,7 +114,10 @@ class Generation:
         if self._chunk_end - begin > most:
             self._chunk_end = begin + most - most % self._sizes.n_cut
         tokens = prompt[begin : self._chunk_end]
-        return Prompt(self.sequence, tokens, self._chunk_end == len(prompt)) if tokens else None
+        if not tokens:
+            return None
+        spans = (image.span(begin, self._chunk_end) for image in self._request.images)
+        return Prompt(self.sequence, tokens, self._chunk_end == len(prompt), tuple(filter(None, spans)))
 
     @property
     def drafts(self) -> Drafts | None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.native import File
+from luce.native import Tower as OpenTower
 from luce.native.files import is_assistant
 from luce.native.structs import EngineParams, Memory, Tensor
 
@@ -170,14 +171,37 @@ class Layers:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """A vision tower's settings as its file gives them; None where it does not. Its rows have the width of the models
+    that it fits, `projection_dim`. Images take `min_rows` to `max_rows` rows each. `runs` says whether luce runs it."""
+
+    projector_type: str | None
+    block_count: int | None
+    embedding_length: int | None
+    head_count: int | None
+    patch_size: int | None
+    spatial_merge_size: int | None
+    projection_dim: int | None
+    min_rows: int | None
+    max_rows: int | None
+    runs: bool
+
+    @property
+    def what(self) -> str:
+        """What the tower is, in a line."""
+        rows = "unknown rows" if self.min_rows is None else f"{self.min_rows} to {self.max_rows} rows"
+        return f"{self.projector_type}, {self.block_count} blocks of width {self.embedding_length}, {rows} an image"
+
+
+@dataclass(frozen=True)
 class Facts:
     """This is what one GGUF holds. Sizes and memory are in bytes; a value is None where the file does not
     give it.
 
     `kind` is "model" (a trunk), "head" (NextN blocks without their trunk), "drafter", "assistant" (which drafts
-    with its target's K and V) or "other". `supported` says that luce can generate with it as a model; else
-    `reasons` says why not. `notes` say what else there is to know of running it, and `warnings` are those of them that
-    whoever runs it should be told.
+    with its target's K and V), "tower" (which sees images for a model) or "other". `supported` says that luce can
+    generate with it as a model; else `reasons` says why not. `notes` say what else there is to know of running it, and
+    `warnings` are those of them that whoever runs it should be told.
 
     `block_count` and `nextn_predict_layers` are those of the tensors, where the keys do not fit them.
 
@@ -211,6 +235,7 @@ class Facts:
     memory: Memory | None
     dflash: DFlash | None
     layers: Layers | None
+    tower: Tower | None
     warnings: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -265,6 +290,7 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
         raise ArgumentError(f"a context of {ctx} was asked, the model was trained for {context_length}")
     context = ctx or (None if context_length is None else min(context_length, 4096))
     memory, reasons = None, _reasons_of_kind(kind, kv, architecture)
+    tower = _tower(file, reasons) if kind == "tower" else None
     active, read = _of_a_token(kv, architecture, tensors, blocks) if kind == "model" else (None, None)
     warnings = blocks.lacking if kind == "model" else []
     if kind == "model":
@@ -293,11 +319,12 @@ def probe(file: File, ctx: int | None = None, device: str = "auto") -> Facts:
         chat_template="tokenizer.chat_template" in kv,
         supported=not reasons,
         reasons=reasons,
-        notes=[*warnings, *blocks.unsaid, *_notes(tensors)] if kind != "other" else [],
+        notes=[*warnings, *blocks.unsaid, *_notes(tensors)] if kind not in ("other", "tower") else [],
         context=context,
         memory=memory,
         dflash=_dflash(kv, architecture, tensors) if kind == "drafter" else None,
         layers=_layers(kv, architecture, tensors) if kind in ("model", "assistant") else None,
+        tower=tower,
         warnings=warnings,
     )
 
@@ -313,6 +340,7 @@ def what_it_holds(file: File) -> str | None:
         "head": "a NextN head",
         "drafter": "a DFlash drafter",
         "assistant": "a Gemma 4 assistant",
+        "tower": "a vision tower",
         "other": f"data of type {held if held != 'model' else architecture}",
     }[kind]
 
@@ -379,6 +407,8 @@ def _kind(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor], block
         return "drafter"
     if is_assistant(architecture):
         return "assistant"
+    if architecture == "clip" and tensors and fact(kv, "clip.has_vision_encoder", bool, False):
+        return "tower"
     if not tensors or architecture in _BESIDE or fact(kv, "general.type", str, "model") != "model":
         return "other"
     trunk = any(tensor.name.startswith("blk.0.") for tensor in tensors)
@@ -393,6 +423,7 @@ def _reasons_of_kind(kind: str, kv: Mapping[str, Any], architecture: str) -> lis
         "assistant": [f"an assistant: it drafts for {fitting}, it does not generate alone"],
         "head": ["head only: NextN blocks without their trunk; it drafts beside a model that is one"],
         "drafter": [f"a {architecture} drafter: it drafts for a target model, it does not generate alone"],
+        "tower": ["a vision tower: it sees images for a model, it does not generate alone"],
         "other": ["the file holds no model"],
     }.get(kind, [])
 
@@ -401,6 +432,36 @@ def _target_width(kv: Mapping[str, Any], architecture: str) -> int | None:
     """Returns the width of the models that an assistant drafts for. Forks of llama.cpp have a key of their own."""
     width = _number(kv, f"{architecture}.embedding_length_out")
     return _number(kv, f"{architecture}.n_embd_backbone") if width is None else width
+
+
+def _tower(file: File, reasons: list[str]) -> Tower:
+    """Returns what the file says of its tower, and adds to the reasons why luce does not run it."""
+    kv, runs = file.kv, True
+    try:
+        with OpenTower(file):
+            pass
+    except (UnsupportedError, FileError) as error:
+        reasons.append(str(error).removeprefix(f"{file.path}: "))
+        runs = False
+
+    def number(key: str) -> int | None:
+        return _number(kv, f"clip.vision.{key}")
+
+    patch, merge = number("patch_size"), number("spatial_merge_size")
+    pixels = (patch * merge) ** 2 if patch and merge else None
+    least, most = (65536, 16777216) if runs else (None, None)  # transformers' limits, which files do not have
+    return Tower(
+        projector_type=fact(kv, "clip.projector_type", str, None),
+        block_count=number("block_count"),
+        embedding_length=number("embedding_length"),
+        head_count=number("attention.head_count"),
+        patch_size=patch,
+        spatial_merge_size=merge,
+        projection_dim=number("projection_dim"),
+        min_rows=least // pixels if least and pixels else None,
+        max_rows=most // pixels if most and pixels else None,
+        runs=runs,
+    )
 
 
 def _notes(tensors: list[Tensor]) -> list[str]:

@@ -56,7 +56,7 @@ def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise Error("reading images needs Pillow", "pillow") from None
+        raise Error("images need Pillow", "vision") from None
     return Image, ImageOps
 
 

@@ -80,7 +80,7 @@ class Turns:
     def _named(self, prompt: Sequence[int], begin: int, role: str) -> int | None:
         """Returns the place of the token that completes the name of a message's role, if it has that role."""
         for at in range(begin + 1, min(begin + 1 + len(role), len(prompt))):
-            text = self._tokenizer.decode(prompt[begin + 1 : at + 1])
+            text = self._text(prompt[begin + 1 : at + 1])
             if text.startswith(role):
                 return at
             if not role.startswith(text):
@@ -88,4 +88,7 @@ class Turns:
         return None
 
     def _is_tool(self, prompt: Sequence[int], at: int) -> bool:
-        return "<tool_response>" in self._tokenizer.decode(prompt[at : at + 8])
+        return "<tool_response>" in self._text(prompt[at : at + 8])
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(token for token in tokens if token >= 0)  # The others are rows of images.

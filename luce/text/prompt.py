@@ -78,12 +78,14 @@ def prompt_ids(
     most: int | None = None,
     continues: bool = False,
     outright: bool = True,
+    image: Sequence[int] = (),
     /,
     **how: Any,
 ) -> list[int]:
     """Returns the prompt's tokens. Control tokens are those that the template spells: what messages, tools
-    and `how` (the template's variables) spell stays text. Of many more tokens than `most`, only the first
-    are returned, which are more than `most`.
+    and `how` (the template's variables) spell stays text. A message's content may be parts, {"type": "text", "text"}
+    and {"type": "image"}: in the place of each image are the tokens `image`. Of many more tokens than `most`, only the
+    first are returned, which are more than `most`.
 
     Messages that the template refuses are told in simpler ways (conversation.py); TemplateFailed has its
     words about the messages as they are where it refuses them all. With `continues`, the prompt ends behind
@@ -94,6 +96,7 @@ def prompt_ids(
     dialect = dialect_of(tokenizer)
     marks = {mark: token for mark in dialect.guarded if (token := tokenizer.added(mark)) is not None}
     guard = Guard(tokenizer.control.keys() | marks.keys(), [messages, tools, how])
+    messages = [_with_images(message, guard.image) for message in messages]
     prompting = _Prompting(template, tokenizer, dialect, guard, tools, how, outright)
     text = prompting.continued(messages) if continues else prompting.begun(messages)
     ids: list[int] = []
@@ -106,10 +109,20 @@ def prompt_ids(
         if token is not None:
             ids.append(token)
             continue
-        for part in _within(guard.unmarked(piece), marks):
-            left = None if most is None else most - len(ids)
-            ids += tokenizer.encode(part, special=False, most=left)
+        for n, between in enumerate(piece.split(guard.image)):
+            ids += image if n else ()
+            for part in _within(guard.unmarked(between), marks) if between else ():
+                left = None if most is None else most - len(ids)
+                ids += tokenizer.encode(part, special=False, most=left)
     return ids
+
+
+def _with_images(message: Mapping[str, Any], image: str) -> Mapping[str, Any]:
+    """Returns a message with a text for its parts, in which `image` stands for each image."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    return {**message, "content": "".join(image if part["type"] == "image" else part["text"] for part in content)}
 
 
 def _within(text: str, marks: Iterable[str]) -> list[str]:
@@ -233,7 +246,7 @@ class Guard:
         free = (chr(code) for code in private if chr(code) not in used)
         self._stand_in = {char: next(free) for char in sorted(set("".join(found)))}
         self._known: dict[str, str] = {}  # Short strings, and what they became.
-        self.unused = next(free)  # No text has this character, nor is it a stand-in.
+        self.unused, self.image = next(free), next(free)  # No text has these characters, nor are they stand-ins.
 
     def marked(self, value: Any) -> Any:
         """Returns `value` with stand-ins in all of its strings."""

@@ -22,7 +22,7 @@ KEYS = {
     "kind", "architecture", "name", "file_type", "size_bytes", "parameters", "block_count",
     "nextn_predict_layers", "embedding_length", "context_length", "vocab_size", "experts", "experts_used",
     "active_parameters", "bytes_per_token", "quantization", "tokenizer", "chat_template", "supported",
-    "reasons", "notes", "context", "memory", "dflash", "layers",
+    "reasons", "notes", "context", "memory", "dflash", "layers", "tower",
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def former(saved: bytes, version: int, n_chunk: int) -> bytes:
     and in version 4 also with two numbers that said whether there was a NextN head and a DFlash drafter, where bits
     name the model's drafters since. All else lay as it does."""
     magic, now, kv_type, model, size, _, n_past, _, drafters, _ = struct.unpack_from("<8sIIQQQIIII", saved)
-    assert (magic, now) == (b"LUCECHKP", 6)
+    assert (magic, now) == (b"LUCECHKP", 7)
     heads = (drafters, 0) if version == 5 else (drafters & 1, drafters >> 1 & 1)
     head = struct.pack("<8sIIQQQIIII", magic, version, kv_type, model, size, 0, n_past, n_chunk, *heads)
     return changed(head + saved[len(head) :], VERSION, version)

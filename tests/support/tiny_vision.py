@@ -16,6 +16,7 @@ __all__ = ["Config", "hf_config", "image", "weights", "write"]
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")  # The last ids before the three of every tiny model.
 # A model that takes images: M-RoPE of 16 pairs in the sections 6, 5, 5.
 TEXT = tiny.Config(n_layer=4, n_vocab=400, head_dim=64, rope_dim=32, n_head=2, n_head_kv=1, n_nextn=1)
+NAME = "tiny"
 TEXT_SEED = 32
 VISION_START, VISION_END, IMAGE_PAD = (TEXT.n_vocab - 6 + i for i in range(3))
 TINY = Config(n_layer=3, n_embd=72, n_ff=100, n_head=2, n_out=64, table_side=6)  # heads of 36
@@ -62,7 +63,7 @@ def layout(c: Config, hf: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def write(path: Path, c: Config, tensors: dict[str, np.ndarray], kind: str = "F32", **keys: object) -> Path:
     """Writes the tower. `keys` replace keys of clip.vision by name, or leave them out where they are None."""
     w = gguf.GGUFWriter(path, "clip")
-    add_keys(w, c, "tiny", 0)
+    add_keys(w, c, NAME, 0)
     for key, value in keys.items():
         (name,) = (name for name in w.kv_data[0] if name.endswith(f".{key}"))
         old = w.kv_data[0].pop(name)

@@ -1,0 +1,88 @@
+"""Has the options of commands that show images to a model, and what opens them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from luce import native as _native
+from luce.cli.command import FilePath, text_file
+from luce.cli.terminal import Display
+from luce.errors import Error, about
+from luce.files.tokenizer import Tokenizer
+from luce.images.opening import MAX_BYTES
+from luce.images.pixels import Picture
+from luce.images.sight import Sight, marks_of
+from luce.planning import cpus
+from luce.planning.opened import Files
+
+MMPROJ = (
+    click.option("--mmproj", type=FilePath(path_type=Path),
+                 help="See images with the vision tower of this GGUF (qwen3vl_merger). It needs luce[vision], and a "
+                 "model that runs on the CPU."),
+)  # fmt: skip
+IMAGES = (
+    *MMPROJ,
+    click.option("--image", "images", multiple=True, type=FilePath(path_type=Path), metavar="FILE",
+                 help="Show this PNG, JPEG, WebP or GIF before the prompt, or with --special where the prompt spells "
+                 "<|image_pad|>; may be repeated."),
+)  # fmt: skip
+
+
+def idle_images(flags: Mapping[str, Any]) -> str | None:
+    """Says what is wrong with the options of images, where one would be ignored or cannot be met."""
+    if flags.get("images") and flags["mmproj"] is None:
+        return "--image needs --mmproj, the file of the model's vision tower"
+    if flags["mmproj"] is None:
+        return None
+    if "images" in flags and not flags["images"]:
+        return "--mmproj needs --image"
+    device = flags["device"] or next(iter(_native.default().devices())).name
+    if device.startswith("cuda"):
+        return f"--mmproj: luce runs no vision tower beside a model on {device} yet: --device cpu runs both"
+    return None
+
+
+def sight_of(files: Files, flags: Mapping[str, Any], display: Display) -> Sight | None:
+    """Opens the tower that was named, and warns where its name is of another model."""
+    if flags["mmproj"] is None:
+        return None
+    sight = Sight(flags["mmproj"], flags["threads"] or min(cpus.usable(), 16))
+    ours, theirs = (re.sub(r"mmproj|[^a-z0-9.]", "", (name or "").lower()) for name in (files.facts.name, sight.name))
+    if ours and theirs and ours not in theirs and theirs not in ours:
+        display.warn(f"{flags['mmproj']} is named {sight.name}, and the model {files.facts.name}: a tower of another "
+                     "model may fit it, and show it nonsense")  # fmt: skip
+    return sight
+
+
+def picture_of(sight: Sight, path: Path) -> Picture:
+    """Opens an image. What the system refuses, or is no image, is an error that names the file."""
+    with text_file(path) as file:
+        data = file.read(MAX_BYTES + 1)
+    with about(path):
+        return sight.processor.picture(data)
+
+
+def marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
+    """Returns the tokens that begin an image, stand for a row of it, and end it; UnsupportedError where it has none."""
+    return marks_of(tokenizer.control.get)
+
+
+def with_places(ids: list[int], n: int, image: tuple[int, int, int], bos: int | None) -> list[int]:
+    """Returns a raw prompt's tokens with places for n images: its own, or else n before it."""
+    places = ids.count(image[1])
+    if places == n:
+        return ids
+    if places:
+        raise Error(f"the prompt spells <|image_pad|> {places} times, and {n} images are given: give one for each")
+    first = 1 if bos is not None and ids[:1] == [bos] else 0
+    return [*ids[:first], *image * n, *ids[first:]]
+
+
+def with_images(text: str, n_images: int) -> str | list[dict[str, str]]:
+    """Returns the content of a message with images before its text."""
+    return [*[{"type": "image"}] * n_images, {"type": "text", "text": text}] if n_images else text

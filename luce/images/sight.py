@@ -1,0 +1,162 @@
+"""Sight of a model: the tower beside it, names for the rows of its images, and the rows themselves.
+
+A row of an image stands in a prompt as a name below 0. Rows have the same name where their image has the same pixels,
+size, processor and tower, so that whatever compares prompts by their tokens, as the cache of beginnings does, compares
+images. Names are of this process alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from luce.errors import ArgumentError, FileError, UnsupportedError, about
+from luce.files.probe import fact
+from luce.images.pixels import Picture, Processor
+from luce.native import File, ImageSpan, Model, Progress, Tower
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ROW_BYTES = 1 << 30  # Rows that were encoded are kept within so many bytes.
+FIRST_NAME = -2  # -1 is no token in too many places.
+MOST_NAMES = 2**31 - 2
+
+
+class Shown(NamedTuple):
+    """An image of a prompt: its `rows` F32 (n, n_embd) stand for the tokens from `at` on. It has `height` x `width` of
+    them."""
+
+    at: int
+    rows: np.ndarray
+    height: int
+    width: int
+
+    def span(self, begin: int, end: int) -> ImageSpan | None:
+        """Returns what of it stands among the tokens begin .. end - 1 of the prompt."""
+        first, last = max(begin, self.at), min(end, self.at + len(self.rows))
+        if first >= last:
+            return None
+        rows = self.rows[first - self.at : last - self.at]
+        return ImageSpan(rows, first - begin, first - self.at, self.height, self.width)
+
+
+class Placed(NamedTuple):
+    """A prompt's tokens, in which names stand for rows of images, and where each image begins."""
+
+    tokens: list[int]
+    at: list[tuple[int, Picture]]
+
+
+class Sight:
+    """The tower of a file. It is a context manager, and any thread may use it. Raises what opening the file raises."""
+
+    def __init__(self, path: str | Path, threads: int = 0):
+        self._file = File(path)
+        try:
+            with about(self._file.path):
+                self.tower = Tower(self._file)
+                self.processor = _processor(self._file, self.tower)
+        except BaseException:
+            self._file.close()
+            raise
+        self.name: str | None = fact(self._file.kv, "general.name", str, None)
+        self._threads, self._lock = threads, Lock()
+        self._names: dict[bytes, int] = {}
+        self._next = FIRST_NAME
+        self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
+
+    def require_fit(self, model: Model) -> None:
+        """Raises FileError where the tower's rows do not fit the model, and UnsupportedError where that is on a GPU."""
+        Tower(self._file, model).close()
+
+    def placed(self, tokens: Sequence[int], pad: int, pictures: Sequence[Picture]) -> Placed:
+        """Returns the tokens with names in the place of each `pad`, one for each picture. Raises ArgumentError where
+        they are not as many."""
+        pads = sum(token == pad for token in tokens)
+        if pads != len(pictures):
+            raise ArgumentError(f"the prompt has places for {pads} images, and {len(pictures)} were given")
+        made, left = Placed([], []), iter(pictures)
+        for token in tokens:
+            if token != pad:
+                made.tokens.append(token)
+                continue
+            picture = next(left)
+            made.at.append((len(made.tokens), picture))
+            name = self._name_of(picture)
+            made.tokens.extend(range(name, name - picture.rows, -1))
+        return made
+
+    def shown(self, placed: Placed, progress: Progress | None = None) -> tuple[Shown, ...]:
+        """Returns the images of a prompt, of which those are encoded whose rows are not kept. `progress` is asked
+        meanwhile, and may cancel (Cancelled)."""
+        merge = self.processor.merge
+        return tuple(
+            Shown(at, self._encoded(picture, progress), picture.grid[0] // merge, picture.grid[1] // merge)
+            for at, picture in placed.at
+        )
+
+    def _key(self, picture: Picture) -> bytes:
+        return picture.key(self.tower.info.identity.to_bytes(8, "little"))
+
+    def _name_of(self, picture: Picture) -> int:
+        """Returns the name of a picture's first row; those of the others follow downwards."""
+        key = self._key(picture)
+        with self._lock:
+            if key not in self._names:
+                if picture.rows > MOST_NAMES + self._next:
+                    raise ArgumentError("too many images were seen: open the model again")
+                self._names[key] = self._next
+                self._next -= picture.rows
+            return self._names[key]
+
+    def _encoded(self, picture: Picture, progress: Progress | None) -> np.ndarray:
+        key = self._key(picture)
+        with self._lock:
+            if key in self._rows:
+                self._rows.move_to_end(key)
+                return self._rows[key]
+        rows = self.tower.encode(picture.patches(), picture.grid, self._threads, progress)
+        with self._lock:
+            self._rows[key] = rows
+            while len(self._rows) > 1 and sum(each.nbytes for each in self._rows.values()) > ROW_BYTES:
+                self._rows.popitem(last=False)
+        return rows
+
+    def close(self) -> None:
+        self.tower.close()
+        self._file.close()
+
+    def __enter__(self) -> Sight:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _processor(file: File, tower: Tower) -> Processor:
+    def three(key: str) -> Any:
+        values = fact(file.kv, f"clip.vision.{key}", memoryview).tolist()
+        if len(values) != 3 or not all(isinstance(value, float) and abs(value) < 100 for value in values):
+            raise FileError(f"key clip.vision.{key}: expected three numbers, found {values!r:.80}")
+        return tuple(values)
+
+    mean, std = three("image_mean"), three("image_std")
+    if min(std) <= 0:
+        raise FileError(f"key clip.vision.image_std: expected numbers above 0, found {list(std)}")
+    return Processor(tower.info.patch, tower.info.merge, mean, std)
+
+
+def marks_of(control: Callable[[str], int | None]) -> tuple[int, int, int]:
+    """Returns the tokens that begin an image, stand for a row of it, and end it; `control` gives the id of a control
+    token. Raises UnsupportedError where the model has none."""
+    found = [(mark, control(mark)) for mark in ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")]
+    for mark, token in found:
+        if token is None:
+            raise UnsupportedError(f"the model's tokenizer has no {mark}: it takes no images")
+    begin, pad, end = (token for _, token in found)
+    assert begin is not None and pad is not None and end is not None
+    return begin, pad, end
