@@ -13,7 +13,7 @@ from luce.text.grammar import Matcher
 
 @dataclass(frozen=True)
 class Request:
-    """This is one generation. `prompt` holds token ids, and names below 0 of rows of its `images`. At most
+    """This is one generation. `prompt` holds token ids, and names below -1 of rows of its `images`. At most
     `max_tokens` >= 0 new ones follow; None means until the context is full. The text ends before any of `stops`.
     With `ignore_eos` an end-of-text token is a token like any other. `grammar` makes the matcher that the text is
     held to. `logprobs` is how many of the most probable tokens are listed beside each token; None lists nothing.

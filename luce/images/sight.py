@@ -1,6 +1,6 @@
 """Sight of a model: the tower beside it, names for the rows of its images, and the rows themselves.
 
-A row of an image stands in a prompt as a name below 0. Rows have the same name where their image has the same pixels,
+A row of an image stands in a prompt as a name below -1. Rows have the same name where their image has the same pixels,
 size, processor and tower, so that whatever compares prompts by their tokens, as the cache of beginnings does, compares
 images. Names are of this process alone.
 """

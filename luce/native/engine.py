@@ -75,7 +75,7 @@ class ImageSpan(NamedTuple):
 
 class Prompt(NamedTuple):
     """The next `tokens` (n,) of a sequence's prompt, n >= 1, at most a chunk: the `last` ones, or more follow. Those
-    below 0 are names of rows of `images`."""
+    below -1 are names of rows of `images`."""
 
     sequence: Sequence
     tokens: IntArray

@@ -386,7 +386,7 @@ LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const l
 LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                            int32_t *choice);
 
-/* Rows of one image among the tokens of a prompt, which may be cut anywhere. Each has a name below 0 in the place of a token:
+/* Rows of one image among the tokens of a prompt, which may be cut anywhere. Each has a name below -1 in the place of a token:
  * rows with one name are taken for the same, so names tell images and their rows apart. An image of height x width rows takes
  * as many tokens, and max(height, width) of RoPE's positions. No row of one is ever looked up, drafted or penalised. */
 typedef struct luce_image_span {

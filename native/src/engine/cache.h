@@ -247,7 +247,7 @@ public:
     // hidden row to hidden().
     void resume(const std::vector<int32_t> &tokens, const PageLists &pages, int32_t delta);
 
-    // These are the committed ones. A row of an image has a name below 0 in the place of a token.
+    // These are the committed ones. A row of an image has a name below -1 in the place of a token.
     const std::vector<int32_t> &tokens() const { return tokens_; }
     // The position that RoPE turns the next row to is n_past() plus this, which images make less than 0: one of h x w rows
     // takes max(h, w) positions.

@@ -187,7 +187,7 @@ luce_engine_info Engine::info() const {
 
 void Engine::check_tokens(const int32_t *tokens, uint32_t n, bool images) const {
     for (uint32_t i = 0; i < n; i++) {
-        const bool of_image = images && tokens[i] < 0 && cache_.takes_images();
+        const bool of_image = images && tokens[i] < -1 && cache_.takes_images();
         if (!of_image && (tokens[i] < 0 || uint32_t(tokens[i]) >= n_vocab())) {
             fail(LUCE_E_ARG, "token %u is %d, expected 0 to %u", i, tokens[i], n_vocab() - 1);
         }

@@ -49,7 +49,7 @@ public:
             throw;
         }
     }
-    // With images, names below 0 of rows of images pass where the model takes those.
+    // With images, names below -1 of rows of images pass where the model takes those.
     void check_tokens(const int32_t *tokens, uint32_t n, bool images = false) const;
     void check_cancelled();
     // Makes sure that so many pages can be taken, else fails with E_MEMORY. It waits for checkpoints that are

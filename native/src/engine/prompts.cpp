@@ -58,7 +58,7 @@ void Prompts::check(const PromptItem &item) const {
     }
 }
 
-// Rows of images are named below 0, and all that are so named are of one.
+// Rows of images are named below -1, and all that are so named are of one.
 void Prompts::check_images(const PromptItem &item) const {
     const CacheParams &c = engine_.params().cache;
     const uint32_t past = item.sequence->line().n_past(), E = engine_.model().hparams().n_embd;
@@ -94,8 +94,8 @@ void Prompts::check_images(const PromptItem &item) const {
         }
         all_text(s.at);
         end = s.at + s.n;
-        if (std::any_of(item.tokens + s.at, item.tokens + end, [](int32_t t) { return t >= 0; })) {
-            fail(LUCE_E_ARG, "image span %u: its rows want names below 0", i);
+        if (std::any_of(item.tokens + s.at, item.tokens + end, [](int32_t t) { return t >= -1; })) {
+            fail(LUCE_E_ARG, "image span %u: its rows want names below -1", i);
         }
     }
     all_text(item.n);

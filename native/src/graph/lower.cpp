@@ -191,7 +191,9 @@ ggml_tensor *Lowering::rotated(ggml_tensor *x, ggml_tensor *factors, const Atten
     const bool blends = y.factor > 1;
     const float factor = blends ? y.attention / (1.0f + 0.1f * std::log(y.factor)) : 1.0f;
     if (plain.images && s.has_axes()) {
-        fail(LUCE_E_INTERNAL, "rows of images are rotated where their heads are normed too");
+        int sections[GGML_MROPE_SECTIONS] = {s.rope_sections[0], s.rope_sections[1], s.rope_sections[2], 0};
+        return ggml_rope_multi(ctx, x, in->axes, factors, int(s.rope_dim), sections, GGML_ROPE_TYPE_IMROPE, 0,
+                               s.rope_base, 1.0f, 0.0f, 1.0f, 0.0f, 0.0f);
     }
     // It is plain NEOX, since for text the axes of M-RoPE are all equal.
     return ggml_rope_ext(ctx, x, positions_of(s), factors, int(s.rope_dim), GGML_ROPE_TYPE_NEOX,

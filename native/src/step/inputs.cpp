@@ -236,7 +236,7 @@ void Batch::add_prompt(const Timeline &line, const ChoiceCtl &choice, const int3
     n_cells_ += prompts_.back().n_kv;
     h_.ctl->rows[index] = {int32_t(index), -1, seq.n_past + int32_t(n) - 1, cache_.choice_entry(0, index)};
     for (uint32_t i = 0; i < n; i++) {
-        h_.tokens[seq.row0 + int32_t(i)] = std::max(tokens[i], 0); // the names of rows of images are below 0
+        h_.tokens[seq.row0 + int32_t(i)] = std::max(tokens[i], 0); // the names of rows of images are below -1
         put_position(seq.row0 + int32_t(i), seq.n_past + int32_t(i), line);
     }
     for (uint32_t i = 0; i < n && h_.axes != nullptr; i++) {

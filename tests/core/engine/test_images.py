@@ -258,14 +258,15 @@ def span(n=4, at=0, first=0, height=2, width=2, n_embd=TEXT.n_embd):
 @pytest.mark.parametrize(
     ("tokens", "images", "said"),
     [
-        ([-1, -2, -3, -4], (), "token 0 is -1, expected 0 to 399"),
-        ([-1, -2, -3, -4, -5], (span(),), "token 4 is -5, and is of no image"),
-        ([-1, 2, -3, -4], (span(),), "image span 0: its rows want names below 0"),
-        ([-1, -2, -3], (span(),), "image span 0 has rows 0 and 4 more"),
-        ([-1, -2, -3, -4], (span(n_embd=8),), "of width 8, expected .* of width 64"),
-        ([-1, -2, -3, -4], (span(height=1),), "rows 0 to 4 of an image of 1 x 2"),
-        ([-1, -2, -3, -4], (span(first=2, height=4),), "rows 2 to 6 of an image of 4 x 2, at position 0"),
-        ([-1] * 8, (span(), span(at=2)), "image span 1 has rows 2 and 4 more"),
+        ([-2, -3, -4, -5], (), "token 0 is -2, expected 0 to 399"),
+        ([-2, -3, -4, -5, -6], (span(),), "token 4 is -6, and is of no image"),
+        ([-2, 2, -4, -5], (span(),), "image span 0: its rows want names below -1"),
+        ([-2, -1, -4, -5], (span(),), "image span 0: its rows want names below -1"),
+        ([-2, -3, -4], (span(),), "image span 0 has rows 0 and 4 more"),
+        ([-2, -3, -4, -5], (span(n_embd=8),), "of width 8, expected .* of width 64"),
+        ([-2, -3, -4, -5], (span(height=1),), "rows 0 to 4 of an image of 1 x 2"),
+        ([-2, -3, -4, -5], (span(first=2, height=4),), "rows 2 to 6 of an image of 4 x 2, at position 0"),
+        ([-2] * 8, (span(), span(at=2)), "image span 1 has rows 2 and 4 more"),
     ],
 )
 def test_wrong_spans_are_refused(model, tokens, images, said):
@@ -280,4 +281,4 @@ def test_a_model_without_axes_takes_no_images(native, tmp_path):
     with drive.open_model(native, tiny.write(tmp_path / "m.gguf", c, tiny.layout(c, 1))) as opened:
         with drive.open_engine(opened) as engine, engine.sequence() as sequence:
             with pytest.raises(UnsupportedError, match="want a model whose rows have three axes"):
-                engine.prefill([Prompt(sequence, [-1] * 4, True, (span(),))])
+                engine.prefill([Prompt(sequence, [-2] * 4, True, (span(),))])
