@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/vision-*.npz: what transformers makes of images. Needs torch, transformers and Pillow; run it
-after changing these: PYTHONPATH=. python tools/make_vision_goldens.py
+after changing these: python tools/make_vision_goldens.py
 
 vision-pixels.npz: `sizes` (n, 4), width and height before and after smart_resize with the limits of the published
 models; and for each of PIXELS the patches of Qwen2VLImageProcessorPil, as the bytes that they are before they are

@@ -200,7 +200,7 @@ class PrefixCache:
             checkpoint = sequence.checkpoint()
             kept = Kept(tokens, checkpoint.info.size_bytes, self._prompts, checkpoint, on_device=True)
             self._add(kept)
-            if self._disk:
+            if self._disk and tokens.min() >= 0:  # Names of rows of images are of this process alone.
                 self._unsaved.append(kept)
             if self._engine.info.n_checkpoints >= SPARE:
                 # It frees a place for the next one: what leaves is copied beside the steps up to then.

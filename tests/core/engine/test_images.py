@@ -7,13 +7,16 @@ import drive
 import numpy as np
 import pytest
 import tiny
+import tiny_dflash
 import tiny_vision
 from checkout import GOLDENS
+from hf_checkpoint import tensors_of
+from saved_bytes import HEADER
 from tiny_vision import IMAGE_PAD, TEXT, TINY
 
 from luce.errors import ArgumentError, UnsupportedError
 from luce.images.pixels import Picture, Processor
-from luce.native import File, ImageSpan, Prompt, Tower
+from luce.native import File, ImageSpan, Prompt, Source, Tower
 from luce.native.structs import Sampling
 
 Image = pytest.importorskip("PIL.Image")
@@ -225,6 +228,61 @@ def test_other_rows_and_places_give_other_logits(model):
             seen.append(sequence.logits(0))
         for i, each in enumerate(seen):
             assert all(np.abs(each - other).max() > 1e-3 for other in seen[:i])
+
+
+@pytest.mark.parametrize("gamma", [(0, 0, 3), (8, 0), (1, 4, 0, 0, 0)])
+def test_rounds_of_all_kinds_behind_images_leave_the_same_state(model, gamma):
+    """So plain rounds, whose rows the NextN head sees later, are rotated as those are that it sees at once."""
+    with drive.open_engine(model, n_draft=8) as engine, engine.sequence() as sequence:
+        found = decoded(sequence, LONG, 40, gamma=gamma).tokens
+        mixed = sequence.dump()
+        sequence.reset()
+        assert decoded(sequence, LONG, len(found)).tokens == found
+        assert sequence.dump() == mixed
+
+
+def state_of(sequence):
+    """Returns all that was committed but the tokens' names: KV of all layers and drafters, recurrent state."""
+    return sequence.dump()[HEADER + 4 * sequence.info.n_past :]
+
+
+def as_images(tokens, table, begin, end):
+    """Returns a prompt in which the embeddings of some tokens are images of one row each: such a row stands where text
+    would."""
+    images = [table[token].reshape(1, 1, -1) for token in tokens[begin:end]]
+    return Mixed([tokens[:begin], *images, tokens[end:]])
+
+
+@pytest.mark.parametrize("drafts", ["nextn", "dflash"])
+def test_embeddings_as_images_leave_the_state_of_text(native, tmp_path, drafts):
+    """What drafters keep of rows of images is what they keep of the same rows as text, bit for bit."""
+    if drafts == "dflash":
+        target, drafter = tiny_dflash.files(tmp_path, tiny_dflash.CASES["causal-windows"])
+        opened, params = drive.open_model(native, target, drafter=drafter), {"blocks": 1}
+    else:
+        target = tiny_vision.write_text(tmp_path / "m.gguf")
+        opened, params = drive.open_model(native, target, head=True), {"n_draft": 4}
+    table, tokens = tensors_of(target)["token_embd.weight"], words(150, 3)
+    with opened, drive.open_engine(opened, **params) as engine, engine.sequence() as sequence:
+        Mixed([tokens]).read(sequence)
+        text = state_of(sequence)
+        for cuts in ((), (64,)):
+            sequence.reset()
+            as_images(tokens, table, 40, 90).read(sequence, cuts)
+            assert state_of(sequence) == text
+
+
+def test_blocks_behind_images_change_no_token(native, tmp_path):
+    target, drafter = tiny_dflash.files(tmp_path, tiny_dflash.CASES["causal-windows"])
+    with drive.open_model(native, target, drafter=drafter) as opened:
+        width = opened.info.n_embd
+        image = np.random.default_rng(2).uniform(-1, 1, (5, 7, width)).astype(np.float32)
+        mixed = Mixed([words(30, 1), image, words(60, 2)])
+        with drive.open_engine(opened, blocks=1) as engine, engine.sequence() as sequence:
+            plain = decoded(sequence, mixed).tokens
+            sequence.reset()
+            found = decoded(sequence, mixed, gamma=5, source=Source.DFLASH).tokens
+            assert found[:N] == plain[:N]
 
 
 def test_lookup_finds_text_and_no_rows_of_images(model):

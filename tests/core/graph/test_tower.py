@@ -12,7 +12,7 @@ import tiny_vision
 from checkout import GOLDENS
 from tiny_vision import TINY
 
-from luce.errors import ArgumentError, Cancelled, FileError, UnsupportedError
+from luce.errors import ArgumentError, Cancelled, Error, FileError, UnsupportedError
 from luce.images.pixels import Picture, Processor
 from luce.native import File, Model, Tower
 
@@ -140,3 +140,23 @@ def test_types_that_towers_do_not_have_are_refused(tower_of, monkeypatch):
     monkeypatch.setattr(tiny_vision, "type_of", lambda name, shape, kind: "Q4_0" if name == "mm.2.weight" else "F32")
     with pytest.raises(UnsupportedError, match="mm.2.weight is Q4_0: luce takes F32, F16, BF16 or Q8_0 there"):
         tower_of()
+
+
+def test_any_damage_is_a_tower_or_an_error(native, tmp_path):
+    whole = tiny_vision.write(tmp_path / "whole.gguf", TINY, WEIGHTS).read_bytes()
+    head, rng, opened = whole.index(b"v.blk.0.ln1.weight"), np.random.default_rng(9), 0
+    for n in range(300):
+        bad = bytearray(whole)
+        for at in rng.integers(0, 2 * head, rng.integers(1, 4)):
+            bad[at] = rng.integers(0, 256) if n % 2 else bad[at] ^ (1 << int(rng.integers(0, 8)))
+        path = tmp_path / "bad.gguf"
+        path.write_bytes(bad if n % 5 else bad[: rng.integers(0, len(bad))])
+        try:
+            with File(path, native) as file, Tower(file) as tower:
+                side = tower.info.patch * tower.info.merge
+                p = Picture(tiny_vision.image(2 * side, side), Processor(tower.info.patch, tower.info.merge))
+                tower.encode(p.patches(), p.grid, 1)
+                opened += 1
+        except Error:
+            pass
+    assert 0 < opened < 300

@@ -1,0 +1,139 @@
+"""Sight of a model: names of rows, rows that are encoded once, and kept beginnings of prompts with images."""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import numpy as np
+import pytest
+import tiny_vision
+from tiny_vision import IMAGE_PAD, TINY, VISION_END, VISION_START
+
+from luce.decode.events import Finished, Started, Tokens
+from luce.decode.request import Request
+from luce.errors import ArgumentError, Cancelled
+from luce.images.sight import Sight
+from luce.model.loaded import Loaded, Settings
+from luce.native import Tower
+from luce.planning.opened import Files
+from luce.planning.plan import Options
+
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("sight")
+    tiny_vision.write_text(made / "model.gguf")
+    tiny_vision.write(made / "mmproj.gguf", TINY, tiny_vision.layout(TINY, tiny_vision.weights(TINY, 5)))
+    return made
+
+
+@pytest.fixture
+def sight(folder):
+    with Sight(folder / "mmproj.gguf", 1) as opened:
+        yield opened
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """Counts the images that are encoded."""
+    grids, encode = [], Tower.encode
+
+    def counted(self, patches, grid, *more):
+        grids.append(grid)
+        return encode(self, patches, grid, *more)
+
+    monkeypatch.setattr(Tower, "encode", counted)
+    return grids
+
+
+def picture(sight, seed, size=(64, 96), kind="PNG"):
+    out = BytesIO()
+    Image.fromarray(tiny_vision.image(*size, seed)).save(out, kind)
+    return sight.processor.picture(out.getvalue())
+
+
+def test_rows_have_one_name_where_their_pixels_are_the_same(sight):
+    first, other, again = (picture(sight, seed) for seed in (1, 2, 1))
+    tokens, at = sight.placed([7, IMAGE_PAD, 8, IMAGE_PAD, IMAGE_PAD], IMAGE_PAD, [first, other, again])
+    n = first.rows
+    assert [place for place, _ in at] == [1, n + 2, 2 * n + 2]
+    names = [tokens[place : place + n] for place, _ in at]
+    assert names[0] == names[2] and not set(names[0]) & set(names[1])
+    assert len(set(names[0])) == n and max(*names[0], *names[1]) < -1
+    assert tokens == [7, *names[0], 8, *names[1], *names[2]]
+
+
+def test_the_format_of_a_file_does_not_matter(sight):
+    names = {sight.placed([IMAGE_PAD], IMAGE_PAD, [picture(sight, 1, kind=kind)]).tokens[0] for kind in ("PNG", "GIF")}
+    assert len(names) == 2, "a GIF has a palette, and so other pixels"
+    assert sight.placed([IMAGE_PAD], IMAGE_PAD, [picture(sight, 1)]).tokens[0] in names
+
+
+def test_an_image_is_encoded_once(sight, encoded):
+    pictures = [picture(sight, 1), picture(sight, 2), picture(sight, 1)]
+    placed = sight.placed([IMAGE_PAD] * 3, IMAGE_PAD, pictures)
+    shown = sight.shown(placed)
+    assert len(encoded) == 2 and sight.shown(placed)[0].rows is shown[0].rows and len(encoded) == 2
+    assert shown[0].rows is shown[2].rows
+    assert [(each.height * each.width, len(each.rows)) for each in shown] == [(p.rows, p.rows) for p in pictures]
+
+
+def test_rows_are_kept_within_bytes(sight, encoded, monkeypatch):
+    placed = sight.placed([IMAGE_PAD] * 2, IMAGE_PAD, [picture(sight, 1), picture(sight, 2)])
+    monkeypatch.setattr("luce.images.sight.ROW_BYTES", 1)
+    sight.shown(placed)
+    sight.shown(placed)
+    assert len(encoded) == 4
+
+
+def test_encoding_is_cancelled(sight):
+    placed = sight.placed([IMAGE_PAD], IMAGE_PAD, [picture(sight, 3)])
+    with pytest.raises(Cancelled):
+        sight.shown(placed, lambda part: True)
+
+
+def test_spans_are_what_a_chunk_has_of_an_image(sight):
+    (shown,) = sight.shown(sight.placed([1, 2, IMAGE_PAD, 3], IMAGE_PAD, [picture(sight, 1)]))
+    n = len(shown.rows)
+    assert shown.span(0, 2) is None and shown.span(2 + n, 3 + n) is None
+    whole, part = shown.span(0, 3 + n), shown.span(5, 9)
+    assert (whole.at, whole.first, len(whole.rows)) == (2, 0, n)
+    assert (part.at, part.first, len(part.rows)) == (0, 3, 4) and np.array_equal(part.rows, shown.rows[3:7])
+
+
+def test_other_numbers_of_images_are_refused(sight):
+    with pytest.raises(ArgumentError, match="places for 2 images, and 1 were given"):
+        sight.placed([IMAGE_PAD, IMAGE_PAD], IMAGE_PAD, [picture(sight, 1)])
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    options = Options(ctx=1024, checkpoints=8, threads=1, device="cpu")
+    with Files(folder / "model.gguf", device="cpu") as files, Loaded(files, options, Settings(options)) as opened:
+        yield opened
+
+
+def run(loaded, sight, tokens, pictures, n=12):
+    """Returns how many tokens of a prompt were kept, and the answer's."""
+    placed = sight.placed(tokens, IMAGE_PAD, pictures)
+    request = Request(tuple(placed.tokens), n, images=sight.shown(placed), ignore_eos=True)
+    events = list(loaded.run(request))
+    (started,) = (event for event in events if isinstance(event, Started))
+    assert isinstance(events[-1], Finished), events[-1]
+    return started.cached, [token for event in events if isinstance(event, Tokens) for token in event.ids]
+
+
+def test_beginnings_with_images_are_kept_by_their_pixels(loaded, sight, encoded):
+    image, text = [VISION_START, IMAGE_PAD, VISION_END], [65 + i % 26 for i in range(200)]
+    prompt = [*text[:70], *image, *text]
+    first, other = picture(sight, 1), picture(sight, 2)
+    cold, answer = run(loaded, sight, prompt, [first])
+    assert cold == 0
+    kept, again = run(loaded, sight, [*prompt, 66, 67], [picture(sight, 1)])
+    assert kept > 70 + first.rows and len(encoded) == 1
+    assert run(loaded, sight, prompt, [first])[1] == answer
+    cached, another = run(loaded, sight, prompt, [other])
+    assert cached <= 70 and another != answer
+    assert run(loaded, sight, [*prompt, 66, 67], [first])[1] == again
