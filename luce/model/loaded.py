@@ -34,6 +34,7 @@ class Settings:
     options: Options = field(default_factory=Options)
     head: Path | None = None
     drafter: Path | None = None
+    mmproj: Path | None = None  # Of the server alone: others open towers themselves.
     host_bytes: int | None = None
     cache_dir: Path | None = None
     disk_bytes: int = 32 << 30

@@ -16,6 +16,7 @@ from luce.decode.events import Embedded, Event, Failed, Finished, Scored, Starte
 from luce.decode.request import Request
 from luce.decode.scheduler import Job
 from luce.errors import ArgumentError, Busy, Cancelled, ContextFull, Error
+from luce.images.sight import Placed
 from luce.model.answer import stop_of
 from luce.native.structs import Logprobs, Penalties, Sampling
 from luce.server.ask import Ask, Refused, TooLong
@@ -83,6 +84,7 @@ class Answer:
         self._done = False
         self._logprobs: list[tuple[int, Logprobs]] = []
         self.prompt: list[int] = []  # Its tokens.
+        self._placed = Placed([], [])  # Of a conversation they, and its images.
         self.vector: tuple[float, ...] = ()
         self.prompt_logprobs: list[Logprobs] = []  # Those of its tokens from the second on.
         self._last_bytes = b""  # They are the thoughts' last ones.
@@ -101,6 +103,7 @@ class Answer:
         if len(prompt) > n_ctx:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
+        images = await self.model.encoded(self._placed)
         grammar = None
         if not self._held.is_free:
             grammar = await self.model.compiled(self._grammar, self.ask.size)
@@ -122,6 +125,7 @@ class Answer:
                     penalties=Penalties(**self.model.penalties | dict(self.ask.penalties)),
                     grammar=grammar,
                     logprobs=self.ask.logprobs,
+                    images=images,
                 )
                 self._requests.append(request)
         except Error as error:
@@ -163,7 +167,8 @@ class Answer:
             if ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < n_vocab:
                 raise Refused(400, f"a token is none of {n_vocab}", param=self._param)
             return list(ask.prompt)
-        ids = await self.model.prompt(ask)
+        self._placed = await self.model.seen(ask)
+        ids = self._placed.tokens
         self._opening = opening_of(self.model.tokenizer, ids)
         if ask.continues:  # A thought goes on that may end in any letter.
             self._opening = replace(self._opening, within=said_of(ask.messages[-1])[1] is None, may_think=False)

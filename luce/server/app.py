@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -205,7 +206,8 @@ def naming(
 
 
 async def chat_completions(server: Server, request: Request) -> Response:
-    body, ask = await asked(request, openai.ChatBody, openai.chat_ask)
+    make = partial(openai.chat_ask, sees=server.models.sees)
+    body, ask = await asked(request, openai.ChatBody, make)
     form = forms(openai.ChatForm, openai.usage_wanted(body))
     return await server.answer(request, ask, form, openai.error_body)
 
@@ -220,12 +222,13 @@ async def completions(server: Server, request: Request) -> Response:
 
 
 async def messages(server: Server, request: Request) -> Response:
-    _, ask = await asked(request, anthropic.MessagesBody, anthropic.messages_ask)
+    _, ask = await asked(request, anthropic.MessagesBody, partial(anthropic.messages_ask, sees=server.models.sees))
     return await server.answer(request, ask, anthropic.MessagesForm, anthropic.error_body)
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
-    _, ask = await asked(request, anthropic.MessagesBody, anthropic.messages_ask, COUNT)
+    make = partial(anthropic.messages_ask, sees=server.models.sees)
+    _, ask = await asked(request, anthropic.MessagesBody, make, COUNT)
     served = await server.models.get(ask.model)
     return reply({"input_tokens": len(await served.prompt(ask))})
 

@@ -30,6 +30,7 @@ from luce.cli.options import (
     options,
     options_of,
 )
+from luce.cli.seeing import MMPROJ, idle_images
 from luce.cli.terminal import printable
 from luce.data import BOX
 from luce.errors import Error, UnsupportedError
@@ -189,7 +190,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     metavar="SECONDS",
     help="Let requests end for so long after SIGTERM, while no others are taken.",
 )
-@options(RUN, EXPERTS, DRAFTING)
+@options(RUN, EXPERTS, MMPROJ, DRAFTING)
 @click.option(
     "--log-json", is_flag=True, help="Print an object for each request on stderr, instead of a line."
 )
@@ -295,7 +296,9 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
         for name in ("cache_ram", "cache_dir"):
             if flags[name] is not None:
                 return f"--{name.replace('_', '-')} is for beginnings of prompts: --checkpoints 0 keeps none"
-    return misplaced(flags) or idle_threads(flags)
+    if flags["mmproj"] is not None and len(models) > 1:
+        return "--mmproj is the tower of one model: serve that one alone"
+    return misplaced(flags) or idle_threads(flags) or idle_images(flags)
 
 
 def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settings:
@@ -313,6 +316,7 @@ def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settin
         options=asked,
         head=flags["mtp_gguf"],
         drafter=drafter,
+        mmproj=flags["mmproj"],
         host_bytes=None if ram is None else int(ram * GIB),
         cache_dir=flags["cache_dir"],
         disk_bytes=int(flags["cache_disk"] * GIB),

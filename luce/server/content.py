@@ -3,6 +3,9 @@
 Text, text documents and search results are read; an image, another document or a part that nobody knows
 becomes a short note in its place, so that a conversation with one goes on. Only an image in the newest
 message of a user is refused: an answer about it would be made up.
+
+A model with a vision tower gets images of users and of tools as parts of their own (content_of): bytes in base64 or
+data URLs. No address is fetched.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 from luce.server.ask import refuse
@@ -50,6 +54,51 @@ def text_of(content: Any, param: str, between: str = "") -> str:
             said += between or ("" if is_text and after_text or said.endswith("\n") else "\n")
         said, after_text = said + text, is_text
     return said
+
+
+def content_of(content: Any, param: str, sees: bool, between: str = "") -> str | list[dict[str, Any]]:
+    """Returns what text_of() does, or where the model `sees` and there are images, parts: {"type": "text", "text"}
+    and {"type": "image", "data"} with the bytes of one. Raises Refused where an image did not come with the request."""
+    if not sees or not isinstance(content, list) or not any(map(_is_image, content)):
+        return text_of(content, param, between)
+    parts: list[dict[str, Any]] = []
+    for image, group in groupby(content, _is_image):
+        if image:
+            parts += [{"type": "image", "data": _bytes_of(part, param)} for part in group]
+        else:
+            parts.append({"type": "text", "text": text_of(list(group), param, between)})
+    return parts
+
+
+def told_of(output: Any, param: str, sees: bool) -> str | list[dict[str, Any]]:
+    """Returns what output_of() does, or parts as content_of() does."""
+    held = output["content"] if isinstance(output, Mapping) and isinstance(output.get("content"), list) else output
+    if sees and isinstance(held, list) and any(map(_is_image, held)):
+        return content_of(held, param, sees, "\n")
+    return output_of(output, param)
+
+
+def _is_image(part: Any) -> bool:
+    """Says whether a part is an image whose bytes a request may bring."""
+    return isinstance(part, Mapping) and _kind(part) in ("image", "image_url", "input_image")
+
+
+def _bytes_of(part: Mapping[str, Any], param: str) -> bytes:
+    """Returns the bytes of an image: Anthropic's source, OpenAI's data URL, or Ollama's base64."""
+    source, url = part.get("source"), part.get("image_url")
+    data: Any = part.get("data")
+    if isinstance(source, Mapping):
+        url, data = source.get("url"), source.get("data")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    if data is None and isinstance(url, str) and url.startswith("data:"):
+        head, _, data = url.partition(",")
+        data = data if head.endswith(";base64") else None
+    if not isinstance(data, str):
+        raise refuse("an image comes as base64 or as a data URL of it: no address is fetched", param)
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise refuse(f"an image is no base64: {error}", param) from error
 
 
 def thoughts_of(content: Any) -> str:

@@ -56,6 +56,8 @@ LARGE = (Lane("luce-middle", MIDDLE), Lane("luce-large", float("inf")))
 # How long a grammar takes its size hardly says: prompts without one wait for none.
 GRAMMARS = (Lane("luce-grammar", SHORT), Lane("luce-large-grammar", float("inf")))
 
+IMAGES = Lane("luce-images", float("inf"))  # One is encoded after the other, on all of a model's threads.
+
 
 def fitting(lanes: Sequence[Lane], cost: float) -> Lane:
     """Returns the first of the lanes that is for so much."""

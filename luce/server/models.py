@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import TypeVar
 
 from luce.decode.events import Event, Failed, Finished
 from luce.errors import Cancelled, DeviceError, Error, OutOfMemory, about
+from luce.images.sight import Placed, Shown, Sight, marks_of
 from luce.model.defaults import penalties_of, sampling_of, with_defaults
 from luce.model.loaded import Loaded, Settings, in_thread_of
+from luce.planning import cpus
 from luce.planning.opened import Files
 from luce.prompts.cache import PrefixCache
-from luce.server.ask import Ask, Refused, TooLong
-from luce.server.lanes import GRAMMARS, LARGE, MESSAGE, SHORT, Lane, fitting
+from luce.server.ask import Ask, Message, Refused, TooLong
+from luce.server.lanes import GRAMMARS, IMAGES, LARGE, MESSAGE, SHORT, Lane, fitting
 from luce.text.conversation import ordered
 from luce.text.infill import Gap, infill_ids
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
@@ -60,6 +62,13 @@ class Served:
             )
             if cancelled():
                 raise Cancelled("loading was cancelled")
+            self._sight: Sight | None = None
+            if settings.mmproj is not None:
+                threads = options.threads or min(cpus.usable(), 16)
+                self._sight = opened.enter_context(Sight(settings.mmproj, threads))
+                self._sight.require_fit(loaded.engine.model)
+                with about(path):
+                    self._image = marks_of(files.tokenizer.control.get)
             self.cache: PrefixCache | None = loaded.cache
             self.engine, self.scheduler = loaded.engine, loaded.scheduler
             self.info, self.tokenizer, self.facts = loaded.info, loaded.tokenizer, loaded.facts
@@ -88,19 +97,42 @@ class Served:
             self.failed = str(last.error)
 
     async def prompt(self, ask: Ask) -> list[int]:
-        """Returns the tokens of a conversation. Raises Refused where there is no template, or it fails."""
+        """Returns the tokens of a conversation, as seen() has them."""
+        return (await self.seen(ask)).tokens
+
+    async def encoded(self, placed: Placed) -> tuple[Shown, ...]:
+        """Returns the images of a prompt, of which those are encoded whose rows are not kept."""
+        sight = self._sight
+        if sight is None or not placed.at:
+            return ()
+        return await self._in(IMAGES, lambda: sight.shown(placed))
+
+    async def seen(self, ask: Ask) -> Placed:
+        """Returns the tokens of a conversation, with names for rows of images, and these images, which are opened and
+        not encoded. Raises Refused where there is no template, it fails, or an image cannot be read."""
         if not self._templates:
             raise Refused(400, "the model has no chat template: ask /v1/completions")
         if len(ask.messages) > COUNTED * self.info.n_ctx:  # Each has a token at least.
             raise TooLong(len(ask.messages), self.info.n_ctx, at_least=True)
         lane = fitting(self.lanes, ask.size + MESSAGE * (len(ask.messages) + len(ask.tools)))
 
+        images = images_of(ask.messages)
+
         def make(most: int) -> list[int]:
             tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
-            given = ordered(ask.messages), tools or None, most, ask.continues, ask.outright
+            places = self._image if images else ()
+            given = ordered(ask.messages), tools or None, most, ask.continues, ask.outright, places
             return prompt_ids(self._templates[lane], self.tokenizer, *given, **ask.variables)
 
-        return await self._counted(make, lane)
+        tokens, sight = await self._counted(make, lane), self._sight
+        if sight is None or not images:
+            return Placed(tokens, [])
+
+        def place() -> Placed:
+            pictures = [sight.processor.picture(image) for image in images]
+            return sight.placed(tokens, self._image[1], pictures)
+
+        return await self._in(lane, place)
 
     async def raw_prompt(self, text: str, special: bool = False, add_bos: bool = True) -> list[int]:
         """Returns the tokens of a prompt that is put into no template. Control tokens that it spells are such
@@ -149,6 +181,13 @@ class Served:
         self._opened.close()
 
 
+def images_of(messages: Sequence[Message]) -> list[bytes]:
+    """Returns the images of messages, in the order in which prompts have them."""
+    contents = (message["content"] for message in ordered(messages))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["data"] for part in parts if part["type"] == "image"]
+
+
 async def closing(close: Callable[[], None]) -> None:
     """Closes what takes a while to close, here where there is no thread to be had for it."""
     try:
@@ -181,6 +220,7 @@ class Models:
     """Holds models by their names. A single one answers to every name."""
 
     def __init__(self, paths: Mapping[str, Path], settings: Settings):
+        self.sees = settings.mmproj is not None
         self.slots = {name: Slot(path) for name, path in paths.items()}
         self._settings = settings
         self._turn = asyncio.Lock()  # One model is loaded at a time.

@@ -326,7 +326,8 @@ _ATTACHED = WeakKeyDictionary[Template, bool]()
 def opening_of(tokenizer: Tokenizer, ids: Sequence[int]) -> Opening:
     """Returns how an answer to a prompt begins: within thoughts where the prompt ends with an open block of them."""
     dialect = dialect_of(tokenizer)
-    within = tokenizer.decode(ids[-24:], special=True).rstrip().endswith(dialect.thought[0])
+    last = [token for token in ids[-24:] if token >= 0]  # The others are rows of images.
+    within = tokenizer.decode(last, special=True).rstrip().endswith(dialect.thought[0])
     return Opening(dialect, within, dialect is GEMMA and tokenizer.added(THINKS) in ids)
 
 

@@ -68,6 +68,8 @@ IGNORED = [
     ("serve", "--no-auth", "--api-key k --no-auth"),
     ("serve", "--no-auth", "--no-auth"),
     ("serve", "--no-auth", "--no-auth --host localhost"),
+    ("serve", "--mmproj", "--mmproj m.gguf --gguf b=x --gguf c=y"),
+    ("serve", "--mmproj", "--mmproj m.gguf --device cuda"),
     ("serve", "--alias", "--alias="),
     ("serve", "--cache-disk", "--cache-disk 1"),
     ("serve", "--alias", "--alias a --gguf b=x --gguf c=y"),

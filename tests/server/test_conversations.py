@@ -36,11 +36,12 @@ def prompts(monkeypatch):
     """Gives the tokens of prompts that were made."""
     made_prompts = []
 
-    async def prompt(self, ask, made=Served.prompt):
-        made_prompts.append(await made(self, ask))
-        return made_prompts[-1]
+    async def seen(self, ask, made=Served.seen):
+        placed = await made(self, ask)
+        made_prompts.append(placed.tokens)
+        return placed
 
-    monkeypatch.setattr(Served, "prompt", prompt)
+    monkeypatch.setattr(Served, "seen", seen)
     return made_prompts
 
 

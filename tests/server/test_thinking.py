@@ -107,15 +107,15 @@ def test_what_is_asked_of_thoughts_reaches_the_template(servers, dialect, monkey
     server = servers[dialect]
     prompts = []
 
-    async def prompt(self, ask, made=Served.prompt):
+    async def seen(self, ask, made=Served.seen):
         prompts.append(await made(self, ask))
         return prompts[-1]
 
-    monkeypatch.setattr(Served, "prompt", prompt)
+    monkeypatch.setattr(Served, "seen", seen)
     decode = server.models.slots["box"].served.tokenizer.decode
     for path, asked, variables in ASKED:
         assert server.post(path, **BODIES[path], **asked).status_code == 200, asked
-        text = decode(prompts.pop(), special=True)
+        text = decode(prompts.pop().tokens, special=True)
         assert text == ChatTemplate(DIALECTS[dialect]).render(TALK, **variables), (path, asked)
         effort, enabled = variables.get("reasoning_effort"), variables.get("enable_thinking", True)
         assert text.endswith("<think>\n" if enabled else "<think>\n\n</think>\n\n")

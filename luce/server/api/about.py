@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -109,6 +110,7 @@ async def props(server: Server, request: Request) -> Response:
             "build_info": f"luce {luce.__version__}",
             "total_slots": served.info.n_sequences,
             "chat_template": served.template_source,
+            "modalities": {"vision": server.models.sees, "audio": False},
             "default_generation_settings": {
                 "n_ctx": served.info.n_ctx,
                 "params": served.defaults | served.penalties,
@@ -158,9 +160,9 @@ async def detokenize(server: Server, request: Request) -> Response:
 
 
 async def apply_template(server: Server, request: Request) -> Response:
-    _, ask = await asked(request, ChatBody, chat_ask, TEMPLATE)
+    _, ask = await asked(request, ChatBody, partial(chat_ask, sees=server.models.sees), TEMPLATE)
     served = await server.models.get(ask.model)
-    tokens = await served.prompt(ask)
+    tokens = [token for token in await served.prompt(ask) if token >= 0]  # The others are rows of images.
 
     def make() -> Response:
         return reply({"prompt": served.tokenizer.decode(tokens, special=True), "tokens": tokens})

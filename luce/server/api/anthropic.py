@@ -13,7 +13,7 @@ from luce.server.api.openai import Form, held_to, stops_of, tool_of, within
 from luce.server.ask import Ask, Message, Refused, TooLong, budget_of, continued, refuse
 from luce.server.ask import thinking as thinking_of
 from luce.server.body import Body
-from luce.server.content import output_of, require_readable, text_of, thoughts_of
+from luce.server.content import content_of, require_readable, text_of, thoughts_of, told_of
 from luce.text.conversation import call_of
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, Whole
 from luce.text.tool import Tool
@@ -47,8 +47,9 @@ class MessagesBody(Body, kw_only=True):
     output_format: dict[str, Any] | None = None  # It is the older place of output_config's format.
 
 
-def messages_ask(body: MessagesBody) -> Ask:
-    """Returns the request of a body. Raises Refused where it asks for what is not there."""
+def messages_ask(body: MessagesBody, sees: bool = False) -> Ask:
+    """Returns the request of a body, to a model that `sees` images or not. Raises
+    Refused where it asks for what is not there."""
     if not body.messages:
         raise refuse("messages: at least one is needed", "messages")
     if body.max_tokens is not None and body.max_tokens < 1:
@@ -56,9 +57,10 @@ def messages_ask(body: MessagesBody) -> Ask:
     messages: list[Message] = []
     if system := _system(body.system):
         messages.append({"role": "system", "content": system})
-    require_readable([(str(each.get("role")), each.get("content")) for each in body.messages], "messages")
+    if not sees:
+        require_readable([(str(each.get("role")), each.get("content")) for each in body.messages], "messages")
     for message in body.messages:
-        messages += _messages(message)
+        messages += _messages(message, sees)
     tools = [tool_of(tool, "input_schema") for tool in body.tools or () if "input_schema" in tool]
     choice, parallel = _choice(body.tool_choice, tools)
     config = body.output_config or {}
@@ -96,7 +98,7 @@ def _system(system: str | list[dict[str, Any]] | None) -> str:
     return "\n".join(filter(None, told))
 
 
-def _messages(message: Mapping[str, Any]) -> list[Message]:
+def _messages(message: Mapping[str, Any], sees: bool) -> list[Message]:
     """Returns a message as templates take it. The answers of tools are messages of their own, before the
     text."""
     role, content = message.get("role"), message.get("content")
@@ -111,11 +113,11 @@ def _messages(message: Mapping[str, Any]) -> list[Message]:
         if kind == "tool_use":
             calls.append(call_of(str(block.get("name")), block.get("input") or {}, block.get("id")))
         elif kind == "tool_result":
-            text = output_of(block.get("content"), "messages")
-            answers.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
+            told_by = told_of(block.get("content"), "messages", sees)
+            answers.append({"role": "tool", "content": told_by, "tool_call_id": block.get("tool_use_id")})
         elif kind != "redacted_thinking":
             told.append(block)
-    found: Message = {"role": role, "content": text_of(told, "messages", "\n")}
+    found: Message = {"role": role, "content": content_of(told, "messages", sees and role == "user", "\n")}
     if role == "assistant" and (thought := thoughts_of(told)):
         found["reasoning_content"] = thought
     if calls:

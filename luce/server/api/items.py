@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from luce.server.ask import Message, refuse, typed
-from luce.server.content import note_of, output_of, require_readable, text_of
+from luce.server.content import content_of, note_of, output_of, require_readable, told_of
 from luce.text.conversation import call_of
 
 Item = dict[str, Any]
@@ -56,11 +56,12 @@ def configured(items: Sequence[Item], name: str, given: Item | None) -> Item | N
     return typed(updates[-1], Item, "input") if updates else given
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
+def messages_of(items: Sequence[Item], sees: bool = False) -> list[Message]:
     """Returns items as messages. Thoughts, text and calls that follow each other are one message of the
     assistant. Raises Refused where one is malformed, or an image is asked about."""
-    require_readable(_turns(items), "input")
-    told = _Messages()
+    if not sees:
+        require_readable(_turns(items), "input")
+    told = _Messages(sees)
     for item in items:
         told.take(item)
     return told.found
@@ -69,8 +70,9 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 class _Messages:
     """Messages of the items that were taken so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, sees: bool) -> None:
         self.found: list[Message] = []
+        self._sees = sees
 
     def take(self, item: Item) -> None:
         kind, id = kind_of(item), item.get("call_id") or item.get("id")
@@ -93,10 +95,11 @@ class _Messages:
         elif kind in ANSWERED:
             self._answered(item, kind, id)
         elif kind.endswith("_output") and kind not in DECLARING:
-            self._answer(output_of(item.get("output", item.get("result")), "input"), id)
+            self._answer(told_of(item.get("output", item.get("result")), "input", self._sees), id)
 
     def _message(self, item: Item) -> None:
-        role, text = item.get("role"), text_of(item.get("content"), "input")
+        role = item.get("role")
+        text = content_of(item.get("content"), "input", self._sees and role == "user")
         if role not in ROLES:
             raise refuse(f"{role!r} is no role", "input")
         if role != "assistant":
@@ -123,7 +126,7 @@ class _Messages:
     def _call(self, name: Any, arguments: Any, id: Any) -> None:
         self._assistant().setdefault("tool_calls", []).append(call_of(str(name), arguments, id))
 
-    def _answer(self, text: str, id: Any) -> None:
+    def _answer(self, text: str | list[dict[str, Any]], id: Any) -> None:
         self.found.append({"role": "tool", "content": text, "tool_call_id": id})
 
 

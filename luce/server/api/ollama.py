@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +22,7 @@ from luce.server.api.fields import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW
 from luce.server.api.openai import Form, held_to, length_of, penalties_of, stops_of, tools_of, within
 from luce.server.ask import Ask, Message, Refused, continued, refuse, thinking
 from luce.server.body import Body, asked, read, reply
-from luce.server.content import note_of, require_readable
+from luce.server.content import content_of, note_of, require_readable
 from luce.server.models import Slot
 from luce.text.conversation import call_of
 from luce.text.dialects import GEMMA, QWEN
@@ -108,12 +108,14 @@ class ShowBody(Body, kw_only=True):
     model: str = ""
 
 
-def chat_ask(body: ChatBody) -> Ask:
-    """Returns the request of a body. Raises Refused where it asks for what is not there."""
+def chat_ask(body: ChatBody, sees: bool = False) -> Ask:
+    """Returns the request of a body, to a model that `sees` images or not. Raises
+    Refused where it asks for what is not there."""
     tools, common = tools_of(body.tools), _common(body)
     turns = [(each.role, [{"type": "image"}] if each.images else each.content) for each in body.messages]
-    require_readable(turns, "messages")
-    messages = [_message(message) for message in body.messages]
+    if not sees:
+        require_readable(turns, "messages")
+    messages = [_message(message, sees) for message in body.messages]
     messages, continues = continued(messages, whole=common["constraint"] is not None)
     return Ask(messages=messages, tools=tools, continues=continues, **common)
 
@@ -146,11 +148,17 @@ def _common(body: Asked) -> dict[str, Any]:
     } | held_to(format=body.format)
 
 
-def _message(message: ChatMessage) -> Message:
+def _message(message: ChatMessage, sees: bool) -> Message:
     if message.role not in ROLES:
         raise refuse(f"{message.role!r} is no role", "messages")
-    notes = [note_of("image") for _ in message.images or ()]
-    found: Message = {"role": message.role, "content": "\n".join(filter(None, [message.content, *notes]))}
+    found: Message
+    if sees and message.images and message.role in ("user", "tool"):
+        images = [{"type": "image", "data": image} for image in message.images]
+        parts = [*images, {"type": "text", "text": message.content}]
+        found = {"role": message.role, "content": content_of(parts, "messages", sees)}
+    else:
+        notes = [note_of("image") for _ in message.images or ()]
+        found = {"role": message.role, "content": "\n".join(filter(None, [message.content, *notes]))}
     if message.thinking and message.role == "assistant":
         found["reasoning_content"] = message.thinking
     for call in message.tool_calls or ():
@@ -256,7 +264,7 @@ def _now() -> str:
 
 
 async def chat(server: Server, request: Request) -> Response:
-    body, ask = await asked(request, ChatBody, chat_ask)
+    body, ask = await asked(request, ChatBody, partial(chat_ask, sees=server.models.sees))
     if not body.messages:
         return await _only_load(server, body, {"message": {"role": "assistant", "content": ""}})
     return await _answered(server, request, body, ask)
@@ -345,6 +353,7 @@ async def show(server: Server, request: Request) -> Response:
         f"{facts.architecture}.block_count": facts.block_count,
     }
     able = ["completion"] + (["tools"] if "tools" in served.template_source else [])
+    able += ["vision"] if server.models.sees else []
     able += ["thinking"] if any(each.think[0] in served.template_source for each in (QWEN, GEMMA)) else []
     return reply(
         {

@@ -25,7 +25,7 @@ from luce.server.ask import (
     typed,
 )
 from luce.server.body import Body
-from luce.server.content import require_readable, text_of, thoughts_of
+from luce.server.content import content_of, require_readable, thoughts_of
 from luce.text.conversation import call_of
 from luce.text.infill import Gap
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, Whole
@@ -305,11 +305,12 @@ def _allowed(choice: Any, tools: list[Tool]) -> tuple[str, list[Tool]]:
     return choice_of(asked.mode if allowed or asked.mode == "required" else "none", allowed)
 
 
-def message_of(message: ChatMessage) -> Message:
+def message_of(message: ChatMessage, sees: bool = False) -> Message:
     """Returns a message as templates take it."""
     if message.role not in ("system", "developer", "user", "assistant", "tool", "function"):
         raise refuse(f"{message.role!r} is no role", "messages")
-    found: Message = {"role": message.role, "content": text_of(message.content, "messages")}
+    sees = sees and message.role in ("user", "tool", "function")
+    found: Message = {"role": message.role, "content": content_of(message.content, "messages", sees)}
     if message.role in ("tool", "function"):
         found["role"] = "tool"
         if message.name:
@@ -334,14 +335,15 @@ def message_of(message: ChatMessage) -> Message:
     return found
 
 
-def _messages_of(body: ChatBody, whole: bool) -> tuple[list[Message], bool]:
+def _messages_of(body: ChatBody, whole: bool, sees: bool) -> tuple[list[Message], bool]:
     """Returns the messages as templates take them, and whether the answer goes on behind the last one."""
     *before, last = body.messages
     if any(message.prefix for message in before) or (last.prefix and last.role != "assistant"):
         raise refuse("prefix is for the last message, of the assistant", "messages")
-    require_readable([(message.role, message.content) for message in body.messages], "messages")
+    if not sees:
+        require_readable([(message.role, message.content) for message in body.messages], "messages")
     asked = True if last.prefix else body.continue_final_message
-    messages = [message_of(message) for message in body.messages]
+    messages = [message_of(message, sees) for message in body.messages]
     return continued(messages, asked, body.add_generation_prompt, whole)
 
 
@@ -591,8 +593,9 @@ class CompletionForm(ChoiceForm):
         yield self._chunk(self._echo(), REASONS[self.answer.reason], timings=self.answer.timings())
 
 
-def chat_ask(body: ChatBody) -> Ask:
-    """Returns the request of a body. Raises Refused where it asks for what is not there."""
+def chat_ask(body: ChatBody, sees: bool = False) -> Ask:
+    """Returns the request of a body, to a model that `sees` images or not. Raises
+    Refused where it asks for what is not there."""
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs needs logprobs", "top_logprobs")
     if not body.messages:
@@ -603,7 +606,7 @@ def chat_ask(body: ChatBody) -> Ask:
     if body.add_generation_prompt is not None:
         thinks["variables"]["add_generation_prompt"] = body.add_generation_prompt
     whole = held["constraint"] is not None or choice not in ("auto", "none")
-    messages, continues = _messages_of(body, whole)
+    messages, continues = _messages_of(body, whole, sees)
     return Ask(
         messages=messages,
         tools=tools,

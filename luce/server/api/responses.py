@@ -84,15 +84,15 @@ def size_of(body: ResponsesBody, stored: Stored) -> int:
     return sum(kept.size for kept in [*turns, *stored.holders(references(body))])
 
 
-def responses_ask(body: ResponsesBody, items: list[Item] | None = None) -> Ask:
-    """Returns the request of a body, whose conversation are `items`, or those of the body alone. Raises
-    Refused where it asks for what is not there."""
+def responses_ask(body: ResponsesBody, items: list[Item] | None = None, sees: bool = False) -> Ask:
+    """Returns the request of a body, to a model that `sees` images or not, whose conversation are `items`, or those of
+    the body alone. Raises Refused where it asks for what is not there."""
     if "message.output_text.logprobs" in (body.include or ()):
         raise refuse("logprobs are not supported here: /v1/chat/completions has them", "include")
     if items is None:
         items = conversation_of(body, Stored())[1]
     messages: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages += messages_of(items)
+    messages += messages_of(items, sees)
     if not messages:
         raise refuse("input is empty", "input")
     functions = [tool for tool in body.tools or () if tool.get("type") == "function"]
@@ -301,7 +301,7 @@ async def make_response(server: Server, request: Request) -> Response:
         before, items = conversation_of(body, stored)
         if body.store is not False:
             brought = msgspec.json.encode(items)
-        return responses_ask(body, [*before, *items])
+        return responses_ask(body, [*before, *items], server.models.sees)
 
     def begun(body: ResponsesBody) -> Ask:
         """What is referred to may be larger than the body: it is read beside, as its size asks for."""

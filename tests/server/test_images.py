@@ -1,0 +1,214 @@
+"""Images through the server: in every API's form the tokens of `luce generate --chat --image`, counted without
+encoding, and what cannot be is refused. A model without a tower keeps what it did."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+from io import BytesIO
+
+import pytest
+import tiny_vision
+from serving import serving, settings
+from tiny_vision import TINY
+
+from luce.native import Tower
+
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("served")
+    tiny_vision.write_text(made / "model.gguf")
+    tiny_vision.write(made / "mmproj.gguf", TINY, tiny_vision.layout(TINY, tiny_vision.weights(TINY, 5)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    how = replace(settings(ctx=1024), mmproj=folder / "mmproj.gguf")
+    with serving({"m": folder / "model.gguf"}, how) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def blind(folder):
+    with serving({"m": folder / "model.gguf"}, settings(ctx=1024)) as running:
+        yield running
+
+
+def encoded(seed, size=(100, 40)):
+    out = BytesIO()
+    Image.fromarray(tiny_vision.image(*size, seed)).save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+ONE, TWO = encoded(20), encoded(21, (50, 110))
+TEXT = {"type": "text", "text": "AB"}
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+def url(data):
+    return f"data:image/jpeg;base64,{data}"  # It says another type than the bytes are of.
+
+
+def openai(*images, text=TEXT):
+    parts = [{"type": "image_url", "image_url": {"url": url(image), "detail": "high"}} for image in images]
+    return [{"role": "user", "content": [*parts, text]}]
+
+
+def chat(server, messages, **more):
+    response = server.post("/v1/chat/completions", model="m", messages=messages, **GREEDY | more)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def text_of(answer):
+    return answer["choices"][0]["message"]["content"]
+
+
+@pytest.fixture
+def expected(luce_, folder):
+    """What the command line says of one image, and of two."""
+
+    def said(*images):
+        shown = []
+        for image in images:
+            path = folder / f"{len(image)}.png"
+            path.write_bytes(base64.b64decode(image))
+            shown += ["--image", path]
+        files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf", "--device", "cpu", "--threads", "1")
+        result = luce_("generate", *files, *shown, "--chat", "-n", "8", "AB")
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    return said(ONE), said(ONE, TWO)
+
+
+def test_openai_chat(server, expected):
+    answer = chat(server, openai(ONE))
+    assert text_of(answer) == expected[0]
+    assert text_of(chat(server, openai(ONE, TWO))) == expected[1]
+    tokens = server.post("/tokenize", content="AB").json()["tokens"]
+    assert answer["usage"]["prompt_tokens"] > 78 + len(tokens)
+
+
+def test_responses(server, expected):
+    parts = [{"type": "input_image", "image_url": url(ONE)}, {"type": "input_text", "text": "AB"}]
+    given = {"input": [{"role": "user", "content": parts}], "temperature": 0, "max_output_tokens": 8}
+    answer = server.post("/v1/responses", model="m", **given).json()
+    assert answer["output"][-1]["content"][0]["text"] == expected[0]
+
+
+def anthropic(*images):
+    sources = ({"type": "base64", "media_type": "image/png", "data": image} for image in images)
+    return [{"role": "user", "content": [*({"type": "image", "source": source} for source in sources), TEXT]}]
+
+
+def test_anthropic(server, expected):
+    for images, said in (((ONE,), expected[0]), ((ONE, TWO), expected[1])):
+        answer = server.post("/v1/messages", model="m", messages=anthropic(*images), **GREEDY).json()
+        assert answer["content"][0]["text"] == said
+
+
+def test_ollama(server, expected):
+    messages = [{"role": "user", "content": "AB", "images": [ONE, TWO]}]
+    options = {"temperature": 0, "num_predict": 8}
+    answer = server.post("/api/chat", model="m", messages=messages, options=options, stream=False).json()
+    assert answer["message"]["content"] == expected[1]
+
+
+def tokens_of(answer):
+    """Returns how many tokens an answer of Anthropic's says that the prompt has."""
+    kinds = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+    return sum(answer["usage"].get(kind) or 0 for kind in kinds)
+
+
+def test_images_in_answers_of_tools_are_seen(server):
+    """Claude Code's Read and codex's view_image answer with them."""
+    call = {"id": "c", "name": "Read", "type": "tool_use", "input": {"path": "a.png"}}
+    answers = []
+    for image in (ONE, TWO):
+        source = {"type": "base64", "media_type": "image/png", "data": image}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": source}]}
+        said = [("user", [TEXT]), ("assistant", [call]), ("user", [result])]
+        messages = [{"role": role, "content": content} for role, content in said]
+        count = server.post("/v1/messages/count_tokens", model="m", messages=messages).json()["input_tokens"]
+        answer = server.post("/v1/messages", model="m", messages=messages, **GREEDY).json()
+        assert tokens_of(answer) == count
+        answers.append(answer["content"][0]["text"])
+    assert answers[0] != answers[1]
+    items = [{"type": "function_call", "name": "view_image", "arguments": "{}", "call_id": "c"}]
+    output = [{"type": "input_image", "image_url": url(ONE)}]
+    items += [{"type": "function_call_output", "call_id": "c", "output": output}]
+    given = {"input": [{"role": "user", "content": "AB"}, *items], "max_output_tokens": 16, "temperature": 0}
+    answer = server.post("/v1/responses", model="m", **given)
+    assert answer.status_code == 200 and answer.json()["usage"]["input_tokens"] > 78
+
+
+def test_tokens_are_counted_without_encoding(server, monkeypatch):
+    fresh = encoded(33)
+    monkeypatch.setattr(Tower, "encode", lambda *_: pytest.fail("it was encoded"))
+    counted = server.post("/v1/messages/count_tokens", model="m", messages=anthropic(fresh)).json()["input_tokens"]
+    monkeypatch.undo()
+    answer = server.post("/v1/messages", model="m", messages=anthropic(fresh), **GREEDY).json()
+    assert tokens_of(answer) == counted
+
+
+def test_a_conversation_that_goes_on_is_read_from_its_image_on(server, monkeypatch):
+    grids, encode = [], Tower.encode
+    monkeypatch.setattr(Tower, "encode", lambda self, *given: grids.append(given[1]) or encode(self, *given))
+    first = openai(encoded(44), text={"type": "text", "text": "A" * 90})
+    answer = chat(server, first)
+    more = [*first, {"role": "assistant", "content": text_of(answer)}, {"role": "user", "content": "C"}]
+    again = chat(server, more)
+    assert len(grids) == 1 and again["usage"]["prompt_tokens_details"]["cached_tokens"] > 78
+    assert text_of(chat(server, openai(encoded(45), text={"type": "text", "text": "A" * 90}))) != text_of(answer)
+
+
+def test_several_answers_and_streams(server, expected):
+    assert text_of(chat(server, openai(ONE), n=2)) == expected[0]
+    with server.http.stream(
+        "POST", "/v1/chat/completions", json={"model": "m", "messages": openai(ONE), "stream": True, **GREEDY}
+    ) as response:
+        assert response.status_code == 200 and b"[DONE]" in response.read()
+
+
+REFUSED = {
+    "an address": ({"url": "https://example.com/a.png"}, "no address is fetched"),
+    "a file": ({"url": "file:///etc/passwd"}, "no address is fetched"),
+    "no base64": ({"url": "data:image/png;base64,@@@"}, "is no base64"),
+    "no image": ({"url": url(base64.b64encode(b"hello").decode())}, "no PNG, JPEG, WebP or GIF"),
+    "half an image": ({"url": url(base64.b64encode(base64.b64decode(ONE)[:150]).decode())}, "damaged"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_image_is_refused(server, what):
+    image, said = REFUSED[what]
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": image}, TEXT]}]
+    response = server.post("/v1/chat/completions", model="m", messages=messages, **GREEDY)
+    assert response.status_code == 400 and said in response.json()["error"]["message"]
+    source = {"type": "image", "source": {"type": "url", **image}}
+    response = server.post("/v1/messages", model="m", messages=[{"role": "user", "content": [source, TEXT]}], **GREEDY)
+    assert response.status_code == 400 and said in response.json()["error"]["message"]
+
+
+def test_an_image_longer_than_the_context_is_refused_before_it_is_encoded(server, monkeypatch):
+    monkeypatch.setattr(Tower, "encode", lambda *_: pytest.fail("it was encoded"))
+    response = server.post("/v1/chat/completions", model="m", messages=openai(encoded(1, (1600, 1400))), **GREEDY)
+    assert response.status_code == 400 and "maximum context length" in response.json()["error"]["message"]
+
+
+def test_what_the_server_says_of_itself(server, blind):
+    for running, sees in ((server, True), (blind, False)):
+        assert running.http.get("/props").json()["modalities"]["vision"] is sees
+        assert ("vision" in running.post("/api/show", model="m").json()["capabilities"]) is sees
+
+
+def test_a_model_without_a_tower_refuses_and_notes_as_before(blind):
+    response = blind.post("/v1/chat/completions", model="m", messages=openai(ONE), **GREEDY)
+    assert response.status_code == 400 and "this model reads text alone" in response.json()["error"]["message"]
+    older = [*openai(ONE), {"role": "assistant", "content": "C"}, {"role": "user", "content": "D"}]
+    assert chat(blind, older)["usage"]["prompt_tokens"] < 200
