@@ -1,15 +1,13 @@
 #include "cards.h"
 
-#include <set>
-
-// What is known to be lacking, by kernel. It has to be found, so that what is mended leaves the list.
-static const std::set<std::string> KNOWN = {
-    "delta rule: a last wave of less than a quarter",
-    "experts: a last wave of less than a quarter",
-    "experts: too few bytes in flight", // of eight rows beside units of 3 KB and more
-    "route: a last wave of less than a quarter",
-    "rowmm: one slot of the ring",
-    "up of one row: a last wave of less than a quarter",
+// What is known to be lacking, by kernel, and so often over all cards and shapes: a number that may only get smaller.
+static const std::map<std::string, int> KNOWN = {
+    {"delta rule: a last wave of less than a quarter", 272},
+    {"experts: a last wave of less than a quarter", 4418},
+    {"experts: too few bytes in flight", 687}, // of eight rows beside units of 3 KB and more
+    {"route: a last wave of less than a quarter", 1312},
+    {"rowmm: one slot of the ring", 12040},
+    {"up of one row: a last wave of less than a quarter", 6},
 };
 
 int main() {
@@ -21,16 +19,17 @@ int main() {
         plan_sampling(card);
         plan_reserve(card);
     }
-    std::set<std::string> found;
+    std::map<std::string, int> found;
     for (const auto &[of, lack] : lacks) {
-        found.insert(of.first);
-        const bool known = KNOWN.count(of.first) != 0;
-        n_failed += known ? 0 : 1;
-        printf("%s %s on %s, %d times, first of %s\n", known ? "known" : "FAILED", of.first.c_str(), of.second.c_str(), lack.times,
-               lack.first.c_str());
+        found[of.first] += lack.times;
+        printf("%s on %s, %d times, first of %s\n", of.first.c_str(), of.second.c_str(), lack.times, lack.first.c_str());
     }
-    for (const std::string &known : KNOWN) {
-        expect(found.count(known) == 1, "is mended, and is still listed: " + known);
+    for (const auto &[lack, times] : found) {
+        const auto known = KNOWN.find(lack);
+        expect(known != KNOWN.end() && times <= known->second, lack + ", " + std::to_string(times) + " times");
+    }
+    for (const auto &[lack, times] : KNOWN) {
+        expect(found[lack] == times, "is known " + std::to_string(times) + " times, and found " + std::to_string(found[lack]) + ": " + lack);
     }
     printf("%d checks, %d failed\n", n_checks, n_failed);
     return n_failed == 0 ? 0 : 1;
