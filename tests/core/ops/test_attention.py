@@ -373,7 +373,7 @@ def test_gather_brings_cells_in_order(native, device, shape, dtype):
             device,
             "kv_gather",
             [side, ctl, pages],
-            (512, 0 if dtype == np.float32 else 1),
+            (512, 0 if dtype == np.float32 else 1, 0),
             shape=(512, shape.hkv * shape.d),
             dtype=dtype,
         )
@@ -386,7 +386,7 @@ def test_gather_has_zeros_for_a_page_that_is_gone(native):
     """A mask hides its positions, and hidden NaN would show. GPUs run no such layers yet."""
     k = random(np.random.default_rng(1), 4, PAGE * 2 * 64).reshape(4, 2, PAGE, 64)
     ctl, pages = step_ctl(Seq(n_past=2 * PAGE, n_rows=9)), np.array([-1, 3, 0], np.int32)
-    out = op_run(native, "cpu", "kv_gather", [k, ctl, pages], (3 * PAGE, 0), shape=(3 * PAGE, 128), dtype=np.float32)
+    out = op_run(native, "cpu", "kv_gather", [k, ctl, pages], (3 * PAGE, 0, 0), shape=(3 * PAGE, 128), dtype=np.float32)
     heads = out.reshape(3, PAGE, 2, 64).swapaxes(1, 2)
     assert not out[:PAGE].any() and (heads[1] == k[3]).all() and (heads[2, :, :9] == k[0, :, :9]).all()
 
@@ -411,7 +411,7 @@ def test_gather_and_store_take_several_prompts(native, device, shape):
         at += n_rows
     for seq in contexts:
         assert pool.cells(pool.k, seq, len(seq.k)).tobytes() == quantize(seq.k, shape.kind).tobytes()
-    out = op_run(native, device, "kv_gather", [pool.k, ctl, pages], (768, 0), shape=(768, width))
+    out = op_run(native, device, "kv_gather", [pool.k, ctl, pages], (768, 0, 0), shape=(768, width))
     expected = np.zeros((768, width), np.float32)
     for (n_past, n_rows), cells, seq in zip(lengths, rooms, contexts, strict=True):
         expected[cells : cells + n_past + n_rows] = values(quantize(seq.k, shape.kind))[: n_past + n_rows]
