@@ -199,7 +199,7 @@ def main() -> None:
         raise SystemExit(1 if errors or not usages else 0)
     found: list[Kernel] = []
     for path in args.objects:
-        found += kernels_of(told(path, "-sass"))
+        found += kernels_of(told(path, "-arch", "sm_90a", "-sass"))
     for kernel, name in sorted(
         zip(found, readable(k.name for k in found), strict=True), key=lambda pair: pair[1]
     ):
