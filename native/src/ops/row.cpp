@@ -9,7 +9,7 @@ namespace luce {
 namespace {
 
 // In op_params, an op's params follow ggml's own {function, n_tasks, userdata}.
-constexpr size_t PARAMS_AT = 8, MOST_PARAMS = GGML_MAX_OP_PARAMS / sizeof(int32_t) - PARAMS_AT;
+constexpr size_t PARAMS_AT = 6, MOST_PARAMS = GGML_MAX_OP_PARAMS / sizeof(int32_t) - PARAMS_AT;
 
 // Stands for the address of a tensor that has none yet: what is there and what is left out can be told apart.
 uint8_t *const NOT_PLACED = reinterpret_cast<uint8_t *>(uintptr_t(256));
