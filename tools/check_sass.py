@@ -49,17 +49,18 @@ STACKS: list[tuple[tuple[str, ...], str, int]] = [
     (BEFORE, r"attention_kernel<256, [28]>", 72),
     (BEFORE, r"attention_kernel<256, 1>", 96),
     (BLACKWELL, r"attention_kernel<256, 8>", 64),
-    (BLACKWELL, r"attention_kernel<256, 2>", 80),
-    (BLACKWELL, r"attention_kernel<256, 1>", 88),
+    (BLACKWELL, r"attention_kernel<256, [12]>", 96),
     (HOPPER, r"attention_kernel<256, 8>", 8),
-    (ALL, r"heads_kernel<\d, (128|256)>", 32),  # the sine of large angles
+    (ALL, r"heads_kernel<\d, (128|256|512)>", 32),  # the sine of large angles
     (BLACKWELL, r"combine_kernel<F16Means, 2>", 32),
     (HOPPER, r"deltanet_kernel<128, false, false>", 8),
     (HOPPER, r"rowmm_kernel<8, true, 0>", 24),
     (HOPPER, r"moe_few_kernel<2>", 56),
     (HOPPER, r"moe_many_kernel", 40),
-    (BEFORE, r"moe_route_kernel<\w+>", 8),
-    (BLACKWELL, r"moe_route_kernel<true>", 8),
+    (BEFORE, r"moe_route_kernel<false>", 32),  # both compute a router's own norm where it has one
+    (BEFORE, r"moe_route_kernel<true>", 24),
+    (BLACKWELL, r"moe_route_kernel<false>", 8),
+    (BLACKWELL, r"moe_route_kernel<true>", 16),
     (BLACKWELL, r"nextn_pack_kernel", 40),
 ]
 

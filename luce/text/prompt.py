@@ -118,11 +118,12 @@ def prompt_ids(
 
 
 def _with_images(message: Mapping[str, Any], image: str) -> Mapping[str, Any]:
-    """Returns a message with a text for its parts, in which `image` stands for each image."""
+    """Returns a message in which `image` stands for each image: where it has one, a text in the place of its parts."""
     content = message.get("content")
-    if not isinstance(content, list | tuple):
+    if not isinstance(content, list | tuple) or all(part.get("type") != "image" for part in content):
         return message
-    return {**message, "content": "".join(image if part["type"] == "image" else part["text"] for part in content)}
+    parts = (image if part.get("type") == "image" else part["text"] for part in content)
+    return {**message, "content": "".join(parts)}
 
 
 def _within(text: str, marks: Iterable[str]) -> list[str]:

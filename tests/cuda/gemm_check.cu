@@ -1,4 +1,6 @@
 // Checks a prefill's matmul against double precision: what gemm_pack makes of its input, and the products.
+#include "activation_reference.h"
+#include "common/activation.h"
 #include "harness.h"
 #include "matmul/prompt.h"
 #include "rowmm_reference.h"
@@ -11,10 +13,6 @@ struct PackInput {
     Floats x, y, w;
 };
 constexpr float EPS = 1e-6f;
-
-double silu(double x) {
-    return x / (1 + std::exp(-x));
-}
 
 PackInput random_input(int input, int T, int64_t K, int head) {
     PackInput p{input,

@@ -1,6 +1,7 @@
 // Has a mixture of experts of random weights, and what its formulas give in double precision.
 #pragma once
 
+#include "activation_reference.h"
 #include "common/activation.h"
 #include "harness.h"
 #include "moe/moe.h"
@@ -146,13 +147,6 @@ struct Buffers {
 };
 
 // ---- in double precision ----
-
-inline double silu(double x) {
-    return x / (1 + std::exp(-x));
-}
-inline double gelu(double x) {
-    return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-}
 
 struct Expected {
     Doubles logits; // they are the experts'
