@@ -121,6 +121,7 @@ def test_the_report_says_what_it_is_of_and_all_that_was_compared(printed):
     assert set(of["steps.by rows"]["figures"]["ms"]) == {"1", "2", "4", "8", "16"}
 
 
+@pytest.mark.long
 def test_a_model_without_a_head_is_drafted_for_from_its_text(luce_, few, tiny_gguf):
     result = luce_("doctor", "--device", "cpu", "--gguf", "{}")
     assert result.exit_code == 0, result.output
@@ -159,6 +160,7 @@ def test_a_bit_that_differs_is_found_where_no_token_does(engine, files, monkeypa
     assert found["widths"].figures["differ"] == 61
 
 
+@pytest.mark.long
 def test_rows_beside_others_and_samples_are_held_too(engine, files, monkeypatch):
     wrong_choices(monkeypatch, lambda widths, at: (len(widths), at) == (5, 1))
     found = {check.name: check for check in tokens.by_width(engine, prompt_of(files), Pace(60))}
@@ -168,6 +170,7 @@ def test_rows_beside_others_and_samples_are_held_too(engine, files, monkeypatch)
     assert "samples are not the rule's: row 0 takes" in found["samples"].found
 
 
+@pytest.mark.long
 def test_a_mode_whose_tokens_differ_is_named_and_exits_1(luce_, few, monkeypatch):
     """The wrong choice comes where a round has drafts: of four rows, as chains of three have."""
     wrong_choices(monkeypatch, lambda widths, at: widths == [4])

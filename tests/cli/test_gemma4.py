@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import tiny_gemma4
 from click.testing import CliRunner
+from depth import deeper
 from tiny_gemma4 import CASES
 
 from luce.bench import oracle_gemma4
@@ -135,7 +136,7 @@ def test_probe_counts_an_assistant(files, assistants):
     assert more["weights"] > less["weights"] and more["state"] > less["state"]
 
 
-@pytest.mark.parametrize("temp", ["0", "30"])
+@pytest.mark.parametrize("temp", ["0", *deeper("30")])
 def test_benches_draft_with_an_assistant(oracle, assistants, temp):
     """Trees have the next best candidates beside each draft of the chain. Where noise decides, it is the same one."""
     target, assistant = oracle

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from depth import deeper
 from serving import serving, settings
 
 import luce
@@ -27,7 +28,7 @@ def ask(server, **how):
     return found["choices"][0]["text"], found["timings"]
 
 
-@pytest.mark.parametrize("spec", ["mtp", "auto"])
+@pytest.mark.parametrize("spec", ["mtp", *deeper("auto")])
 def test_a_server_says_with_an_assistant_what_it_says_without(native, files, spec):
     target, assistant = files
     asked = [{}, SAMPLED, {"prompt": LONG + " w5 w6", "max_tokens": 25}, {"prompt": "w9"}]

@@ -65,7 +65,7 @@ def test_trees_are_chosen_where_runners_up_are_often_right(name: str, chances: t
 
 
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("cls", ["code", "mixed", "prose"])
+@pytest.mark.parametrize("cls", ["mixed", *deeper("code", "prose")])
 def test_auto_has_what_the_best_of_chains_and_trees_has(name: str, cls: str) -> None:
     """Runners-up are right as often as the small model's DFlash drafter has them."""
     on, chances = MACHINES[name], DFLASH2[cls]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash2
-from depth import deeper_but
+from depth import deeper, deeper_but
 from tiny_dflash2 import CPU_CASES, More
 
 from luce.decode.engine import Engine
@@ -183,7 +183,7 @@ def test_the_first_draft_of_a_sequence_that_samples_has_the_targets_noise(
     assert moved > 3
 
 
-@pytest.mark.parametrize("name", ["dflash2", "dspark", "dspark-reduced"])
+@pytest.mark.parametrize("name", ["dflash2", *deeper("dspark", "dspark-reduced")])
 @pytest.mark.parametrize(("spec", "budget"), [("dflash", None), ("dflash", 12), ("auto", 20)])
 def test_generations_are_those_of_plain_decoding(
     name: str, spec: str, budget: int | None, native: Library, device: str, tmp_path: Path
