@@ -232,7 +232,7 @@ def test_depths_are_right_independently_of_each_other() -> None:
         before &= hit
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, *deeper(0.0)])
 @pytest.mark.parametrize("asked", [RANKED, parse("mixed", "dflash", 15), Acceptance((0.3, 0.0), ((0.6, 0.3),))],
                          ids=["asked", "mixed", "seldom"])  # fmt: skip
 def test_lists_of_the_core_are_right_by_depth_and_rank(

@@ -407,6 +407,7 @@ def test_a_flag_that_would_be_ignored_is_a_usage_error(bench, monkeypatch, args,
     assert result.exit_code == 2 and result.stdout == "" and said in result.stderr
 
 
+@pytest.mark.long
 def test_a_closed_pipe_and_a_failing_plot_lose_no_row(bench, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     args = ("prompts", "--class", "code", "-n", 2, "--rounds", 1, "--modes", "plain", "--save", tmp_path)
@@ -480,6 +481,7 @@ def test_several_drafters_are_compared_side_by_side(bench, tmp_path):
     assert same_name.exit_code == 1 and "need names of their own: F16, F16" in same_name.stderr
 
 
+@pytest.mark.long
 def test_serve_awaits_first_tokens_cold_and_with_new_tokens_behind(bench):
     result = bench("serve", "--modes", "off", "--lengths", "16,300", "--more", "4,8", "--streams", 1, "-n", 4,
                    "--turns", 0, "--quiet", "--json")  # fmt: skip

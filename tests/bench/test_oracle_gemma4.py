@@ -23,7 +23,7 @@ from luce.cli.commands import cli
 TOKENS = np.array([5, 1999, 300, 301, 5, 7, 2044, 0] * 10)  # More than the windows of 64.
 
 
-@pytest.fixture(scope="module", params=["gemma4-mini mixed", "gemma4-mini-moe mixed", *deeper("gemma4-mini Q8_0")])
+@pytest.fixture(scope="module", params=["gemma4-mini-moe mixed", *deeper("gemma4-mini mixed", "gemma4-mini Q8_0")])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Rule]:
     """Gives the shape, the file and its rule."""
     shape, kind = str(request.param).split()

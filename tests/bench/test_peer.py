@@ -93,6 +93,7 @@ def command(monkeypatch: pytest.MonkeyPatch, oracle: Path, programs: Path, devic
     return run
 
 
+@pytest.mark.long
 def test_one_command_measures_both_sides(
     command, programs: Path, tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

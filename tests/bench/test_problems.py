@@ -34,6 +34,7 @@ def test_humaneval_has_its_164_problems(package):
         assert "def check(candidate)" in p.test
 
 
+@pytest.mark.long
 def test_canonical_solutions_pass_and_wrong_ones_fail(package):
     namespaces = sandbox.available() is None
     for problem in problems.humaneval()[:10]:

@@ -515,6 +515,7 @@ def test_devices_are_those_of_the_core(luce_, native):
     assert "cpu" in luce_("devices").stdout
 
 
+@pytest.mark.long
 def test_completion_knows_commands_and_options(command):
     for words, said in (("luce ", "bench"), ("luce generate --no-", "--no-think"), ("luce conv", "convert")):
         asked = {"_LUCE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}

@@ -145,6 +145,7 @@ def test_a_token_that_differs_at_eight_rows_is_found_and_named(engine, files, mo
     assert "rows.widths" in conclusion(found.values())
 
 
+@pytest.mark.long
 def test_a_bit_that_differs_is_found_where_no_token_does(engine, files, monkeypatch):
     logits = native_engine.Sequence.logits
 
@@ -181,6 +182,7 @@ def test_a_mode_whose_tokens_differ_is_named_and_exits_1(luce_, few, monkeypatch
     assert "mtp:3 on " in result.stdout and "report it with `luce doctor --json`" in result.stdout
 
 
+@pytest.mark.long
 def test_tokens_that_differ_in_company_or_with_what_is_kept_are_found(files, monkeypatch):
     modes, cases = modes_of(files), cases_of(files, 2)
     with files.load(run.plans_of(files, FEW)) as model:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import tiny_gemma4
 from click.testing import CliRunner
-from depth import deeper
+from depth import deeper, deeper_but
 from tiny_gemma4 import CASES
 
 from luce.bench import oracle_gemma4
@@ -70,7 +70,7 @@ def run(*args, code=0):
 
 
 @pytest.mark.parametrize("sampling", [[], ["--temp", "0.8", "--top-k", "20", "--seed", "3"]])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", deeper_but(MODELS, "experts"))
 def test_an_assistant_changes_no_token(generate, assistants, model, sampling):
     path = assistants[model]
     plain = generate(model, "--spec", "off", *sampling)
@@ -152,7 +152,7 @@ def test_benches_draft_with_an_assistant(oracle, assistants, temp):
 
 
 @pytest.mark.parametrize("sampling", [[], ["--temp", "0.5", "--top-k", "20", "--seed", "3"]])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", deeper_but(MODELS, "per-layer"))
 def test_drafts_change_no_token(generate, model, sampling):
     plain = generate(model, "--spec", "off", *sampling)
     assert len(set(plain["tokens"])) > 3 and plain["stats"]["drafted"] == 0

@@ -247,6 +247,7 @@ def test_a_library_that_cannot_be_mapped_is_no_missing_package(luce_, monkeypatc
     assert not lacks or one_line(result) == "Error: out of memory"
 
 
+@pytest.mark.long
 def test_a_thread_that_lacks_memory_is_an_error():
     """Parts of an op on several threads: what one throws reaches the caller when all have ended."""
     program = (
@@ -299,6 +300,7 @@ def open_sequence(n_threads):
 """
 
 
+@pytest.mark.long
 def test_a_step_that_lacks_memory_fails_its_sequence(wide):
     """It is no OutOfMemory, of which callers know that nothing was done."""
     program = WIDE + """

@@ -12,6 +12,7 @@ import hf_checkpoint as hf
 import numpy as np
 import pytest
 import tiny
+from depth import deeper
 from dflash_checkpoint import FF, GGUF_NAMES, HEADS, KV, LAYERS, VOCAB, D, E, save, weights
 
 from luce.convert.cli import is_drafter
@@ -259,7 +260,7 @@ def test_tensors_of_dspark(tmp_path, target, layout):
 
 
 @pytest.mark.parametrize("layout", CHECKPOINTS)
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("kind", ["Q4_K_M", *deeper("Q8_0")])
 def test_small_tensors_stay_f32(tmp_path, target, layout, kind):
     types = hf.types_of(convert(tmp_path, target, *CHECKPOINTS[layout], "--type", kind))
     small = {name for name in types if "conv_base" in name or "conf_proj" in name or "norm" in name}

@@ -294,6 +294,7 @@ def test_what_was_downloaded_is_looked_at(hub, tmp_path, make, held):
     assert fetch("owner/repo:some-Q4_K_M.gguf", url).name == "some-Q4_K_M.gguf"
 
 
+@pytest.mark.long
 def test_each_command_takes_a_model_of_the_hub(hub, luce_, command, tiny_gguf, monkeypatch, tmp_path):
     url, asked = hub({"m.gguf": tiny_gguf.read_bytes()})
     form = "/{repo_id}/resolve/{revision}/{filename}"

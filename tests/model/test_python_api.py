@@ -331,6 +331,7 @@ def test_busy_where_as_many_wait_as_may(device):
 # ---- beginnings
 
 
+@pytest.mark.long
 def test_a_prefix_is_resumed_by_many():
     rests = [f"def g{n}(x):\n" for n in range(5)]
     with load(KEEPS, parallel=2, checkpoints=1) as model, model.prefix(LONG) as prefix:

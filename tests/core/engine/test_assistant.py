@@ -12,7 +12,7 @@ import drive
 import numpy as np
 import pytest
 import tiny_gemma4
-from depth import deeper_but
+from depth import deeper, deeper_but
 from drive import Decoded
 from identity import Identity
 from op_run import poison
@@ -125,7 +125,7 @@ def accepted_by_rule(anchor: int, gamma: int, n: int) -> list[int]:
 # ---- the same tokens
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, "greedy", "min-p"))
 @pytest.mark.parametrize("kv_type", deeper_but(("f32", "f16", "q8_0"), "f16"))
 @pytest.mark.parametrize("name", deeper_but((*SEVERAL, "oracle"), "golden", "shared", "oracle"))
 def test_every_gamma_gives_the_tokens_of_plain_decoding(
@@ -148,7 +148,7 @@ def test_every_gamma_gives_the_tokens_of_plain_decoding(
         assert accepted > 60, "rounds of all kinds are wanted"
 
 
-@pytest.mark.parametrize("gamma", GAMMAS)
+@pytest.mark.parametrize("gamma", deeper_but(GAMMAS, 3))
 def test_acceptance_is_what_the_file_sets(gamma: int, device: str, model_of: Callable[[str], Model]) -> None:
     """A prompt in several chunks, and one that is shorter than a window."""
     sequence = drive.open_sequence(model_of("oracle"), n_ctx=1024, n_rows=9, n_draft=8, n_chunk=256, kv_type="f16")
@@ -224,7 +224,7 @@ def test_company_changes_neither_tokens_nor_drafts(device: str, model_of: Callab
         assert sequence.drafted(n) == drafts_of(lone, 7, n)
 
 
-@pytest.mark.parametrize("where", ["device", "host", "bytes"])
+@pytest.mark.parametrize("where", ["bytes", *deeper("device", "host")])
 @pytest.mark.parametrize("name", deeper_but(("window-7", "window-300", "shared"), "window-7", "window-300"))
 def test_a_resumed_text_has_the_same_drafts(
     name: str, where: str, device: str, model_of: Callable[[str], Model], same: Same

@@ -474,6 +474,7 @@ class Saving:
         return self.status
 
 
+@pytest.mark.long
 def test_steps_go_on_beside_a_save(large: tuple[Engine, Timeline, Checkpoint]) -> None:
     """A step is begun and ended within it, and its bytes are those of a save with nothing beside it."""
     _, sequence, checkpoint = large
@@ -488,6 +489,7 @@ def test_steps_go_on_beside_a_save(large: tuple[Engine, Timeline, Checkpoint]) -
     assert ended_within > 0
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_is_closed_while_it_is_saved(large: tuple[Engine, Timeline, Checkpoint]) -> None:
     """Its pages are free at once, and the save fails; unless it was over before."""
     engine, _, checkpoint = large

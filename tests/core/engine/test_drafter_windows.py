@@ -102,6 +102,7 @@ def cancelled(engine: Engine, call: Callable[[], object]) -> None:
         call()
 
 
+@pytest.mark.long
 @examples(16, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
 def test_drafts_are_those_of_an_engine_that_read_all_in_one_go(opened: Opened, data: st.DataObject) -> None:

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import tiny_dflash
 import tiny_gemma4
+from depth import deeper_but
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nan_model import BAD
@@ -33,7 +34,7 @@ N_SEQUENCES, N_CTX, N_CHUNK, TAIL = 6, 1024, 1024, 128
 SAMPLED = Sampling(temperature=0.9, top_k=30, seed=11)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=deeper_but(KINDS, "Q4_K", "F32 experts"))
 def engine(
     request: pytest.FixtureRequest, native: Library, device: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Engine:

@@ -10,6 +10,7 @@ import drive
 import numpy as np
 import pytest
 import tiny_gemma4
+from depth import deeper_but
 from op_run import poison
 
 from luce.convert.gemma4_layout import Config
@@ -35,7 +36,7 @@ def file_of(folder: Path, window: int) -> Path:
     return path
 
 
-@pytest.fixture(params=WINDOWS)
+@pytest.fixture(params=deeper_but(WINDOWS, 7, 300))
 def model(request: pytest.FixtureRequest, native: Library, device: str, folder: Path) -> Model:
     path = file_of(folder, request.param)
     return drive.open_model(native, path, drive.where_it_runs(native, path, device))
