@@ -64,7 +64,7 @@ def picture_of(sight: Sight, path: Path) -> Picture:
     with text_file(path) as file:
         data = file.read(MAX_BYTES + 1)
     with about(path):
-        return sight.processor.picture(data)
+        return sight.picture(data)
 
 
 def marks(tokenizer: Tokenizer) -> tuple[int, int, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # Pillow has more, some of which decode without bounds (CVE-2026-40192).
 MAX_BYTES = 32 << 20
 MAX_PIXELS = 64 << 20  # 192 MB of RGB
+MAX_SCANS = 100  # of a progressive JPEG, of which each passes over all of its pixels; photos have about ten
 
 
 class ImageError(ArgumentError):
@@ -26,21 +29,47 @@ def open_image(data: bytes) -> Image:
     """Returns the first frame as RGB, turned as its EXIF says. Transparency is dropped and not laid over a colour, as
     transformers does. Raises ImageError where the bytes are no image, are damaged, or have too many pixels, and Error
     where Pillow is missing."""
+    with _reading(data) as (image, ImageOps):
+        opened = image.open(BytesIO(data), formats=FORMATS)
+        _bound(opened.size)
+        opened.load()
+        if opened.mode.startswith("I"):  # Gray of 16 bits: convert() would make all above 255 white.
+            opened = opened.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+        turned: Image = ImageOps.exif_transpose(opened).convert("RGB")
+        return turned
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Returns an image's width and height as its header has them, ahead of a turn by EXIF. Nothing is decoded. Raises
+    what open_image raises of what a header shows."""
+    with _reading(data) as (image, _):
+        if _is_webp(data):
+            return _webp_size(data)
+        size: tuple[int, int] = image.open(BytesIO(data), formats=FORMATS).size
+        _bound(size)
+        return size
+
+
+def _is_webp(data: bytes) -> bool:
+    return data.startswith(b"RIFF") and data[8:12] == b"WEBP"
+
+
+@contextmanager
+def _reading(data: bytes) -> Iterator[tuple[Any, Any]]:
+    """Gives Pillow's modules Image and ImageOps to read bytes with. What they raise becomes an ImageError."""
     if len(data) > MAX_BYTES:
         raise ImageError(f"the image has {len(data)} bytes: luce takes up to {MAX_BYTES}")
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+    if _is_webp(data):
         _bound(_webp_size(data))  # Pillow takes memory for all of its pixels as soon as it opens one.
-    image, ImageOps = _pillow()
+    if data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > MAX_SCANS:
+        raise ImageError(f"the JPEG has more than {MAX_SCANS} scans")
+    image, ImageOps = pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # _bound is stricter.
-            opened = image.open(BytesIO(data), formats=FORMATS)
-            _bound(opened.size)
-            opened.load()
-            if opened.mode.startswith("I"):  # Gray of 16 bits: convert() would make all above 255 white.
-                opened = opened.convert("I").point(lambda value: value * (1 / 256)).convert("L")
-            turned: Image = ImageOps.exif_transpose(opened).convert("RGB")
-            return turned
+            yield image, ImageOps
+    except ImageError:
+        raise
     except image.UnidentifiedImageError:
         raise ImageError("the bytes are no PNG, JPEG, WebP or GIF image") from None
     except image.DecompressionBombError:
@@ -51,8 +80,8 @@ def open_image(data: bytes) -> Image:
         raise ImageError(f"the image is damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
 
 
-def _pillow() -> tuple[Any, Any]:
-    """Returns Pillow's modules Image and ImageOps."""
+def pillow() -> tuple[Any, Any]:
+    """Returns Pillow's modules Image and ImageOps. Raises Error, which names the extra, where it is missing."""
     try:
         from PIL import Image, ImageOps
     except ImportError:

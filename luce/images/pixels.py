@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, floor, sqrt
 from typing import TYPE_CHECKING
 
@@ -56,9 +57,10 @@ class Processor:
     def picture(self, data: bytes) -> Picture:
         """Opens an image and stretches it, with Pillow's bicubic filter. Raises what open_image and size_of raise."""
         import numpy as np
+
+        image = open_image(data)  # It says what to install where Pillow is missing.
         from PIL import Image
 
-        image = open_image(data)
         size = self.size_of(*image.size)
         stretched = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
         return Picture(np.asarray(stretched), self)
@@ -85,9 +87,12 @@ class Picture:
     def key(self, tower: bytes) -> bytes:
         """Returns what the rows that `tower` makes of the image are known by, 32 bytes: a hash of the pixels with their
         size, of this file's version, and of the tower."""
+        return hashlib.sha256(self._hash + tower).digest()
+
+    @cached_property
+    def _hash(self) -> bytes:
         height, width, _ = self.rgb.shape
-        head = f"{VERSION} {width}x{height} {len(tower)} ".encode() + tower
-        return hashlib.sha256(head + self.rgb.tobytes()).digest()
+        return hashlib.sha256(f"{VERSION} {width}x{height} ".encode() + self.rgb.tobytes()).digest()
 
     def patches(self) -> np.ndarray:
         """Returns the patches F32 (n, 3 * patch * patch), with values by channel, y and x. Patches of one row stand

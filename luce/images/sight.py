@@ -7,6 +7,7 @@ images. Names are of this process alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luce.errors import ArgumentError, FileError, UnsupportedError, about
 from luce.files.probe import fact
+from luce.images.opening import pillow
 from luce.images.pixels import Picture, Processor
 from luce.native import File, ImageSpan, Model, Progress, Tower
 
 if TYPE_CHECKING:
     import numpy as np
 
-ROW_BYTES = 1 << 30  # Rows that were encoded are kept within so many bytes.
+ROW_BYTES = 1 << 30  # Rows that were encoded are kept within so many bytes,
+PIXEL_BYTES = 256 << 20  # and stretched pixels of images that were opened.
 FIRST_NAME = -2  # -1 is no token in too many places.
 MOST_NAMES = 2**31 - 2
 
@@ -55,6 +58,7 @@ class Sight:
     """The tower of a file. It is a context manager, and any thread may use it. Raises what opening the file raises."""
 
     def __init__(self, path: str | Path, threads: int = 0):
+        pillow()  # Where it is missing, that is said before an image comes.
         self._file = File(path)
         try:
             with about(self._file.path):
@@ -68,10 +72,26 @@ class Sight:
         self._names: dict[bytes, int] = {}
         self._next = FIRST_NAME
         self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._pictures: OrderedDict[bytes, Picture] = OrderedDict()  # by the hash of a file's bytes
 
     def require_fit(self, model: Model) -> None:
         """Raises FileError where the tower's rows do not fit the model, and UnsupportedError where that is on a GPU."""
         Tower(self._file, model).close()
+
+    def picture(self, data: bytes) -> Picture:
+        """Returns the stretched pixels of an image, which is opened once while they are kept: it comes again with each
+        turn of a conversation. Raises what Processor.picture raises."""
+        known = hashlib.sha256(data).digest()
+        with self._lock:
+            if known in self._pictures:
+                self._pictures.move_to_end(known)
+                return self._pictures[known]
+        found = self.processor.picture(data)
+        with self._lock:
+            self._pictures[known] = found
+            while sum(each.rgb.nbytes for each in self._pictures.values()) > PIXEL_BYTES:
+                self._pictures.popitem(last=False)
+        return found
 
     def placed(self, tokens: Sequence[int], pad: int, pictures: Sequence[Picture]) -> Placed:
         """Returns the tokens with names in the place of each `pad`, one for each picture. Raises ArgumentError where
@@ -98,6 +118,14 @@ class Sight:
             Shown(at, self._encoded(picture, progress), picture.grid[0] // merge, picture.grid[1] // merge)
             for at, picture in placed.at
         )
+
+    def kept(self, placed: Placed) -> tuple[Shown, ...] | None:
+        """Returns the images of a prompt where the rows of all are kept, and None where one has to be encoded."""
+        keys = {self._key(picture) for _, picture in placed.at}
+        with self._lock:
+            if not keys <= self._rows.keys():
+                return None
+        return self.shown(placed)
 
     def _key(self, picture: Picture) -> bytes:
         return picture.key(self.tower.info.identity.to_bytes(8, "little"))

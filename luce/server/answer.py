@@ -104,6 +104,7 @@ class Answer:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
         images = await self.model.encoded(self._placed)
+        self._placed = Placed([], [])  # Its pixels have served.
         grammar = None
         if not self._held.is_free:
             grammar = await self.model.compiled(self._grammar, self.ask.size)

@@ -230,7 +230,7 @@ async def count_tokens(server: Server, request: Request) -> Response:
     make = partial(anthropic.messages_ask, sees=server.models.sees)
     _, ask = await asked(request, anthropic.MessagesBody, make, COUNT)
     served = await server.models.get(ask.model)
-    return reply({"input_tokens": len(await served.prompt(ask))})
+    return reply({"input_tokens": await served.count(ask)})
 
 
 # ---- the application

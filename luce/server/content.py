@@ -34,6 +34,7 @@ READABLE = (
     "application/javascript",
     "application/toml",
 )  # Beside text/*, documents of these types are text.
+LINE_ENDS = {ord("\r"): None, ord("\n"): None}  # The command base64 writes them.
 OPAQUE = ("type", "encrypted_content", "encrypted_index")  # They say nothing to a model.
 
 
@@ -59,6 +60,7 @@ def text_of(content: Any, param: str, between: str = "") -> str:
 def content_of(content: Any, param: str, sees: bool, between: str = "") -> str | list[dict[str, Any]]:
     """Returns what text_of() does, or where the model `sees` and there are images, parts: {"type": "text", "text"}
     and {"type": "image", "data"} with the bytes of one. Raises Refused where an image did not come with the request."""
+    content = [content] if sees and _is_image(content) else content
     if not sees or not isinstance(content, list) or not any(map(_is_image, content)):
         return text_of(content, param, between)
     parts: list[dict[str, Any]] = []
@@ -73,14 +75,14 @@ def content_of(content: Any, param: str, sees: bool, between: str = "") -> str |
 def told_of(output: Any, param: str, sees: bool) -> str | list[dict[str, Any]]:
     """Returns what output_of() does, or parts as content_of() does."""
     held = output["content"] if isinstance(output, Mapping) and isinstance(output.get("content"), list) else output
-    if sees and isinstance(held, list) and any(map(_is_image, held)):
+    if sees and (_is_image(held) or (isinstance(held, list) and any(map(_is_image, held)))):
         return content_of(held, param, sees, "\n")
     return output_of(output, param)
 
 
 def _is_image(part: Any) -> bool:
     """Says whether a part is an image whose bytes a request may bring."""
-    return isinstance(part, Mapping) and _kind(part) in ("image", "image_url", "input_image")
+    return isinstance(part, Mapping) and _kind(part) in ("image", "image_url", "input_image", "computer_screenshot")
 
 
 def _bytes_of(part: Mapping[str, Any], param: str) -> bytes:
@@ -92,11 +94,11 @@ def _bytes_of(part: Mapping[str, Any], param: str) -> bytes:
     url = url.get("url") if isinstance(url, Mapping) else url
     if data is None and isinstance(url, str) and url.startswith("data:"):
         head, _, data = url.partition(",")
-        data = data if head.endswith(";base64") else None
+        data = data if head.lower().endswith(";base64") else None
     if not isinstance(data, str):
         raise refuse("an image comes as base64 or as a data URL of it: no address is fetched", param)
     try:
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode(data.translate(LINE_ENDS), validate=True)
     except ValueError as error:
         raise refuse(f"an image is no base64: {error}", param) from error
 

@@ -56,6 +56,7 @@ LARGE = (Lane("luce-middle", MIDDLE), Lane("luce-large", float("inf")))
 # How long a grammar takes its size hardly says: prompts without one wait for none.
 GRAMMARS = (Lane("luce-grammar", SHORT), Lane("luce-large-grammar", float("inf")))
 
+PICTURES = Lane("luce-pictures", float("inf"))  # Images are opened.
 IMAGES = Lane("luce-images", float("inf"))  # One is encoded after the other, on all of a model's threads.
 
 

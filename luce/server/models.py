@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event as Flag
 from typing import TypeVar
 
 from luce.decode.events import Event, Failed, Finished
-from luce.errors import Cancelled, DeviceError, Error, OutOfMemory, about
+from luce.errors import ArgumentError, Cancelled, DeviceError, Error, OutOfMemory, about
+from luce.images.opening import ImageError, image_size
 from luce.images.sight import Placed, Shown, Sight, marks_of
 from luce.model.defaults import penalties_of, sampling_of, with_defaults
 from luce.model.loaded import Loaded, Settings, in_thread_of
@@ -20,7 +22,7 @@ from luce.planning import cpus
 from luce.planning.opened import Files
 from luce.prompts.cache import PrefixCache
 from luce.server.ask import Ask, Message, Refused, TooLong
-from luce.server.lanes import GRAMMARS, IMAGES, LARGE, MESSAGE, SHORT, Lane, fitting
+from luce.server.lanes import GRAMMARS, IMAGES, LARGE, MESSAGE, PICTURES, SHORT, Lane, fitting
 from luce.text.conversation import ordered
 from luce.text.infill import Gap, infill_ids
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
@@ -97,25 +99,53 @@ class Served:
             self.failed = str(last.error)
 
     async def prompt(self, ask: Ask) -> list[int]:
-        """Returns the tokens of a conversation, as seen() has them."""
-        return (await self.seen(ask)).tokens
+        """Returns the tokens of a conversation without rows of images, none of which is decoded. Raises as seen()
+        does."""
+        tokens, images = await self._spelled(ask)
+        return [token for token in tokens if token != self._image[1]] if images else tokens
+
+    async def count(self, ask: Ask) -> int:
+        """Returns how many tokens a conversation has, rows of images among them. None of these is decoded."""
+        tokens, images = await self._spelled(ask)
+        return len(tokens) - len(images) + await self._rows(images)
 
     async def encoded(self, placed: Placed) -> tuple[Shown, ...]:
         """Returns the images of a prompt, of which those are encoded whose rows are not kept."""
-        sight = self._sight
+        sight, gone = self._sight, Flag()
         if sight is None or not placed.at:
             return ()
-        return await self._in(IMAGES, lambda: sight.shown(placed))
+        kept = await self._in(PICTURES, lambda: sight.kept(placed))
+        if kept is not None:  # It waits for no other request's images.
+            return kept
+        try:
+            return await self._in(IMAGES, lambda: sight.shown(placed, lambda part: gone.is_set()))
+        finally:
+            gone.set()  # Where the client left, or the server ends, the encode ends too.
 
     async def seen(self, ask: Ask) -> Placed:
         """Returns the tokens of a conversation, with names for rows of images, and these images, which are opened and
-        not encoded. Raises Refused where there is no template, it fails, or an image cannot be read."""
+        not encoded. Raises Refused where there is no template, it fails, or an image cannot be read, and TooLong ahead
+        of decoding one."""
+        tokens, images = await self._spelled(ask)
+        sight = self._sight
+        if sight is None or not images:
+            return Placed(tokens, [])
+        in_all = len(tokens) - len(images) + await self._rows(images)
+        if in_all > self.info.n_ctx:
+            raise TooLong(in_all, self.info.n_ctx)
+
+        def place() -> Placed:
+            return sight.placed(tokens, self._image[1], each_image(images, sight.picture))
+
+        return await self._in(PICTURES, place)
+
+    async def _spelled(self, ask: Ask) -> tuple[list[int], list[bytes]]:
+        """Returns the tokens of a conversation, in which one stands for each image, and the images."""
         if not self._templates:
             raise Refused(400, "the model has no chat template: ask /v1/completions")
         if len(ask.messages) > COUNTED * self.info.n_ctx:  # Each has a token at least.
             raise TooLong(len(ask.messages), self.info.n_ctx, at_least=True)
         lane = fitting(self.lanes, ask.size + MESSAGE * (len(ask.messages) + len(ask.tools)))
-
         images = images_of(ask.messages)
 
         def make(most: int) -> list[int]:
@@ -124,15 +154,15 @@ class Served:
             given = ordered(ask.messages), tools or None, most, ask.continues, ask.outright, places
             return prompt_ids(self._templates[lane], self.tokenizer, *given, **ask.variables)
 
-        tokens, sight = await self._counted(make, lane), self._sight
+        return await self._counted(make, lane), images
+
+    async def _rows(self, images: Sequence[bytes]) -> int:
+        """Returns how many rows images have, of which the headers are read."""
+        sight = self._sight
         if sight is None or not images:
-            return Placed(tokens, [])
-
-        def place() -> Placed:
-            pictures = [sight.processor.picture(image) for image in images]
-            return sight.placed(tokens, self._image[1], pictures)
-
-        return await self._in(lane, place)
+            return 0
+        rows_of = sight.processor.rows_of
+        return await self._in(PICTURES, lambda: sum(each_image(images, lambda data: rows_of(*image_size(data)))))
 
     async def raw_prompt(self, text: str, special: bool = False, add_bos: bool = True) -> list[int]:
         """Returns the tokens of a prompt that is put into no template. Control tokens that it spells are such
@@ -179,6 +209,17 @@ class Served:
     def close(self) -> None:
         """Ends what runs, then frees everything."""
         self._opened.close()
+
+
+def each_image(images: Sequence[bytes], make: Callable[[bytes], T]) -> list[T]:
+    """Returns what `make` makes of each image. An error says which image it is of."""
+    found = list[T]()
+    for n, data in enumerate(images, 1):
+        try:
+            found.append(make(data))
+        except ImageError as error:
+            raise ArgumentError(f"image {n} of {len(images)}: {error}", concerns="messages") from error
+    return found
 
 
 def images_of(messages: Sequence[Message]) -> list[bytes]:

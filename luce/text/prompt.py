@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from luce.errors import Error, FileError, TemplateFailed, UnsupportedError
+from luce.errors import ArgumentError, Error, FileError, TemplateFailed, UnsupportedError
 from luce.files.probe import fact
 from luce.files.template_process import Renderer
 from luce.files.tokenizer import Tokenizer
@@ -241,13 +241,18 @@ class Guard:
         self._ends = {text[:at] for text in found for at in range(1, len(text))}
         self._begins = {text[at:] for text in found for at in range(1, len(text))}
         self._most = max(map(len, found), default=0)
-        used = set("".join(_strings(texts)))
+        written = "".join(_strings(texts))
+        # Where a template spells JSON, a stand-in's escape becomes what it stands for: nobody else may write that.
+        used = set(written) | {chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-fA-F]{4})", written)}
         # These are Unicode's areas for private use.
         private = chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))
-        free = (chr(code) for code in private if chr(code) not in used)
-        self._stand_in = {char: next(free) for char in sorted(set("".join(found)))}
+        letters = sorted(set("".join(found)))
+        free = list(islice((chr(code) for code in private if chr(code) not in used), len(letters) + 2))
+        if len(free) < len(letters) + 2:
+            raise ArgumentError("the messages have nearly all of Unicode's characters for private use")
+        self._stand_in = dict(zip(letters, free[2:], strict=True))
         self._known: dict[str, str] = {}  # Short strings, and what they became.
-        self.unused, self.image = next(free), next(free)  # No text has these characters, nor are they stand-ins.
+        self.unused, self.image = free[:2]  # No text has these characters, nor are they stand-ins.
 
     def marked(self, value: Any) -> Any:
         """Returns `value` with stand-ins in all of its strings."""

@@ -1,5 +1,6 @@
 """Checks chat templates: what transformers' apply_chat_template renders, and what is refused."""
 
+import json
 import re
 
 import fake_core
@@ -8,7 +9,7 @@ from depth import deeper
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce.errors import Error, FileError, UnsupportedError
+from luce.errors import ArgumentError, Error, FileError, UnsupportedError
 from luce.files import template_process as rendering
 from luce.files.template import ChatTemplate
 from luce.files.tokenizer import Tokenizer
@@ -284,6 +285,20 @@ def test_only_the_template_spells_control_tokens(contents, system):
         BYTES.control["<|im_end|>"],
     ]
     assert BYTES.decode(ids) == plain
+
+
+def test_escapes_of_characters_for_private_use_stay_as_they_were_written():
+    """Fonts of icons have them, in code as JSON does."""
+    source = "<|im_start|>{{ messages[0] | tojson }}<|im_end|>"
+    said = "".join(f"\\u{code:04x}" for code in range(0xE000, 0xE020))
+    ids = prompt_ids(ChatTemplate(source), BYTES, [{"role": "user", "content": said}])
+    assert json.loads(BYTES.decode(ids))["content"] == said
+
+
+def test_messages_with_all_characters_for_private_use_are_refused():
+    private = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0x10FFFE)]))
+    with pytest.raises(ArgumentError, match="private use"):
+        Guard(["<|im_start|>"], [private])
 
 
 @pytest.mark.parametrize("control", [["x" * 257], [f"<{number:020}>" for number in range(10_000)]], ids=len)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_vision
 
-from luce.images.opening import MAX_BYTES, ImageError, open_image
+from luce.images.opening import MAX_BYTES, ImageError, image_size, open_image
 
 Image = pytest.importorskip("PIL.Image")
 RGB = tiny_vision.image(40, 24)
@@ -77,6 +77,13 @@ def test_cmyk_and_gray_of_sixteen_bits_become_rgb():
     assert np.array_equal(opened[..., 0], gray >> 8) and np.array_equal(opened[..., 0], opened[..., 2])
 
 
+def many_scans(n):
+    """Returns a progressive JPEG whose last scan comes n times: each passes over all pixels."""
+    data = saved(Image.fromarray(tiny_vision.image(64, 64)), "JPEG", progressive=True)
+    begin = data.rindex(b"\xff\xda")
+    return data[:begin] + data[begin:-2] * n + data[-2:]
+
+
 HOSTILE = {
     "nothing": (b"", "no PNG, JPEG, WebP or GIF"),
     "text": (b"hello " * 100, "no PNG, JPEG, WebP or GIF"),
@@ -93,6 +100,7 @@ HOSTILE = {
     "half a WebP": (saved(Image.fromarray(tiny_vision.image(200, 200)), "WEBP")[:500], "damaged|no PNG"),
     "a WebP's name": (b"RIFF\0\0\0\0WEBP", "damaged"),
     "half a GIF": (saved(Image.fromarray(RGB), "GIF")[:100], "damaged|no PNG"),
+    "passes without end": (many_scans(2000), "more than 100 scans"),
     "too many bytes": (b"\x89PNG" + b"\0" * MAX_BYTES, f"bytes: luce takes up to {MAX_BYTES}"),
 }
 
@@ -122,3 +130,12 @@ def test_any_damage_is_an_image_or_an_image_error():
                 assert open_image(bytes(bad[: rng.integers(1, len(bad) + 1)])).mode == "RGB"
             except ImageError:
                 pass
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_a_size_is_known_of_the_header_alone(kind):
+    whole = saved(Image.fromarray(tiny_vision.image(90, 70)), kind)
+    assert image_size(whole) == open_image(whole).size == (90, 70)
+    assert image_size(whole[: 3 * len(whole) // 4]) == (90, 70)
+    with pytest.raises(ImageError):
+        image_size(whole[:20])

@@ -4,14 +4,19 @@ encoding, and what cannot be is refused. A model without a tower keeps what it d
 from __future__ import annotations
 
 import base64
+import threading
+import time
 from dataclasses import replace
 from io import BytesIO
 
+import httpx
 import pytest
 import tiny_vision
-from serving import serving, settings
+from serving import HANG_S, serving, settings
 from tiny_vision import TINY
 
+from luce.errors import Cancelled
+from luce.images import pixels
 from luce.native import Tower
 
 Image = pytest.importorskip("PIL.Image")
@@ -199,6 +204,58 @@ def test_an_image_longer_than_the_context_is_refused_before_it_is_encoded(server
     monkeypatch.setattr(Tower, "encode", lambda *_: pytest.fail("it was encoded"))
     response = server.post("/v1/chat/completions", model="m", messages=openai(encoded(1, (1600, 1400))), **GREEDY)
     assert response.status_code == 400 and "maximum context length" in response.json()["error"]["message"]
+
+
+def test_images_that_are_too_many_are_refused_before_one_is_opened(server, monkeypatch):
+    monkeypatch.setattr(pixels, "open_image", lambda _: pytest.fail("it was opened"))
+    many = openai(*[encoded(200 + n, (300, 300)) for n in range(16)])
+    response = server.post("/v1/chat/completions", model="m", messages=many, **GREEDY)
+    assert response.status_code == 400 and "maximum context length" in response.json()["error"]["message"]
+    assert server.post("/v1/messages/count_tokens", model="m", messages=many_of(many)).json()["input_tokens"] > 1024
+
+
+def many_of(messages):
+    """Returns OpenAI's images in Anthropic's form."""
+    urls = (part["image_url"]["url"] for part in messages[0]["content"] if part["type"] == "image_url")
+    return anthropic(*(url.partition(",")[2] for url in urls))
+
+
+def test_an_image_is_opened_once_for_several_answers_and_turns(server, monkeypatch):
+    opened, real = [], pixels.open_image
+    monkeypatch.setattr(pixels, "open_image", lambda data: opened.append(len(data)) or real(data))
+    fresh = openai(encoded(300))
+    answer = chat(server, fresh, n=3)
+    chat(server, [*fresh, {"role": "assistant", "content": text_of(answer)}, {"role": "user", "content": "C"}])
+    assert len(opened) == 1
+
+
+def test_an_error_says_which_image_it_is_of(server):
+    response = server.post("/v1/chat/completions", model="m", messages=openai(ONE, ONE[:200]), **GREEDY)
+    assert response.status_code == 400 and "image 2 of 2: the image is damaged" in response.json()["error"]["message"]
+
+
+def test_base64_may_have_line_ends(server, expected):
+    lines = "\r\n".join(ONE[at : at + 76] for at in range(0, len(ONE), 76))
+    assert text_of(chat(server, openai(lines))) == expected[0]
+
+
+def test_an_encode_ends_with_its_client_and_keeps_no_others_waiting(server, monkeypatch):
+    began, ended = threading.Event(), threading.Event()
+    chat(server, openai(ONE))  # Its rows are kept.
+
+    def endless(self, patches, grid, threads, progress):
+        began.set()
+        while not progress(0.5):
+            time.sleep(0.005)
+        ended.set()
+        raise Cancelled("cancelled")
+
+    monkeypatch.setattr(Tower, "encode", endless)
+    body = {"model": "m", "messages": openai(encoded(400)), "stream": True, **GREEDY}
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post("/v1/chat/completions", json=body, timeout=2)
+    assert began.is_set() and ended.wait(HANG_S)
+    chat(server, openai(ONE))
 
 
 def test_what_the_server_says_of_itself(server, blind):

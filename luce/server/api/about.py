@@ -162,7 +162,7 @@ async def detokenize(server: Server, request: Request) -> Response:
 async def apply_template(server: Server, request: Request) -> Response:
     _, ask = await asked(request, ChatBody, partial(chat_ask, sees=server.models.sees), TEMPLATE)
     served = await server.models.get(ask.model)
-    tokens = [token for token in await served.prompt(ask) if token >= 0]  # The others are rows of images.
+    tokens = await served.prompt(ask)
 
     def make() -> Response:
         return reply({"prompt": served.tokenizer.decode(tokens, special=True), "tokens": tokens})
