@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from luce import native as _native
@@ -15,7 +15,7 @@ from luce.data import BOX
 from luce.doctor import kernels, machine, steps, tokens
 from luce.doctor.checks import REPORT, Check
 from luce.doctor.tokens import Pace
-from luce.errors import ArgumentError, Cancelled, Error, OutOfMemory
+from luce.errors import ArgumentError, Cancelled, Error, FileError, NumericError, OutOfMemory, UnsupportedError
 from luce.native import Library, Model
 from luce.native.structs import Device, EngineParams, GpuInfo
 from luce.planning import cpus
@@ -24,8 +24,9 @@ from luce.planning.plan import MAX_THREADS, Plan
 from luce.speculate.prices import MAX_ROWS
 
 SEQUENCES = 4  # Of a step in company.
-TOGETHER = ("plain", "mtp:3", "auto")  # Modes in which requests run together.
+TOGETHER = ("plain", "mtp:3", "dflash", "auto")  # Modes in which requests run together.
 PROMPT = 48  # Of a prompt so many tokens are taken.
+COPY = "take another copy of the file"  # What helps where a model's weights are wrong or cannot be read.
 LEAST_LONG, LONG = 100, 300  # Tokens of the prompt whose beginnings are kept: some of them, and more than a KV page.
 
 
@@ -82,13 +83,17 @@ def examine(core: Library, files: Files, device: Device, progress: Progress, amo
 
 
 def guarded(group: str, make: Callable[[], Iterable[Check]]) -> Iterator[Check]:
-    """Yields what `make` gives. What it raises is a check too: one that lacked memory or room was not made."""
+    """Yields what `make` gives. What it raises is a check too: one that lacked memory or room, or that luce does not do
+    with this file, was not made. Of a given model, what cannot be read or is not finite is the file's."""
     try:
         yield from make()
     except Cancelled:
         raise
-    except OutOfMemory as error:
+    except (OutOfMemory, UnsupportedError) as error:
         yield Check(group, "run", "skipped", str(error))
+    except (FileError, NumericError) as error:
+        own = group == "kernels"  # These run on luce's own model.
+        yield Check(group, "run", "bad", f"failed: {error}", remedy=REPORT if own else COPY)
     except Error as error:
         yield Check(group, "run", "bad", f"failed: {error}", remedy=REPORT)
     except OSError as error:
@@ -127,18 +132,36 @@ def _of_model(given: _Given) -> Iterator[Check]:
     modes, cases = modes_of(files), cases_of(files, given.amount.prompts)
     plans = plans_of(files, given.amount)
     with files.load(plans, lambda _: given.progress.cancelled()) as model:
-        prompt = list(cases[0].prompt)
-        params = EngineParams(
-            n_ctx=4 * MAX_ROWS + PROMPT, n_sequences=2 + SEQUENCES, n_rows=MAX_ROWS, n_threads=given.threads
-        )
-        costs = list[Check]()
-        with _native.Engine(model, params) as engine:
-            say("comparing the rows of steps")
-            yield from guarded("rows", lambda: tokens.by_width(engine, prompt, given.pace(0.25)))
-            say("timing steps")
-            costs += guarded("steps", lambda: _costs(given, engine, prompt, model))
-        yield from _of_requests(given, model, modes, cases)
+        costs, failed = list[Check](), set[str]()
+        for check in guarded("rows", lambda: _of_rows(given, model, list(cases[0].prompt), costs)):
+            if check.name == "run":
+                failed.add(check.found)
+            yield check
+        say("decoding plainly")
+        runs = list[tokens.Runs]()
+        for check in guarded("drafts", lambda: _decoded_plainly(given, model, cases, runs)):
+            again = check.found in failed
+            yield replace(check, verdict="skipped", found="plain decoding fails as steps do") if again else check
+        if runs:
+            yield from _of_requests(given, model, modes, runs[0])
         yield from costs
+
+
+def _of_rows(given: _Given, model: Model, prompt: list[int], costs: list[Check]) -> Iterator[Check]:
+    """Yields what is promised of the rows of steps, and adds to `costs` what they cost, which is told last."""
+    n_ctx, trained = 4 * MAX_ROWS + PROMPT, given.files.facts.context_length
+    if trained is not None and trained < n_ctx:
+        n_ctx, least = trained, PROMPT + MAX_ROWS + 1
+        if trained < least:
+            why = f"{least} positions are needed, the model was trained for {trained}"
+            yield Check("rows", "widths", "skipped", why)
+            return
+    params = EngineParams(n_ctx=n_ctx, n_sequences=2 + SEQUENCES, n_rows=MAX_ROWS, n_threads=given.threads)
+    with _native.Engine(model, params) as engine:
+        given.progress.say("comparing the rows of steps")
+        yield from guarded("rows", lambda: tokens.by_width(engine, prompt, given.pace(0.25)))
+        given.progress.say("timing steps")
+        costs += guarded("steps", lambda: _costs(given, engine, prompt, model))
 
 
 def _costs(given: _Given, engine: _native.Engine, prompt: list[int], model: Model) -> Iterator[Check]:
@@ -148,11 +171,15 @@ def _costs(given: _Given, engine: _native.Engine, prompt: list[int], model: Mode
         yield steps.clocks_under_load(engine, prompt, given.gpu.pci)
 
 
-def _of_requests(given: _Given, model: Model, modes: Sequence[Mode], cases: Sequence[Case]) -> Iterator[Check]:
+def _decoded_plainly(given: _Given, model: Model, cases: Sequence[Case], runs: list[tokens.Runs]) -> list[Check]:
+    """Adds to `runs` what all others are compared with; that is no check."""
+    runs.append(tokens.plain_runs(given.files, model, cases, given.amount.tokens, given.pace(0.125)))
+    return []
+
+
+def _of_requests(given: _Given, model: Model, modes: Sequence[Mode], runs: tokens.Runs) -> Iterator[Check]:
     """Yields whether requests have the tokens of plain decoding."""
     files, amount, say = given.files, given.amount, given.progress.say
-    say("decoding plainly")
-    runs = tokens.plain_runs(files, model, cases, amount.tokens, given.pace(0.125))
     say("decoding with drafts")
     yield from guarded("drafts", lambda: [tokens.by_drafts(files, model, modes[1:], runs, given.pace(0.25))])
     say("decoding requests together")
@@ -160,16 +187,18 @@ def _of_requests(given: _Given, model: Model, modes: Sequence[Mode], cases: Sequ
     yield from guarded("company", lambda: [tokens.in_company(files, model, together, runs, given.pace(0.125))])
     say("reading prompts from what is kept")
     room = (files.facts.context_length or 2 * LONG) - amount.tokens - MAX_ROWS
-    long = min(LONG, int(amount.seconds / 80 / max(runs.reading, 1e-9)), room)
+    in_time = int(amount.seconds / 80 / max(runs.reading, 1e-9))
+    long = min(LONG, in_time, room)
     if long < LEAST_LONG:
-        yield Check("kept", "beginnings", "skipped", f"no time to read prompts of {LEAST_LONG} tokens")
+        lacks = "time" if in_time < LEAST_LONG else "room in the model's context"
+        yield Check("kept", "beginnings", "skipped", f"no {lacks} to read prompts of {LEAST_LONG} tokens")
         return
     prompt = long_prompt(files, long)
-    spec = "mtp" if any(mode.spec == "mtp" for mode in modes) else "off"
+    specs = [spec for spec in ("mtp", "dflash") if any(mode.spec == spec for mode in modes)] or ["off"]
     yield from guarded("kept", lambda: [
         tokens.read_both_ways(model, prompt, given.threads),
         tokens.from_checkpoints(model, prompt, given.threads),
-        tokens.with_kept_beginnings(files, model, prompt, runs.n, spec, given.pace(0.125)),
+        tokens.with_kept_beginnings(files, model, prompt, runs.n, specs, given.pace(0.125)),
     ])  # fmt: skip
 
 

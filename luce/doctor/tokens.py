@@ -60,6 +60,7 @@ class Compared:
     runs: int = 0
     tokens: int = 0
     differ: list[str] = field(default_factory=list)
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # By mode: how many were drafted, and accepted.
 
     def compare(self, what: str, found: Sequence[int], expected: Sequence[int]) -> None:
         at = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), None)
@@ -71,13 +72,25 @@ class Compared:
             own, other = ([*side, None][at] if at <= len(side) else None for side in (found, expected))
             self.differ.append(f"{what}: token {at} is {own}, not {other}")
 
+    def count(self, mode: Mode, done: Finished) -> None:
+        """Counts the drafts of a run of a mode that drafts."""
+        if mode.spec != "off":
+            drafted, accepted = self.drafts.get(mode.name, (0, 0))
+            self.drafts[mode.name] = [drafted + done.stats.drafted, accepted + done.stats.accepted]
+
     def check(self, group: str, name: str, of: str) -> Check:
-        """Returns the check of all pairs; skipped where there were none."""
-        figures = {"runs": self.runs, "differ": len(self.differ), "tokens": self.tokens, "differing": self.differ}
+        """Returns the check of all pairs; skipped where there were none. A mode that drafted nothing showed nothing, so
+        it is named."""
+        figures: dict[str, object] = {
+            "runs": self.runs, "differ": len(self.differ), "tokens": self.tokens, "differing": self.differ,
+            "drafts": self.drafts,
+        }  # fmt: skip
         if not self.runs:
             return Check(group, name, "skipped", f"{of}: no time for it", figures=figures)
         said = f"{len(self.differ)} of {self.runs} runs {of} differ"
         said += f": {self.differ[0]}" if self.differ else f" ({self.tokens} tokens)"
+        idle = [mode for mode, (drafted, _) in self.drafts.items() if not drafted]
+        said += f", nothing drafted by {', '.join(idle)}" if idle else ""
         return judged(group, name, not self.differ, said, "the tokens of plain decoding", REPORT, **figures)
 
 
@@ -246,7 +259,9 @@ def by_drafts(files: Files, model: Model, modes: Sequence[Mode], runs: Runs, pac
         with Engine.open(files, chosen, model=model) as engine:
             for id, sampled, request in runs.requests():
                 what = f"{mode.name} on {id}{', sampled' if sampled else ''}"
-                compared.compare(what, tokens_of(engine, request, pace), runs.expected[id, sampled])
+                done = _finished(engine, request, pace)
+                compared.count(mode, done)
+                compared.compare(what, done.tokens, runs.expected[id, sampled])
     check = compared.check("drafts", "tokens", f"with {', '.join(tried)}")
     left = [mode.name for mode in modes if mode.name not in tried]
     return replace(check, figures=check.figures | {"modes": tried, "no time for": left})
@@ -260,13 +275,14 @@ def in_company(files: Files, model: Model, modes: Sequence[Mode], runs: Runs, pa
             break
         chosen = mode_plan(files, mode, runs.cases, Settings(runs.n), sequences=len(requests))
         with Engine.open(files, chosen, model=model) as engine:
-            finished = dict[int, tuple[int, ...]]()
+            finished = dict[int, Finished]()
             for at, event in engine.run([request for *_, request in requests], pace.cancelled):
                 if isinstance(event, Failed | Finished):
-                    finished[at] = _ended(event).tokens
+                    finished[at] = _ended(event)
         for at, (id, sampled, _) in enumerate(requests):
             what = f"{mode.name} on {id}{', sampled' if sampled else ''}"
-            compared.compare(what, finished[at], runs.expected[id, sampled])
+            compared.count(mode, finished[at])
+            compared.compare(what, finished[at].tokens, runs.expected[id, sampled])
     return compared.check("company", "tokens", f"of {len(requests)} together")
 
 
@@ -296,7 +312,7 @@ def _ended(last: Event) -> Finished:
 def read_both_ways(model: Model, prompt: Sequence[int], threads: int) -> Check:
     """Reads a prompt at once and by steps: two sets of kernels multiply with all of the model's weights, and round
     otherwise. So their logits are near each other, and far apart where one of them is wrong."""
-    params = EngineParams(n_ctx=len(prompt) + PAGE, n_rows=MAX_ROWS, n_threads=threads)
+    params = EngineParams(n_ctx=_room_for(model, prompt), n_rows=MAX_ROWS, n_threads=threads)
     with _native.Engine(model, params) as engine, engine.sequence() as line:
         _read(line, prompt, 0, engine.info.n_chunk)
         at_once = line.logits(0).astype(np.float64)
@@ -314,7 +330,9 @@ def read_both_ways(model: Model, prompt: Sequence[int], threads: int) -> Check:
 
 def from_checkpoints(model: Model, prompt: Sequence[int], threads: int) -> Check:
     """Reads a prompt at once, and from a checkpoint within it that lies on the device, in host memory and as bytes."""
-    params = EngineParams(n_ctx=len(prompt) + PAGE, n_sequences=2, n_checkpoints=2, n_rows=4, n_threads=threads)
+    params = EngineParams(
+        n_ctx=_room_for(model, prompt), n_sequences=2, n_checkpoints=2, n_rows=4, n_threads=threads
+    )
     with _native.Engine(model, params) as engine, engine.sequence() as cold, engine.sequence() as line:
         n_cut, n_chunk = engine.info.n_cut, engine.info.n_chunk
         unit = n_cut if PAGE % n_cut else PAGE
@@ -341,6 +359,12 @@ def from_checkpoints(model: Model, prompt: Sequence[int], threads: int) -> Check
                   differing=differ)  # fmt: skip
 
 
+def _room_for(model: Model, prompt: Sequence[int]) -> int:
+    """Returns the positions of an engine that reads the prompt: a page more, where the model was trained for that."""
+    room, trained = len(prompt) + PAGE, model.info.n_ctx_train
+    return min(room, trained) if trained else room
+
+
 def _read(line: Timeline, prompt: Sequence[int], at: int, n_chunk: int) -> None:
     while at < len(prompt):
         end = min(at + n_chunk - at % n_chunk, len(prompt))
@@ -349,25 +373,33 @@ def _read(line: Timeline, prompt: Sequence[int], at: int, n_chunk: int) -> None:
 
 
 def with_kept_beginnings(
-    files: Files, model: Model, prompt: Sequence[int], n: int, spec: str, pace: Pace
+    files: Files, model: Model, prompt: Sequence[int], n: int, specs: Sequence[str], pace: Pace
 ) -> Check:
-    """Samples after prompts with a common beginning, cold and with what was kept of the ones before."""
-    part, compared, cached = len(prompt) * 3 // 4, Compared(), 0
+    """Samples after prompts with a common beginning, cold and with what was kept of the ones before, by each of
+    `specs`."""
+    part, compared, cached, tried = len(prompt) * 3 // 4, Compared(), 0, list[str]()
     whole = tuple(prompt)
     prompts = [whole[:part], whole, (*whole[:part], *whole[: len(whole) - part]), whole]
-    options = Options(sequences=1, checkpoints=8, spec=spec)
-    chosen = files.plan(options, len(prompt), n)
-    with Engine.open(files, chosen, model=model, keep_drafters=True) as engine, ExitStack() as opened:
-        kept = PrefixCache(engine.native, files.tokenizer, HOST_BYTES)
-        opened.callback(kept.close)
-        requests = {each: Request(each, n, SAMPLED, ignore_eos=True) for each in prompts}
-        cold = {each: tokens_of(engine, request, pace) for each, request in requests.items()}
-        for at, each in enumerate(prompts):
-            done = _finished(engine, requests[each], pace, kept)
-            cached += done.cached
-            compared.compare(f"prompt {at} with {done.cached} kept tokens", done.tokens, cold[each])
+    for spec in specs:
+        if tried and not pace.fits():
+            break
+        tried.append(spec)
+        mode = Mode(spec, spec)
+        chosen = files.plan(Options(sequences=1, checkpoints=8, spec=spec), len(prompt), n)
+        with Engine.open(files, chosen, model=model, keep_drafters=True) as engine, ExitStack() as opened:
+            kept = PrefixCache(engine.native, files.tokenizer, HOST_BYTES)
+            opened.callback(kept.close)
+            requests = {each: Request(each, n, SAMPLED, ignore_eos=True) for each in prompts}
+            cold = {each: tokens_of(engine, request, pace) for each, request in requests.items()}
+            for at, each in enumerate(prompts):
+                done = _finished(engine, requests[each], pace, kept)
+                cached += done.cached
+                compared.count(mode, done)
+                what = f"{spec} on prompt {at} with {done.cached} kept tokens"
+                compared.compare(what, done.tokens, cold[each])
     check = compared.check("kept", "beginnings", "with kept beginnings")
-    figures = check.figures | {"cached": cached}
+    left = [spec for spec in specs if spec not in tried]
+    figures = check.figures | {"cached": cached, "no time for": left}
     if check.verdict == "ok" and not cached:
         return Check("kept", "beginnings", "skipped", "nothing of these prompts was kept", figures=figures)
     found = f"{check.found}, {cached} tokens of their prompts kept" if check.verdict == "ok" else check.found

@@ -10,6 +10,8 @@ from functools import partial
 import make_doctor_answers
 import numpy as np
 import pytest
+import tiny
+import tiny_gemma4
 from broken_core import Break, broken_core
 from checkout import ROOT
 from click.testing import CliRunner
@@ -20,10 +22,10 @@ from luce.cli.commands import cli as luce_cli
 from luce.cli.terminal import print_verdict
 from luce.data import BOX, BOX_DRAFTER
 from luce.doctor import cli, kernels, machine, nvidia_smi, run, steps, tokens
-from luce.doctor.checks import Check, as_json, conclusion, judged, lines
+from luce.doctor.checks import REPORT, Check, as_json, conclusion, judged, lines
 from luce.doctor.run import Amount, Progress, cases_of, guarded, modes_of
 from luce.doctor.tokens import Pace
-from luce.errors import Cancelled, DeviceError, OutOfMemory
+from luce.errors import Cancelled, DeviceError, FileError, NumericError, OutOfMemory, UnsupportedError
 from luce.native import engine as native_engine
 from luce.native.structs import Device, EngineParams, GpuInfo
 from luce.planning.opened import Files
@@ -116,9 +118,67 @@ def test_the_report_says_what_it_is_of_and_all_that_was_compared(printed):
     assert set(of["kernels.products"]["figures"]["types"]) == set(kernels.TYPES)
     assert of["rows.widths"]["figures"] == {"steps": 64, "differ": 0, "rows": 64, "differing": []}
     assert of["drafts.tokens"]["figures"]["tokens"] == 14 * FEW.tokens
-    assert of["company.tokens"]["figures"]["runs"] == 6
+    assert of["company.tokens"]["figures"]["runs"] == 8
+    drafts = of["drafts.tokens"]["figures"]["drafts"]
+    assert list(drafts) == of["drafts.tokens"]["figures"]["modes"] and drafts["mtp:3"][0] >= drafts["mtp:3"][1] > 0
+    assert list(of["company.tokens"]["figures"]["drafts"]) == ["auto", "dflash", "mtp:3"]
+    assert list(of["kept.beginnings"]["figures"]["drafts"]) == ["mtp", "dflash"]
     assert of["kept.beginnings"]["figures"]["cached"] > 0
     assert set(of["steps.by rows"]["figures"]["ms"]) == {"1", "2", "4", "8", "16"}
+
+
+def of_model(path, *, head=None, drafter=None):
+    """Gives what is found of a model's rows and requests, by name."""
+    amount = Amount(tokens=8, prompts=1, seconds=20)
+    with Files(path, head, "cpu", drafter) as opened:
+        given = run._Given(opened, None, None, Progress(), amount, 1)
+        return {f"{check.group}.{check.name}": check for check in run._of_model(given)}
+
+
+def test_a_model_of_a_short_context_has_less_looked_at(tmp_path):
+    config, seed = tiny_gemma4.CASES["dense"]
+    for n_ctx in (256, 100):
+        config = dataclasses.replace(config, n_ctx=n_ctx)
+        path = tiny_gemma4.write(tmp_path / f"{n_ctx}.gguf", config, tiny_gemma4.layout(config, seed))
+        found = of_model(path)
+        assert not [check for check in found.values() if check.verdict == "bad"], found
+        if n_ctx == 256:
+            assert found["rows.widths"].verdict == found["kept.beginnings"].verdict == "ok"
+            assert found["steps.by rows"].verdict == "ok"
+        else:
+            assert found["rows.widths"].found == "113 positions are needed, the model was trained for 100"
+            assert found["kept.beginnings"].found == "no room in the model's context to read prompts of 100 tokens"
+        assert found["drafts.tokens"].verdict == "ok"
+
+
+def test_a_file_whose_weights_are_not_finite_is_to_be_replaced(tmp_path):
+    config = tiny.Config()
+    weights = tiny.layout(config, seed=1)
+    weights["output_norm.weight"][3] = np.nan
+    found = of_model(tiny.write(tmp_path / "nan.gguf", config, weights))
+    assert list(found) == ["rows.run", "drafts.run", "steps.run"]
+    assert [check.verdict for check in found.values()] == ["bad", "skipped", "bad"]
+    assert found["drafts.run"].found == "plain decoding fails as steps do"
+    assert conclusion(found.values()).endswith("rows.run, steps.run. take another copy of the file")
+
+
+def test_a_dflash_drafter_alone_drafts_in_company_and_with_what_is_kept(files, monkeypatch):
+    monkeypatch.setattr(run, "modes_of", lambda _: run.parse_modes("plain,dflash,lookup:15,auto"))
+    found = of_model(BOX, drafter=BOX_DRAFTER)
+    for name in ("drafts.tokens", "company.tokens", "kept.beginnings"):
+        assert found[name].verdict == "ok" and found[name].figures["drafts"]["dflash"][0] > 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_mode_that_drafts_nothing_is_named(files, together):
+    case = dataclasses.replace(cases_of(files, 1)[0], prompt=tuple(range(300, 320)))  # Nothing is said twice.
+    modes = run.parse_modes("mtp:1,lookup:15")
+    with files.load(run.plans_of(files, FEW)) as model:
+        plain = tokens.plain_runs(files, model, [case], 1, Pace(60))
+        compare = tokens.in_company if together else tokens.by_drafts
+        check = compare(files, model, modes, plain, Pace(60))
+    assert check.verdict == "ok" and check.found.endswith(", nothing drafted by lookup:15")
+    assert check.figures["drafts"]["mtp:1"][0] > 0 and check.figures["drafts"]["lookup:15"] == [0, 0]
 
 
 @pytest.mark.long
@@ -198,7 +258,7 @@ def test_tokens_that_differ_in_company_or_with_what_is_kept_are_found(files, mon
                             self.reset())  # fmt: skip
             prompt = run.long_prompt(files, 300)
             assert tokens.from_checkpoints(model, prompt, 1).found.startswith("3 of 3 ways to resume a prompt at 256")
-            check = tokens.with_kept_beginnings(files, model, prompt, 8, "off", Pace(60))
+            check = tokens.with_kept_beginnings(files, model, prompt, 8, ["off"], Pace(60))
         assert check.verdict == "bad" and "kept tokens: token " in check.found
 
 
@@ -306,9 +366,16 @@ def test_what_fails_in_a_check_is_one_and_the_others_go_on():
 
     assert of(DeviceError("it broke")) == [("ok", "done"), ("bad", "failed: it broke")]
     assert of(OutOfMemory("1 GiB needed")) == [("ok", "done"), ("skipped", "1 GiB needed")]
+    assert of(UnsupportedError("not on a GPU")) == [("ok", "done"), ("skipped", "not on a GPU")]
+    assert of(FileError("it ends early")) == [("ok", "done"), ("bad", "failed: it ends early")]
     assert of(OSError("no space left")) == [("ok", "done"), ("skipped", "failed: no space left")]
     with pytest.raises(Cancelled):
         of(Cancelled("interrupted"))
+    remedies = {
+        group: [check.remedy for check in guarded(group, lambda: failing(NumericError("not finite")))]
+        for group in ("rows", "kernels")
+    }
+    assert remedies == {"rows": ["", run.COPY], "kernels": ["", REPORT]}, "the kernels have luce's own model"
 
 
 def test_a_cancelled_run_is_no_difference(native, files):
