@@ -109,7 +109,7 @@ def require(flags: dict[str, Any]) -> None:
     if flags["plot"] is not None and flags["plot"].suffix != ".png":
         raise click.BadParameter(f"{flags['plot'].name!r} does not end with .png", param_hint="'--plot'")
     if "modes" in flags and flags.get("mtp_gguf") and all(mode.spec == "off" for mode in flags["modes"]):
-        raise click.UsageError("--mtp-gguf names a NextN head to draft with, and no mode drafts")
+        raise click.UsageError("--mtp-gguf names a NextN head or an assistant to draft with, and no mode drafts")
     specs = {mode.spec for mode in flags.get("modes", ())}
     drafters = flags.get("drafters") or ((flags["draft"],) if flags.get("draft") else ())
     for drafter in drafters if "modes" in flags else ():

@@ -208,15 +208,15 @@ DRAFTING = (
 
 # Each flag of drafting does this, and it is of use in these modes of --spec.
 _OF_DRAFTING = {
-    "mtp_gamma": ("drafts with the NextN head", ("auto", "mtp")),
-    "mtp_gguf": ("names a NextN head to draft with", ("auto", "mtp")),
+    "mtp_gamma": ("drafts with a NextN head or an assistant", ("auto", "mtp")),
+    "mtp_gguf": ("names a NextN head or an assistant to draft with", ("auto", "mtp")),
     "draft": ("names a DFlash drafter", ("auto", "dflash")),
     "assistant": ("names an assistant, which drafts chains", ("auto", "mtp")),  # With --draft, too.
     "tree_budget": ("bounds the candidates of a tree or a lookup", ("auto", "dflash", "lookup")),
 }
 _SPECS = {
     "off": "drafts nothing",
-    "mtp": "drafts chains of the NextN head",
+    "mtp": "drafts chains of a NextN head or an assistant",
     "dflash": "drafts with a DFlash drafter",
     "lookup": "drafts from the text",
 }

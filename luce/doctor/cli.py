@@ -24,7 +24,8 @@ from luce.planning.plan import require_supported
 
 @click.command()
 @options(MODEL, HEAD)
-@click.option("--draft", type=FilePath(path_type=Path), help="Also draft with the DFlash drafter of this GGUF.")
+@click.option("--draft", type=FilePath(path_type=Path),
+              help="Also draft with the drafter of this GGUF: a DFlash drafter, or an assistant.")  # fmt: skip
 @options(DEVICE)
 @click.option("--json", "as_object", is_flag=True, help="Print the whole report as one object.")
 @options(QUIET)
