@@ -370,7 +370,8 @@ def oracle(
 @click.option(
     "--gammas",
     callback=numbers(1, MAX_GAMMA),
-    help="Measure whole rounds with so many drafts.  [default: 1,2,3,4,8 where there is a NextN head]",
+    help="Measure whole rounds with so many drafts.  [default: 1,2,3,4,8 where there is a "
+    "NextN head or an assistant]",
 )
 @click.option(
     "--steps",
@@ -397,7 +398,7 @@ def run_sweep(
         facts = files.facts
         has_head = files.head is not None or facts.nextn_predict_layers > 0
         if gammas and not has_head:
-            raise ArgumentError("--gammas needs a NextN head and there is none", concerns="nextn_head")
+            raise ArgumentError("--gammas needs a NextN head or an assistant and there is none", concerns="nextn_head")
         gammas = gammas if gammas is not None else SWEEP_GAMMAS if has_head else []
         trained, more = facts.context_length or MAX_U32, sweep.room(rows, gammas, steps)
         if contexts is None:

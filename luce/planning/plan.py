@@ -353,7 +353,8 @@ def _drafting(
         raise ArgumentError(f"{chains}, and drafts of {spec}: leave one out")
     if spec == "dflash":
         if drafter is None and head is not None and head.kind == "assistant":
-            raise UnsupportedError("drafts of a DFlash drafter were asked for, and what was given is an assistant")
+            given = "what was given is an assistant, which drafts with mtp or auto"
+            raise UnsupportedError(f"drafts of a DFlash drafter were asked for, and {given}")
         return _dflash(facts, options, drafter)
     if spec == "lookup":
         budget = options.budget or DEFAULT_BUDGET
@@ -371,6 +372,8 @@ def _where(facts: Facts, head: Facts | None) -> Where | None:
         return "embedded" if _has_head(facts) else None
     if head.kind == "assistant":
         return "assistant"
+    if head.kind == "drafter":
+        raise UnsupportedError("the head's file is a DFlash drafter and holds no NextN head", concerns="not_a_head")
     if not _has_head(head):
         raise UnsupportedError(f"the head's file holds no NextN head: {_missing(head)}")
     return "separate"
@@ -428,7 +431,8 @@ def _block_of(model: Facts, drafter: tuple[str, Facts]) -> int:
     path, facts = drafter
     dflash = facts.dflash
     if dflash is None:
-        raise UnsupportedError(f"{path} is no DFlash drafter: its architecture is {facts.architecture}")
+        what = "is neither a DFlash drafter nor an assistant"
+        raise UnsupportedError(f"{path} {what}: its architecture is {facts.architecture}")
     if dflash.drafts is None:
         raise FileError(f"{path}: the drafter's block_size is missing")
     blocks = None if model.block_count is None else model.block_count - model.nextn_predict_layers

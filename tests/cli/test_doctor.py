@@ -330,7 +330,10 @@ def test_a_build_with_one_wrong_constant_is_found(command, native, tmp_path, wro
 
 def test_what_cannot_be_run_is_an_error_before_anything_is_looked_at(luce_, few, tmp_path):
     assert "no-such.gguf" in one_line(luce_("doctor", "--gguf", tmp_path / "no-such.gguf"))
-    assert "is no DFlash drafter" in one_line(luce_("doctor", "--device", "cpu", "--draft", BOX))
+    said = one_line(luce_("doctor", "--device", "cpu", "--draft", BOX))
+    assert "is neither a DFlash drafter nor an assistant: its architecture is qwen35" in said
+    said = one_line(luce_("doctor", "--device", "cpu", "--mtp-gguf", BOX_DRAFTER))
+    assert said.endswith("is a DFlash drafter and holds no NextN head; --draft PATH takes a drafter"), said
     assert "no device 'cuda:77'" in one_line(luce_("doctor", "--device", "cuda:77"))
     assert luce_("doctor", "--device", "gpu").exit_code == 2
     assert luce_("doctor", "--no-such-option").exit_code == 2

@@ -227,8 +227,9 @@ def test_errors_say_what_is_missing_and_not_how_to_ask_for_it(files):
         assert raised.value.concerns == "nextn_head" and "--" not in str(raised.value)
     with pytest.raises(UnsupportedError, match="holds no NextN head.*nextn_predict_layers"):
         plan(files["combined"], Options(), files["plain"])
-    with pytest.raises(UnsupportedError, match="a dflash drafter"):
+    with pytest.raises(UnsupportedError, match="is a DFlash drafter and holds no NextN head") as raised:
         plan(files["combined"], Options(), files["drafter"])
+    assert raised.value.concerns == "not_a_head"
     with pytest.raises(UnsupportedError, match="head only") as raised:
         plan(files["head"], Options())
     assert raised.value.concerns == "trunk"
@@ -367,7 +368,7 @@ def test_an_assistant_takes_the_place_of_a_head(facts):
     large = 2 * PART
     parts = [params_of(plan(facts, Options(), each), "cpu", large).n_part for each in (head, assistant)]
     assert parts == [PART, 0]
-    with pytest.raises(UnsupportedError, match="were asked for, and what was given is an assistant"):
+    with pytest.raises(UnsupportedError, match="what was given is an assistant, which drafts with mtp or auto"):
         plan(facts, Options(spec="dflash"), assistant)
     assert plan(facts, Options(spec="lookup"), assistant).draft == Lookup(DEFAULT_BUDGET)
     less = smaller(auto, Memory(weights=0, kv=2, state=0, compute=0, other=0, total=2, device_free=1))
