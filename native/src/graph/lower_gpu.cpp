@@ -337,7 +337,7 @@ protected:
         a.unit_v = n.part("V") >= 0;
         const OpNode t =
             ops::attention_heads(ctx,
-                                 {partials(n.in[0]), k_norm.w[0], in->positions, kv.cells.k, kv.cells.v,
+                                 {partials(n.in[0]), k_norm.w[0], positions_of(shape), kv.cells.k, kv.cells.v,
                                   in->ctl, pages_of(kv.cells), queries ? part(n, "q_norm").w[0] : nullptr,
                                   factors.empty() ? nullptr : factors[0]},
                                  a);
@@ -355,8 +355,8 @@ protected:
         a.base = shape.rope_base;
         a.eps = std::get<float>(norm.params);
         ggml_tensor *parts = partials(n.in[0]);
-        return ops::attention_queries(ctx, {parts, norm.w[0], in->positions, n.w.empty() ? nullptr : n.w[0]},
-                                      a);
+        return ops::attention_queries(
+            ctx, {parts, norm.w[0], positions_of(shape), n.w.empty() ? nullptr : n.w[0]}, a);
     }
 
     void delta_layer(const Node &n, Val y) {
