@@ -34,7 +34,7 @@ def test_draft_prints_the_tokens_of_plain_decoding(luce_, sampling):
 
 def test_a_file_that_is_no_drafter_is_refused(luce_):
     result = luce_(*RUN, "--draft", box_model.GGUF)
-    assert result.exit_code == 1 and "no DFlash drafter" in result.stderr
+    assert result.exit_code == 1 and "is neither a DFlash drafter nor an assistant" in result.stderr
     result = luce_("generate", "--gguf", "{}", "x", "--draft", box_model.DRAFTER)
     assert result.exit_code == 1 and "drafts for models with embedding 256, vocabulary" in result.stderr
     assert "and this model has embedding 64, vocabulary 384, " in result.stderr
