@@ -132,7 +132,7 @@ def page(browser, served):
 def bodies(monkeypatch):
     """Lists the bodies that the server was sent."""
     made, found = openai.chat_ask, []
-    monkeypatch.setattr(openai, "chat_ask", lambda body: found.append(body) or made(body))
+    monkeypatch.setattr(openai, "chat_ask", lambda body, **how: found.append(body) or made(body, **how))
     return found
 
 
