@@ -13,7 +13,7 @@ import nan_model
 import numpy as np
 import pytest
 from depth import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from nan_model import SMALL, tokens_of
 from op_run import counts
@@ -193,7 +193,6 @@ class Random:
         self.sequences: list[Timeline] = []
         self.checkpoints: list[Checkpoint] = []
         self.owed: Counter[int] = Counter()  # These are rows that heads of sequences are not fed yet.
-        self.moved: set[int] = set()  # Accepted rows of these have to move.
 
     def feeds(self, *sequences: Timeline) -> int:
         """Returns how many steps feed what sequences owe."""
@@ -227,7 +226,6 @@ class Random:
         if one is None or one.info.n_past not in (0, 256):
             return NOTHING
         one.prefill(LONG, last=bool(rng.integers(2)))
-        self.moved.discard(one.handle)
         return 1 + self.feeds(one), 1
 
     def keep(self, rng: np.random.Generator) -> tuple[int, int]:
@@ -259,12 +257,10 @@ class Random:
         if rng.random() < 0.5:
             self.engine.draft([Drafts(each, 1, 2) for each in ready])
             self.engine.verify([Rows(each, n=3) for each in ready])
-            self.moved.clear()
             return 3 + self.feeds(*ready), 1
         trees = [drive.random_tree(rng, 8) for _ in ready]
         self.engine.verify([Rows(each, tokens_of(8), tree) for each, tree in zip(ready, trees, strict=True)])
         self.trees = {each.handle: tree for each, tree in zip(ready, trees, strict=True)}
-        self.moved.clear()
         return 1 + self.feeds(*ready), 1
 
     def plain(self, rng: np.random.Generator) -> tuple[int, int]:
@@ -278,23 +274,18 @@ class Random:
                 steps += self.feeds(one)
             self.engine.verify([Rows(one, [3])])
             one.commit([0])
-            self.owed[one.handle] += one.handle not in self.moved
-            self.moved.discard(one.handle)
+            self.owed[one.handle] += 1
         return rounds + steps, rounds
 
     def reset(self, one: Timeline) -> None:
         one.reset()
         self.owed.pop(one.handle, None)
-        self.moved.discard(one.handle)
 
     def commit(self, rng: np.random.Generator) -> tuple[int, int]:
         for one in self.sequences:
             n = one.info.n_verified
             if n == 8:
-                path = drive.root_path(self.trees[one.handle], int(rng.integers(n)))
-                one.commit(path)
-                if path != list(range(len(path))):
-                    self.moved.add(one.handle)
+                one.commit(drive.root_path(self.trees[one.handle], int(rng.integers(n))))
             elif n > 0:
                 one.commit(range(int(rng.integers(1, n + 1))))
         return NOTHING
@@ -323,8 +314,13 @@ class Random:
         return NOTHING
 
 
+# A path that has to move, and as many plain rounds behind it as leave a feed.
+MOVED = [(1, 0), (1, 0), (1, 0), (4, 0), (5, 0), (9, 0), (11, 262145)]
+
+
 @examples(12)
 @given(calls=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 2**32 - 1)), min_size=30, max_size=60))
+@example(calls=[(0, 0), *MOVED])
 def test_nothing_between_rounds_costs_anything(large: Engine, calls: list[tuple[int, int]]) -> None:
     """Committing (paths of trees too), dropping rows, resets, checkpoints on the device and on their way to
     the host, forks of both, and what else is no step. What plain rounds leave to the head, the first step of
