@@ -486,15 +486,15 @@ def test_ollamas_models_leave_where_keep_alive_says_so(native):
 def test_a_model_that_others_ask_does_not_leave(native, monkeypatch):
     monkeypatch.setattr(models, "LEAVING", 1)  # Others are answered for longer than it waits.
     with serving({"box": BOX}, settings(ctx=2048)) as running:
-        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
         with running.http.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
             assert (
                 running.post(OLLAMA, messages=[say("x")], **LIMITS[OLLAMA], keep_alive=0).status_code == 200
             )
+            assert running.models.slots["box"].served is not None
             assert any('"finish_reason":"length"' in line for line in lines)
-        assert running.models.slots["box"].served is not None
 
 
 def test_ollamas_whole_numbers_may_be_spelled_as_others(server):
