@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import tiny
 from checkout import TESTS
 from click.testing import CliRunner
 from hypothesis import HealthCheck, Phase, settings
+from identity import Identity
 
 import luce
 from luce import native as _native
@@ -218,3 +220,12 @@ def foreground():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def same(record_property):
+    """Compares the first n tokens of two runs, same(found, plain, n), and records how many were the same."""
+    counts = Identity()
+    yield counts.compare
+    for name, value in asdict(counts).items():
+        record_property(name, value)

@@ -20,8 +20,7 @@ RUN = ("--device", "cpu", "--threads", "1")
 def folder(tmp_path_factory):
     """A model, its tower, and the golden's two images."""
     made = tmp_path_factory.mktemp("seen")
-    tiny_vision.write_text(made / "model.gguf")
-    tiny_vision.write(made / "mmproj.gguf", TINY, tiny_vision.layout(TINY, tiny_vision.weights(TINY, 5)))
+    tiny_vision.write_both(made)
     for i, size in enumerate(PICTURES):
         Image.fromarray(tiny_vision.image(*size, 20 + i)).save(made / f"{i}.png")
     return made

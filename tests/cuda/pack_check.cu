@@ -90,6 +90,22 @@ RowmmPackArgs pack_args(int T, int64_t K, const Parts &parts, const Device<uint8
     return a;
 }
 
+// Says whether the squares behind packed rows are those of the values [T][N], chunk by chunk.
+bool squares_are_near(const std::vector<uint8_t> &packed, const Floats &values, int T, int64_t N) {
+    const float *squares = reinterpret_cast<const float *>(&packed[size_t(squares_offset(T, N))]);
+    bool near = true;
+    for (int t = 0; t < T; t++) {
+        for (int64_t c = 0; c < chunks_of(N); c++) {
+            double expected = 0;
+            for (int64_t n = c * CHUNK; n < std::min<int64_t>(N, (c + 1) * CHUNK); n++) {
+                expected += double(values[size_t(t * N + n)]) * values[size_t(t * N + n)];
+            }
+            near = near && std::fabs(squares[t * chunks_of(N) + c] - expected) <= 1e-5 * expected;
+        }
+    }
+    return near;
+}
+
 // `alone` says that there is nothing to be added to the results.
 void check_norm(int T, int64_t K, int64_t N, bool alone) {
     const Parts parts(T, K, {{12, N}});
@@ -108,18 +124,7 @@ void check_norm(int T, int64_t K, int64_t N, bool alone) {
     }
     expect(same_bits(copy.get(), sum), name_of("residual and sum", T, K, N));
     const std::vector<uint8_t> packed = out.get();
-    const float *squares = reinterpret_cast<const float *>(&packed[size_t(squares_offset(T, N))]);
-    bool near = true;
-    for (int t = 0; t < T; t++) {
-        for (int64_t c = 0; c < chunks_of(N); c++) {
-            double expected = 0;
-            for (int64_t n = c * CHUNK; n < std::min<int64_t>(N, (c + 1) * CHUNK); n++) {
-                expected += double(sum[size_t(t * N + n)]) * sum[size_t(t * N + n)];
-            }
-            near = near && std::fabs(squares[t * chunks_of(N) + c] - expected) <= 1e-5 * expected;
-        }
-    }
-    expect(near, name_of("squares", T, K, N));
+    expect(squares_are_near(packed, sum, T, N), name_of("squares", T, K, N));
     for (size_t i = 0; i < sum.size(); i++) {
         sum[i] *= w[i % N];
     }
@@ -163,18 +168,7 @@ void check_post(int T, int64_t K, int64_t N, bool packs) {
         return;
     }
     const std::vector<uint8_t> packed = out.get();
-    const float *squares = reinterpret_cast<const float *>(&packed[size_t(squares_offset(T, N))]);
-    bool near = true;
-    for (int t = 0; t < T; t++) {
-        for (int64_t c = 0; c < chunks_of(N); c++) {
-            double expected = 0;
-            for (int64_t n = c * CHUNK; n < std::min<int64_t>(N, (c + 1) * CHUNK); n++) {
-                expected += double(got[size_t(t * N + n)]) * got[size_t(t * N + n)];
-            }
-            near = near && std::fabs(squares[t * chunks_of(N) + c] - expected) <= 1e-5 * expected;
-        }
-    }
-    expect(near, name_of("squares behind a norm", T, K, N));
+    expect(squares_are_near(packed, got, T, N), name_of("squares behind a norm", T, K, N));
     for (size_t i = 0; i < got.size(); i++) {
         got[i] *= w[i % N];
     }

@@ -7,7 +7,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 import tiny_vision
-from tiny_vision import IMAGE_PAD, TINY, VISION_END, VISION_START
+from tiny_vision import IMAGE_PAD, VISION_END, VISION_START
 
 from luce.decode.events import Finished, Started, Tokens
 from luce.decode.request import Request
@@ -24,8 +24,7 @@ Image = pytest.importorskip("PIL.Image")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("sight")
-    tiny_vision.write_text(made / "model.gguf")
-    tiny_vision.write(made / "mmproj.gguf", TINY, tiny_vision.layout(TINY, tiny_vision.weights(TINY, 5)))
+    tiny_vision.write_both(made)
     return made
 
 

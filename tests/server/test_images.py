@@ -13,7 +13,6 @@ import httpx
 import pytest
 import tiny_vision
 from serving import HANG_S, serving, settings
-from tiny_vision import TINY
 
 from luce.errors import Cancelled
 from luce.images import pixels
@@ -25,8 +24,7 @@ Image = pytest.importorskip("PIL.Image")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("served")
-    tiny_vision.write_text(made / "model.gguf")
-    tiny_vision.write(made / "mmproj.gguf", TINY, tiny_vision.layout(TINY, tiny_vision.weights(TINY, 5)))
+    tiny_vision.write_both(made)
     return made
 
 

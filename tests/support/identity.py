@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+Same = Callable[[Sequence[int], Sequence[int], int], None]  # Identity.compare, as the fixture `same` gives it
 
 
 @dataclass

@@ -11,7 +11,7 @@ import tiny
 
 from luce.convert.qwen35_tower import Config, add_keys, hf_name, shapes, type_of
 
-__all__ = ["Config", "hf_config", "image", "weights", "write"]
+__all__ = ["Config", "hf_config", "image", "weights", "write", "write_both"]
 
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")  # The last ids before the three of every tiny model.
 # A model that takes images: M-RoPE of 16 pairs in the sections 6, 5, 5.
@@ -92,3 +92,9 @@ def image(width: int, height: int, seed: int = 0) -> np.ndarray:
     green = np.where((x // 9 + y // 5) % 2, 230, 20) + noise
     blue = (x * x // 11 + y * y // (7 + seed)) % 200 + noise
     return np.stack([red, green, blue], -1).clip(0, 255).astype(np.uint8)
+
+
+def write_both(folder: Path) -> None:
+    """Writes a model as model.gguf, and a tower that fits it as mmproj.gguf."""
+    write_text(folder / "model.gguf")
+    write(folder / "mmproj.gguf", TINY, layout(TINY, weights(TINY, 5)))

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <thread>
 #include <vector>
 
 namespace luce {
@@ -29,33 +28,15 @@ double cpu_seconds(uint64_t bytes, int n_threads) {
     const size_t n = size_t(bytes / sizeof(uint64_t));
     const std::unique_ptr<uint64_t[]> values(new uint64_t[n]); // each thread touches its own part first
     std::vector<uint64_t> sums(size_t(n_threads) * 8); // a cache line each
-    const auto each = [&](const auto &part) {
-        std::vector<std::thread> threads;
-        int next = 1;
-        try {
-            for (; next < n_threads; next++) {
-                threads.emplace_back(part, next);
-            }
-        } catch (const std::exception &) {
-            // No more threads are to be had, and this one does the rest.
-        }
-        for (; next < n_threads; next++) {
-            part(next);
-        }
-        part(0);
-        for (std::thread &thread : threads) {
-            thread.join();
-        }
-    };
-    const auto begin = [&](int i) { return values.get() + n * size_t(i) / size_t(n_threads); };
-    each([&](int i) { std::fill(begin(i), begin(i + 1), uint64_t(i + 1)); });
+    const auto begin = [&](size_t i) { return values.get() + n * i / size_t(n_threads); };
+    run_parts(size_t(n_threads), [&](size_t i) { std::fill(begin(i), begin(i + 1), uint64_t(i + 1)); });
     return fastest([&] {
-        each([&](int i) {
+        run_parts(size_t(n_threads), [&](size_t i) {
             uint64_t sum = 0;
             for (const uint64_t *at = begin(i); at < begin(i + 1); at++) {
                 sum += *at;
             }
-            static_cast<volatile uint64_t &>(sums[size_t(i) * 8]) = sum; // so that it is computed
+            static_cast<volatile uint64_t &>(sums[i * 8]) = sum; // so that it is computed
         });
     });
 }

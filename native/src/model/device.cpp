@@ -91,17 +91,23 @@ void parallel_recode(const Recoding &how, uint8_t *dst, const uint8_t *src, size
         const size_t lo = n * i / n_threads, hi = n * (i + 1) / n_threads;
         recode(how, src + lo * how.bytes_from(), dst + lo * how.bytes_to(), hi - lo);
     };
+    run_parts(n_threads, part);
+}
+
+} // namespace
+
+void run_parts(size_t n, const std::function<void(size_t)> &part) {
     std::vector<std::thread> threads;
-    threads.reserve(n_threads);
+    threads.reserve(n);
     size_t next = 1;
     try {
-        for (; next < n_threads; next++) {
+        for (; next < n; next++) {
             threads.emplace_back(part, next);
         }
     } catch (const std::exception &) {
         // No more threads are to be had, or no memory for them, and this one does the rest.
     }
-    for (; next < n_threads; next++) {
+    for (; next < n; next++) {
         part(next);
     }
     part(0);
@@ -109,8 +115,6 @@ void parallel_recode(const Recoding &how, uint8_t *dst, const uint8_t *src, size
         t.join();
     }
 }
-
-} // namespace
 
 const std::vector<Device> &devices() {
     static const auto &list = *new std::vector<Device>(find_devices()); // it is never destroyed (handles.h)

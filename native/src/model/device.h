@@ -38,6 +38,9 @@ DeviceLimits limits_of(const Device &device);
 // Returns what luce.h says of a GPU, without its struct_size. E_ARG where the device is none.
 luce_gpu_info gpu_info(const Device &device);
 
+// Runs part(0) .. part(n - 1) side by side, on as many threads as are to be had; the calling one does the rest.
+void run_parts(size_t n, const std::function<void(size_t)> &part);
+
 // Returns the bytes a second that a device's memory gives (luce_device_bandwidth).
 uint64_t bandwidth_of(const Device &device, int n_threads);
 

@@ -3,8 +3,8 @@ company, or on where a text was resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import pytest
 import tiny_gemma4
 from depth import deeper, deeper_but
 from drive import Decoded
-from identity import Identity
+from identity import Same
 from op_run import poison
 from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES
 
@@ -46,21 +46,11 @@ SEVERAL: dict[str, tuple[Config, int, Config]] = {
     "experts": (*CASES["experts"], replace(ASSISTANT, window=9)),
 }  # fmt: skip
 
-Same = Callable[[Sequence[int], Sequence[int], int], None]
 
 
 class Files(NamedTuple):
     target: Path
     assistant: Path
-
-
-@pytest.fixture
-def same(record_property: Callable[[str, object], None]) -> Iterator[Same]:
-    """Compares the first n tokens: same(found, plain, n)."""
-    counts = Identity()
-    yield counts.compare
-    for name, value in asdict(counts).items():
-        record_property(name, value)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ What was compared is counted and recorded (identity.py); bench/identity_report.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 import tiny
 from depth import deeper, deeper_but
 from drive import Decoded
-from identity import Identity
+from identity import Same
 from tiny import Config
 
 from luce.bench import oracle_model
@@ -56,16 +56,6 @@ TRIED = {"greedy": tuple(GAMMAS), "top-k": (1, 4, 8), "top-p": (2, 5, 7), "min-p
 
 BOX_PROMPTS = "def fibonacci(n):\n", "import os\n\n\nclass Store:\n    def __init__(self, path):\n"
 
-Same = Callable[[Sequence[int], Sequence[int], int], None]
-
-
-@pytest.fixture
-def same(record_property: Callable[[str, object], None]) -> Iterator[Same]:
-    """Compares the first n tokens: same(found, plain, n)."""
-    counts = Identity()
-    yield counts.compare
-    for name, value in asdict(counts).items():
-        record_property(name, value)
 
 
 @pytest.fixture(scope="session")
