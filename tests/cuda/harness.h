@@ -91,8 +91,8 @@ inline void expect(bool good, const std::string &what) {
 inline bool same_bits(const float *a, const float *b, size_t n) {
     return memcmp(a, b, n * sizeof(float)) == 0;
 }
-inline bool same_bits(const Floats &a, const Floats &b) {
-    return a.size() == b.size() && same_bits(a.data(), b.data(), a.size());
+template <class T> bool same_bits(const std::vector<T> &a, const std::vector<T> &b) {
+    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
 // ---- device memory ----

@@ -1,4 +1,4 @@
-// Checks what stores, moves and gathers cells, and the mask of a prefill.
+// Checks what stores, moves and gathers cells.
 #include "attention_steps.h"
 
 using namespace attention_test;
@@ -78,12 +78,9 @@ void check_gather(const KvShape &s, bool gone) {
     Device<int32_t> pages(table);
     const int n_kv = 512;
     for (int which = 0; which < 2; which++) {
-        Device<float> wide(size_t(n_kv) * s.width());
-        Device<__half> narrow(wide.n);
-        must(cuda::kv_gather({kv.pool(), n_kv, kv.ctl.p, pages.p, which, 0, wide.p}, stream));
+        Device<__half> narrow(size_t(n_kv) * s.width());
         must(cuda::kv_gather({kv.pool(), n_kv, kv.ctl.p, pages.p, which, 1, narrow.p}, stream));
         must(cudaStreamSynchronize(stream));
-        const Floats f = wide.get();
         const std::vector<__half> h = narrow.get();
         bool good = true;
         for (int p = 0; p < n_kv; p++) {
@@ -92,8 +89,7 @@ void check_gather(const KvShape &s, bool gone) {
                                                  : std::vector<double>(s.width());
             for (int i = 0; i < s.width(); i++) {
                 const size_t at = size_t(p) * s.width() + i;
-                good = good && f[at] == float(cell[i]) &&
-                       __half2float(h[at]) == __half2float(__float2half_rn(float(cell[i])));
+                good = good && __half2float(h[at]) == __half2float(__float2half_rn(float(cell[i])));
             }
         }
         expect(good, name_of(s) + "gathered cells");
@@ -113,12 +109,12 @@ void check_gather_of_window(const KvShape &s) {
     host.seqs[0].n_rows = 100;
     kv.ctl.set({host});
     Device<int32_t> pages(table);
-    const Floats before = normals(size_t(N_KV) * s.width());
-    Device<float> all(before), part(before);
-    must(cuda::kv_gather({kv.pool(), N_KV, kv.ctl.p, pages.p, 0, 0, all.p, 0}, stream));
-    must(cuda::kv_gather({kv.pool(), N_KV, kv.ctl.p, pages.p, 0, 0, part.p, WINDOW}, stream));
+    const std::vector<__half> before(size_t(N_KV) * s.width(), __float2half_rn(-7.0f));
+    Device<__half> all(before), part(before);
+    must(cuda::kv_gather({kv.pool(), N_KV, kv.ctl.p, pages.p, 0, 1, all.p, 0}, stream));
+    must(cuda::kv_gather({kv.pool(), N_KV, kv.ctl.p, pages.p, 0, 1, part.p, WINDOW}, stream));
     must(cudaStreamSynchronize(stream));
-    Floats expected = all.get();
+    std::vector<__half> expected = all.get();
     std::copy_n(before.begin(), size_t(SEEN) * s.width(), expected.begin());
     expect(same_bits(part.get(), expected), name_of(s) + "gathered cells of a window");
 }
@@ -166,39 +162,19 @@ void check_gather_of_prompts(const KvShape &s) {
     Ints table;
     control({0, 0, 0}, table);
     Device<int32_t> pages(table);
-    Device<float> out(size_t(n_kv) * s.width());
-    must(cuda::kv_gather({kv.pool(), n_kv, kv.ctl.p, pages.p, 0, 0, out.p}, stream));
+    Device<__half> out(size_t(n_kv) * s.width());
+    must(cuda::kv_gather({kv.pool(), n_kv, kv.ctl.p, pages.p, 0, 1, out.p}, stream));
     must(cudaStreamSynchronize(stream));
-    const Floats found = out.get();
-    Floats expected(found.size());
+    const std::vector<__half> found = out.get();
+    std::vector<__half> expected(found.size());
     for (int i = 0; i < 3; i++) {
         for (int p = 0; p < contexts[i].n; p++) {
             const std::vector<double> cell = read_cell(s, &contexts[i].k[p * s.cell_bytes()]);
-            std::copy(cell.begin(), cell.end(), expected.begin() + long(rooms[i] + p) * s.width());
+            std::transform(cell.begin(), cell.end(), expected.begin() + long(rooms[i] + p) * s.width(),
+                           [](double x) { return __float2half_rn(float(x)); });
         }
     }
     expect(same_bits(found, expected), name_of(s) + "gathered cells of several prompts");
-}
-
-void check_mask(int T, int64_t n_kv, int first, int window) {
-    Device<StepCtl> ctl(1);
-    StepCtl host = blank_ctl();
-    host.n_seqs = 1;
-    host.seqs[0].row0 = 0;
-    host.seqs[0].n_past = 30;
-    ctl.set({host});
-    Device<uint16_t> out(size_t(T) * n_kv);
-    must(cuda::prefill_mask({T, n_kv, first, window, ctl.p, out.p}, stream));
-    must(cudaStreamSynchronize(stream));
-    const std::vector<uint16_t> got = out.get();
-    bool good = true;
-    for (int t = 0; t < T; t++) {
-        for (int c = 0; c < n_kv; c++) {
-            const bool seen = c >= first && c <= 30 + t && (window == 0 || c > 30 + t - window);
-            good = good && got[t * n_kv + c] == (seen ? 0 : 0xfc00);
-        }
-    }
-    expect(good, "prefill mask");
 }
 
 } // namespace
@@ -211,6 +187,4 @@ void check_kv_pages(bool all) {
         check_gather_of_window(s);
         check_gather_of_prompts(s);
     }
-    check_mask(17, 256, 0, 0);
-    check_mask(5, 301, 1, 7);
 }

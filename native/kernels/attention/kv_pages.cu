@@ -186,8 +186,7 @@ template <int TYPE> int store(const KvStoreArgs &a, cudaStream_t stream) {
 // ---- for attention over cells side by side ----
 
 // The grid gives each thread 8 values, over all cells of the result.
-template <int TYPE, typename Out>
-__global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
+template <int TYPE> __global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
     const int words = a.pool.Hkv * a.pool.D / 8;
     const int64_t u = int64_t(blockIdx.x) * THREADS + threadIdx.x, c = u / words;
     const int i = int(u % words) * 8;
@@ -206,40 +205,20 @@ __global__ void __launch_bounds__(THREADS) kv_gather_kernel(KvGatherArgs a) {
         const int64_t row = a.pool.row(page, position, i / a.pool.D);
         load_row<TYPE>(rows + row * kv_bytes<TYPE>(a.pool.D), i % a.pool.D, x);
     }
-    Out *out = static_cast<Out *>(a.out) + c * words * 8 + i;
-    if constexpr (sizeof(Out) == 2) {
-        __half2 h[4];
+    __half2 h[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            h[j] = __floats2half2_rn(x[2 * j], x[2 * j + 1]);
-        }
-        *reinterpret_cast<uint4 *>(out) = *reinterpret_cast<const uint4 *>(h);
-    } else {
-        reinterpret_cast<float4 *>(out)[0] = {x[0], x[1], x[2], x[3]};
-        reinterpret_cast<float4 *>(out)[1] = {x[4], x[5], x[6], x[7]};
+    for (int j = 0; j < 4; j++) {
+        h[j] = __floats2half2_rn(x[2 * j], x[2 * j + 1]);
     }
+    *reinterpret_cast<uint4 *>(static_cast<__half *>(a.out) + c * words * 8 + i) =
+        *reinterpret_cast<const uint4 *>(h);
 }
 
 template <int TYPE> int gather(const KvGatherArgs &a, cudaStream_t stream) {
     const int64_t threads = a.n_kv * (a.pool.Hkv * a.pool.D / 8);
     const unsigned blocks = unsigned((threads + THREADS - 1) / THREADS);
-    if (a.out_type == KV_F16) {
-        kv_gather_kernel<TYPE, __half><<<blocks, THREADS, 0, stream>>>(a);
-    } else {
-        kv_gather_kernel<TYPE, float><<<blocks, THREADS, 0, stream>>>(a);
-    }
+    kv_gather_kernel<TYPE><<<blocks, THREADS, 0, stream>>>(a);
     return int(cudaGetLastError());
-}
-
-// The grid is cells, rows.
-__global__ void __launch_bounds__(THREADS) prefill_mask_kernel(MaskArgs a) {
-    const int64_t c = int64_t(blockIdx.x) * THREADS + threadIdx.x;
-    const int t = blockIdx.y;
-    if (c < a.n_kv) {
-        const SeqCtl &seq = a.ctl->seqs[seq_of_row(*a.ctl, t)];
-        const int32_t p = seq.n_past + t - seq.row0;
-        a.out[t * a.n_kv + c] = c >= lowest_visible(p, a.first, a.window) && c <= p ? 0 : 0xfc00; // -inf
-    }
 }
 
 bool good(const KvPool &pool) {
@@ -268,7 +247,7 @@ int cuda::kv_store(const KvStoreArgs &args, void *stream) {
 }
 
 int cuda::kv_gather(const KvGatherArgs &args, void *stream) {
-    if (!good(args.pool) || !aligned(args.out) || (args.out_type != KV_F16 && args.out_type != KV_F32)) {
+    if (!good(args.pool) || !aligned(args.out) || args.out_type != KV_F16) {
         return int(cudaErrorInvalidValue);
     }
     if (args.n_kv <= 0) {
@@ -277,15 +256,6 @@ int cuda::kv_gather(const KvGatherArgs &args, void *stream) {
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     return KvTypes::with(args.pool.type, int(cudaErrorInvalidValue),
                          [&](auto type) { return gather<type()>(args, st); });
-}
-
-int cuda::prefill_mask(const MaskArgs &args, void *stream) {
-    if (args.T <= 0 || args.n_kv <= 0) {
-        return 0;
-    }
-    const dim3 grid(unsigned((args.n_kv + THREADS - 1) / THREADS), unsigned(args.T));
-    prefill_mask_kernel<<<grid, THREADS, 0, static_cast<cudaStream_t>(stream)>>>(args);
-    return int(cudaGetLastError());
 }
 
 } // namespace luce

@@ -344,14 +344,14 @@ struct KvGatherArgs {
     const StepCtl *ctl;
     const int32_t *pages;
     int32_t which; // 0 means k, 1 means v
-    int32_t out_type; // it is F32 or F16
+    int32_t out_type; // it is F16, or F32 on a CPU
     void *out; // [n_kv][Hkv*D]; behind a sequence's n_past + n_rows cells there are zeros
     // 0, or a window: whole GATHER_CELLS below it, which no row sees, may be left as they are.
     int32_t window;
 };
 constexpr int32_t GATHER_CELLS = 64;
 
-// prefill_mask is the mask of a prefill's T rows over the first n_kv cells of each one's own sequence. It is 0 where a row
+// What makes the mask of a prefill's T rows over the first n_kv cells of each one's own sequence. It is 0 where a row
 // at p sees cell c (first <= c <= p, and c > p - window where there is one), else -inf.
 struct MaskArgs {
     int32_t T;
@@ -549,7 +549,6 @@ int attention(const AttentionArgs &args, void *stream); // it takes block 0
 int attention_plan(const AttentionArgs &args, void *plan, void *stream);
 int block_attention(const AttentionArgs &args, void *stream); // it takes block 1, without a gate
 int kv_gather(const KvGatherArgs &args, void *stream);
-int prefill_mask(const MaskArgs &args, void *stream);
 int choose(const ChooseArgs &args, void *stream);
 int topk(const TopkArgs &args, void *stream);
 int row_tokens(const TokensArgs &args, void *stream);

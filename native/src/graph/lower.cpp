@@ -307,7 +307,7 @@ ggml_tensor *Lowering::attend_prompt(const Node &n) {
             made.push_back(ggml_reshape_2d(ctx, o, D * H, T));
             row += T;
         };
-        const int64_t tail = gpu ? 0 : prompt.rows % ATTEND_ROWS, whole = prompt.rows - tail;
+        const int64_t tail = prompt.rows % ATTEND_ROWS, whole = prompt.rows - tail;
         if (whole > 0) {
             attend(whole);
         }

@@ -46,7 +46,7 @@
 //                                each value is computed from one or two others
 //   MUL_MAT, SWIGLU, SIGMOID, ADD   products with weights of types that rowmm lacks (IQ1, IQ2, IQ3), a row at a time,
 //                                and what their input and residual need, as does the residual behind a convolution
-// tests/core/graph/test_launches.py holds the graphs of steps to both lists. A prefill has ggml's FLASH_ATTN_EXT besides.
+// tests/core/graph/test_launches.py holds the graphs of steps to both lists.
 #include "graph/lowering.h"
 
 #ifdef LUCE_USE_CUDA
@@ -418,13 +418,9 @@ protected:
                                                                         : ops::deltanet;
     }
 
-    // Rows of cells in F32 are as exact as ggml's attention has them.
     ggml_tensor *attend_prompt(const Node &n) override {
         const Attends &of = std::get<Attends>(n.params);
         const AttentionShape &s = *of.shape;
-        if (of.kv.cells.k->type == GGML_TYPE_F32) {
-            return Lowering::attend_prompt(n);
-        }
         PrefillAttentionArgs a{};
         a.T = int32_t(n.T);
         a.H = int32_t(s.n_head);

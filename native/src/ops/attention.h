@@ -116,7 +116,7 @@ inline const auto &committed_attention = row<AttentionArgs>("committed_attention
     op.runs(cpu_attention, nullptr);
 });
 
-// Cells of a prefill's sequences, of k or of v, in order.
+// Cells of a prefill's sequences, of k or of v, in order: in F16 on a GPU, in F16 or F32 on a CPU.
 inline const auto &kv_gather = row<KvGatherArgs>("kv_gather", [](auto &op, auto &a) {
     op.matrix(FIELD(pool.k), {D, PAGE, Hkv, pages}).type(a.pool.type);
     op.in(FIELD(ctl));
@@ -129,14 +129,14 @@ inline const auto &kv_gather = row<KvGatherArgs>("kv_gather", [](auto &op, auto 
     op.runs(cpu_kv_gather, LUCE_CUDA(kv_gather));
 });
 
-// The mask {n_kv, T} of a prefill's rows.
+// The mask {n_kv, T} of a prefill's rows, for ggml's attention on a CPU.
 inline const auto &prefill_mask = row<MaskArgs>("prefill_mask", [](auto &op, auto &a) {
     op.in(FIELD(ctl));
     op.params(FIELD(T), FIELD(n_kv), FIELD(first), FIELD(window));
     op.known(T, a.T);
     op.known(cells, a.n_kv);
     op.out(FIELD(out), {cells, T});
-    op.runs(cpu_prefill_mask, LUCE_CUDA(prefill_mask));
+    op.runs(cpu_prefill_mask, nullptr);
 });
 
 #ifdef LUCE_USE_CUDA

@@ -375,14 +375,13 @@ void Step::build_all() {
 
 // Says whether ggml computes several rows in it, in an order that depends on how many they are. (On a CPU its attention has one
 // order for ATTEND_ROWS and more.)
-static bool depends_on_rows(const ggml_tensor *node, bool gpu) {
-    return (node->op == GGML_OP_MUL_MAT && node->ne[1] > 1) || node->op == GGML_OP_MUL_MAT_ID ||
-           (node->op == GGML_OP_FLASH_ATTN_EXT && gpu);
+static bool depends_on_rows(const ggml_tensor *node) {
+    return (node->op == GGML_OP_MUL_MAT && node->ne[1] > 1) || node->op == GGML_OP_MUL_MAT_ID;
 }
 
 static uint32_t cut_of(const Model &model, const CacheParams &params, const Step::Graph &prefill) {
     for (int i = 0; i < ggml_graph_n_nodes(prefill.nodes); i++) {
-        if (depends_on_rows(ggml_graph_node(prefill.nodes, i), model.gpu())) {
+        if (depends_on_rows(ggml_graph_node(prefill.nodes, i))) {
             return params.n_chunk;
         }
     }
