@@ -5,7 +5,9 @@ LONG_CASES: python tools/make_gemma4_goldens.py
 
 Each file: prompt (40 tokens, or 600 of LONG_CASES), logits (rows, vocab) of its positions `at`, greedy (48 tokens that
 follow the prompt) and gap, the distance between the two largest logits where each of them was chosen. The prompt goes
-in as one piece and then token by token through transformers' cache; both have to agree.
+in as one piece and then token by token through transformers' cache; both have to agree. A seed whose logits or experts
+a GPU's rounding may move too far is refused (gemma4_rounding.py). With experts, `sure` counts the
+greedy tokens ahead of the first one for which a GPU may choose other experts.
 
 gemma4-assistant.npz is of an assistant (MTP) of the model `dense`: prompt, lengths `at` of its beginnings, and behind
 each the greedy drafts (lengths, 4) and their logits (lengths, 4, vocab) by Gemma4AssistantForCausalLM. A draft sees the
@@ -20,6 +22,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
+import drive
+import gemma4_rounding
 import numpy as np
 import tiny_gemma4
 from make_goldens import choices
@@ -76,7 +80,22 @@ def golden(c: Config, seed: int, n_prompt: int, at: tuple[int, ...]) -> dict[str
     if worst > 5e-4:
         raise RuntimeError(f"transformers' cache moves logits by {worst}")
     made = {"prompt": prompt, "at": np.array(at), "logits": whole[list(at)]}
-    return made | choices(np.stack(rows[n_prompt - 1 :]))
+    made |= choices(np.stack(rows[n_prompt - 1 :]))
+    return made | bounded(model, made)
+
+
+def bounded(model, made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
+    """Returns `sure` of a model with experts. A golden that a GPU's rounding may move too far is an error."""
+    n_prompt = len(made["prompt"])
+    moved = gemma4_rounding.moved(model, np.append(made["prompt"], made["greedy"][:-1]))
+    by = {kind: float(error[made["at"]].max()) for kind, error in moved.logits.items()}
+    if max(by.values()) > drive.CUDA_BOUND or moved.doubtful[:n_prompt].any():
+        raise RuntimeError(f"F16 rounding moves logits by {by}, and the experts of rows "
+                           f"{np.flatnonzero(moved.doubtful[:n_prompt])}: take another seed")  # fmt: skip
+    print("rounding moves logits by " + ", ".join(f"{most:.3f} in {kind}" for kind, most in by.items()), end="; ")
+    # Token i of `greedy` is chosen from row n_prompt - 1 + i.
+    doubtful = np.flatnonzero(moved.doubtful[n_prompt - 1 :])
+    return {"sure": np.array(min(doubtful, default=N_GREEDY))} if model.config.enable_moe_block else {}
 
 
 N_DRAFTS = 4

@@ -75,7 +75,9 @@ def with_scale(blocks: np.ndarray, kind: int, scale: float) -> np.ndarray:
 # this (test_model.py's trees). Logits have standard deviation 2 to 3.5. It decides which tokens must agree.
 CUDA_BOUND = 0.17
 # The logits of a router's experts may be so close: closer ones may change places by a GPU's rounding. On an
-# H200 the cases whose closest were 0.0002 and 0.0008 apart failed, and those of 0.0032 and more passed.
+# H200 the cases whose closest were 0.0002 and 0.0008 apart failed, and those of 0.0032 and more passed. How
+# far rounding moves them depends on the model: of a Gemma 4 two that were 0.0049 apart changed places, where
+# transformers rounded to F16 moves such pairs by up to 0.011; its goldens keep that distance (gemma4_rounding.py).
 ROUTER_GAP = 0.003
 
 
@@ -208,6 +210,15 @@ def step(sequence: Timeline, token: int) -> np.ndarray:
     logits = sequence.logits(0)
     sequence.commit([0])
     return logits
+
+
+def choices(sequence: Timeline, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Returns what is chosen after the prompt, and after each of the tokens behind it but the last."""
+    chosen = [start(sequence, prompt)]
+    for token in tokens[:-1]:
+        chosen += verify(sequence, [token])
+        sequence.commit([0])
+    return chosen
 
 
 def greedy(sequence: Timeline, prompt: Sequence[int], n: int) -> list[int]:

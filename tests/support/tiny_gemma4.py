@@ -32,21 +32,26 @@ def _kinds(pattern: str) -> tuple[bool, ...]:
 
 
 # Each name has a config and a seed. The name says what differs from a dense model whose V is K in global layers.
+#
+# Seeds are such that a GPU's rounding leaves a golden within the bound of its test: where transformers rounds to F16
+# what its products read, no logit moves by more than drive.CUDA_BOUND, and no expert changes places. The golden tool
+# refuses others (tools/gemma4_rounding.py). Most random models of these sizes move by up to two times that: their
+# logits are three times as large as those of tiny.py's, and all of a stream comes from its blocks.
 CASES: dict[str, tuple[Config, int]] = {
-    "dense": (Config(v_is_k=True), 6),
+    "dense": (Config(v_is_k=True), 211),
     "own-v": (
         Config(sliding=_kinds("ssssg" "sg"), window=16, n_embd=96, n_head=2, n_head_kv_swa=1, n_ff=128, softcap=8.0,
                rope_base=1e5, eps=1e-5), 7),
     "same-heads": (
-        Config(sliding=_kinds("sgsg"), window=7, head_dim=64, n_head_kv=2, v_is_k=True, rope_partial=0.5), 8),
+        Config(sliding=_kinds("sgsg"), window=7, head_dim=64, n_head_kv=2, v_is_k=True, rope_partial=0.5), 39),
     "experts": (
-        Config(sliding=_kinds("ssgsg"), window=9, v_is_k=True, n_expert=8, n_expert_used=3, n_ff_expert=48), 5),
+        Config(sliding=_kinds("ssgsg"), window=9, v_is_k=True, n_expert=8, n_expert_used=3, n_ff_expert=48), 910),
     "experts-apart": (
         Config(sliding=_kinds("sg" "sg"), window=20, n_embd=128, head_dim_swa=128, n_head_kv_swa=4, n_head_kv=2,
-               v_is_k=True, n_expert=6, n_expert_used=2, n_ff_expert=80, fused_experts=False, softcap=None), 2),
+               v_is_k=True, n_expert=6, n_expert_used=2, n_ff_expert=80, fused_experts=False, softcap=None), 36),
     "per-layer": (
         Config(sliding=_kinds("ssgssgssg"), window=11, n_head_kv_swa=1, n_shared_kv=5, n_ff_shared_kv=192,
-               n_embd_per_layer=32), 6),
+               n_embd_per_layer=32), 1254),
     "per-layer-wide": (
         Config(sliding=_kinds("sssgsssg"), window=24, n_embd=128, n_head=4, n_head_kv=2, n_shared_kv=3,
                n_embd_per_layer=64, softcap=12.0), 6),
@@ -60,7 +65,7 @@ CASES: dict[str, tuple[Config, int]] = {
 LONG_CASES: dict[str, tuple[Config, int]] = {
     "long": (Config(sliding=_kinds("ssgsg"), window=100, v_is_k=True), 5),
     "long-per-layer": (
-        Config(sliding=_kinds("ssgsgsg"), window=256, n_head_kv_swa=1, n_shared_kv=4, n_embd_per_layer=32), 1),
+        Config(sliding=_kinds("ssgsgsg"), window=256, n_head_kv_swa=1, n_shared_kv=4, n_embd_per_layer=32), 22),
 }  # fmt: skip
 
 # What published models are, by their names.

@@ -48,9 +48,22 @@ def sequence(case: str, native: Library, where: str, tmp_path: Path) -> Timeline
     return drive.open_sequence(drive.open_model(native, path, where), n_ctx=1024, n_chunk=CHUNK)
 
 
+def check(sequence: Timeline, golden: dict[str, np.ndarray], error: float, where: str) -> None:
+    """Logits are off by no more than `error`, and the same tokens follow the prompt."""
+    assert error <= (BOUND if where == "cpu" else drive.CUDA_BOUND)
+    greedy = golden["greedy"]
+    sequence.reset()
+    if where == "cpu":
+        assert drive.greedy(sequence, golden["prompt"], len(greedy)) == greedy.tolist()
+        return
+    # Two logits that move towards each other by `error` each may change places; other experts choose other tokens.
+    clear = (golden["gap"] > 2 * error) & (np.arange(len(greedy)) < golden.get("sure", len(greedy)))
+    assert np.array(drive.choices(sequence, golden["prompt"], greedy))[clear].tolist() == greedy[clear].tolist()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_core_agrees_with_transformers(
-    golden: dict[str, np.ndarray], sequence: Timeline, bound: float, record_property: Callable[[str, object], None]
+    golden: dict[str, np.ndarray], sequence: Timeline, where: str, record_property: Callable[[str, object], None]
 ) -> None:
     prompt, expected = golden["prompt"], golden["logits"]
     errors = []
@@ -62,14 +75,12 @@ def test_core_agrees_with_transformers(
         drive.prefill(sequence, prompt[: at + 1])
         errors.append(np.abs(sequence.logits(0) - row).max())
     record_property("max_abs_logit_error", float(max(errors)))
-    assert max(errors) <= bound
-    sequence.reset()
-    assert drive.greedy(sequence, prompt, len(golden["greedy"])) == golden["greedy"].tolist()
+    check(sequence, golden, float(max(errors)), where)
 
 
 @pytest.mark.parametrize("case", LONG_CASES)
 def test_long_prompts_agree_with_transformers(
-    golden: dict[str, np.ndarray], sequence: Timeline, bound: float
+    golden: dict[str, np.ndarray], sequence: Timeline, where: str
 ) -> None:
     """A prompt takes three calls, and passes several windows and pages; then its text goes on."""
     prompt, errors = golden["prompt"], []
@@ -79,9 +90,7 @@ def test_long_prompts_agree_with_transformers(
         errors.append(np.abs(sequence.logits(0) - row).max())
     sequence.reset()
     errors.append(np.abs(drive.chain_logits(sequence, prompt, 64)[golden["at"]] - golden["logits"]).max())
-    assert max(errors) <= bound
-    sequence.reset()
-    assert drive.greedy(sequence, prompt, len(golden["greedy"])) == golden["greedy"].tolist()
+    check(sequence, golden, float(max(errors)), where)
 
 
 # F32 experts in one tensor, quantised ones apart, and types that ggml multiplies.
