@@ -6,7 +6,8 @@ torch and transformers; run it after changing CASES or GEMMA4: python tools/make
 DFlashDraftModel below has the published model's names and order of operations over transformers' Qwen3 parts
 (z-lab/dflash, dflash/model.py). The residual streams are those of transformers' Qwen3_5ForCausalLM or
 Gemma4ForCausalLM, of the box those of tests/support/ref.py, which is checked against it. Beside Gemma 4, embeddings are
-what the target's own module gives, which scales them, and logits are capped as the target caps its own.
+what the target's own module gives, which scales them, or scaled as it does, and logits are capped as the target caps
+its own.
 
 Each file: prompt (T,), anchor; positions `at`, where k and v (layers, len(at), Hkv, D) of the context are
 kept; logits (rows, V or the drafter's own vocabulary) of the block's rows `rows`.
@@ -212,10 +213,12 @@ def of_case(case: Case) -> dict[str, np.ndarray]:
     keep = [0, 1, N_PROMPT - 2, N_PROMPT - 1], list(range(case.drafter.block_size))
     flat = [stream.reshape(N_PROMPT, -1) for stream in streams]
     tensors, drafter = tiny_dflash.weights(case), case.drafter
-    if "token_embd.weight" in case.own:  # Without a head of its own it is its head too.
+    has_embedding = "token_embd.weight" in case.own
+    if has_embedding:  # Without a head of its own it is its head too.
         tensors.setdefault("output.weight", tensors["token_embd.weight"])
-    elif gemma4:
-        drafter = replace(drafter, softcap=case.target.softcap)
+    if gemma4:
+        scale = case.target.n_embd**0.5 if has_embedding else None
+        drafter = replace(drafter, softcap=case.target.softcap, embedding_scale=scale)
     return golden(drafter, tensors, tokens[:-1], int(tokens[-1]), flat, ends, keep)
 
 

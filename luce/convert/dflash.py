@@ -30,7 +30,7 @@ class Target:
     n_layer: int
     n_vocab: int
     m_rope: bool
-    gemma4: bool  # It scales its embeddings by the root of their width, and so does a drafter that uses them.
+    gemma4: bool  # It scales embeddings by the root of their width, and so does its drafter.
     softcap: float | None  # It caps its logits, and so does a drafter that uses its output matrix.
     add_tokenizer: Callable[[gguf.GGUFWriter], None]
     check: Callable[[_native.File], None]

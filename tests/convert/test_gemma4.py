@@ -224,10 +224,13 @@ def target_of(folder, kind):
     return tiny_gemma4.write(folder / "target.gguf", TARGET, tiny_gemma4.layout(TARGET, 1))
 
 
-@pytest.mark.parametrize("kind", ["gguf", "folder"])
-def test_a_dflash_drafter_scales_embeddings_and_caps_logits_as_its_target(tmp_path, kind):
-    """Configs as z-lab publishes them say neither."""
-    drafter = dflash_checkpoint.save(tmp_path)
+@pytest.mark.parametrize(("kind", "own"), [("gguf", False), ("folder", False), ("gguf", True)])
+def test_a_dflash_drafter_scales_embeddings_and_caps_logits_as_its_target(tmp_path, kind, own):
+    """Configs as z-lab publishes them say neither. Matrices of its own are no other case, as in the core
+    (tests/core/model/test_drafter_files.py)."""
+    ends = np.ones((dflash_checkpoint.VOCAB, dflash_checkpoint.E), np.float32)
+    matrices = {"embed_tokens.weight": ends, "lm_head.weight": ends} if own else {}
+    drafter = dflash_checkpoint.save(tmp_path, made=dflash_checkpoint.weights() | matrices)
     keys = hf.keys_of(dflash_checkpoint.convert(drafter, target_of(tmp_path, kind)))
     assert keys["dflash.embedding_scale"] == dflash_checkpoint.E**0.5 == 16
     assert keys["dflash.final_logit_softcapping"] == 30

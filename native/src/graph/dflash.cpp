@@ -459,10 +459,9 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     }
     d->norm = r.f32(f.tensor({"output_norm.weight", "dflash.output_norm.weight", "dflash.norm.weight"}), {E});
     read_ends(r, f, trunk, weights, *d);
-    // The target's embedding and output matrix are used as the target uses them.
-    const bool has_embedding = d->token_embd != weights.token_embd, has_output = d->output != weights.output;
-    d->embedding_scale = f.number_or("embedding_scale", has_embedding ? 1 : trunk.embedding_scale);
-    d->softcap = f.number_or("final_logit_softcapping", has_output ? 0 : trunk.logit_softcap);
+    // Matrices of a drafter's own take the place of the target's, and are used as the target uses those.
+    d->embedding_scale = f.number_or("embedding_scale", trunk.embedding_scale);
+    d->softcap = f.number_or("final_logit_softcapping", trunk.logit_softcap);
     if (!(d->rms_eps > 0) || d->softcap < 0) {
         f.bad("the RMS epsilon must be positive and final_logit_softcapping not negative");
     }

@@ -125,6 +125,24 @@ def test_luceboxs_files_for_gemma_4_draft_the_same(native: Library, tmp_path: Pa
         assert not np.array_equal(logits[0], block_logits(native, model, path, range(30))), changed
 
 
+def test_own_matrices_are_used_as_gemma_4_uses_its(native: Library, tmp_path: Path) -> None:
+    """Embeddings of a drafter's own are scaled too, and its logits capped: files that say so draft the same. It is what
+    `luce convert` writes (tests/convert/test_gemma4.py)."""
+    case = tiny_dflash.GEMMA4["untied"]
+    model, weights, c = tiny_dflash.write_target(tmp_path / "t.gguf", case), tiny_dflash.weights(case), case.target
+    assert "token_embd.weight" in weights and case.drafter.embedding_scale is case.drafter.softcap is None
+    path = tmp_path / "drafter.gguf"
+
+    def logits(**said: float) -> np.ndarray:
+        drafter = replace(case.drafter, **said)
+        return block_logits(native, model, tiny_dflash.write(path, replace(case, drafter=drafter), weights), range(30))
+
+    unsaid = logits()
+    assert np.array_equal(unsaid, logits(embedding_scale=c.n_embd**0.5, softcap=c.softcap))
+    assert not np.array_equal(unsaid, logits(embedding_scale=1.0))
+    assert not np.array_equal(unsaid, logits(softcap=2 * c.softcap))
+
+
 # ---- what is refused
 
 
