@@ -187,9 +187,11 @@ __global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
     const int64_t K = int64_t(a.H) * D, k = int64_t(blockIdx.x) * CHUNK + lane * OWN, n = k < K ? k : 0;
     const int head = int(n / D), column = int(n % D);
     const RowCtl ctl = a.ctl->rows[row];
-    const int first = chunk_at(lowest_visible(ctl.position, a.first, a.window));
+    const int position =
+        a.committed != 0 && ctl.seq >= 0 ? a.ctl->seqs[ctl.seq].n_past - 1 : ctl.position;
+    const int first = chunk_at(lowest_visible(position, a.first, a.window));
     // It is below `first` where the row sees nothing.
-    const int last = ctl.seq < 0 ? -1 : chunk_at(ctl.position);
+    const int last = ctl.seq < 0 ? -1 : chunk_at(position);
     const bool few = last - first < FEW_CHUNKS;
     const float2 *sums = a.sums + a.place(row, 0, head);
     const uint32_t at = uint32_t((a.place(row, 0, head) * D + column) / OWN);

@@ -137,7 +137,8 @@ struct alignas(16) Plan {
 
 static_assert(sizeof(Plan) == PLAN_BYTES);
 
-// Reads rows and sequences into shared memory.
+// Reads rows and sequences into shared memory. Rows that see committed positions alone are as one path, all at the last of these,
+// which has K and V in a cell as all before it; without any there are no rows.
 __device__ void Plan::read(const AttentionParams &a) {
     const int i = threadIdx.x;
     if (i >= MAX_ROWS) {
@@ -145,17 +146,25 @@ __device__ void Plan::read(const AttentionParams &a) {
     }
     const RowCtl row = a.ctl->rows[i];
     const SeqCtl &s = a.ctl->seqs[i];
-    const int32_t past = s.n_past, first = s.row0, rows = s.n_rows, table = s.pages, n_seqs = a.ctl->n_seqs;
-    const bool used = i < a.T && row.seq >= 0;
+    const int32_t past = s.n_past - a.committed, first = s.row0, rows = past < 0 ? 0 : s.n_rows,
+                  table = s.pages, n_seqs = a.ctl->n_seqs;
+    bool used = i < a.T && row.seq >= 0, begin = row.parent < 0 || row.parent != i - 1;
+    int32_t at = row.position;
+    if (a.committed != 0 && used) {
+        const SeqCtl &own = a.ctl->seqs[row.seq];
+        at = own.n_past - 1;
+        used = at >= 0;
+        begin = i == own.row0;
+    }
     seq[i] = int8_t(used ? row.seq : -1);
     parent[i] = int8_t(used ? row.parent : -1);
-    position[i] = used ? row.position : -1;
+    position[i] = used ? at : -1;
     n_past[i] = past;
     written[i] = uint16_t(s.n_new);
     pages[i] = table;
     row0[i] = uint8_t(i < n_seqs ? first : 0);
     n_rows[i] = uint8_t(i < n_seqs ? rows : 0);
-    const uint32_t mask = __ballot_sync(~0u, !used || row.parent < 0 || row.parent != i - 1);
+    const uint32_t mask = __ballot_sync(~0u, !used || begin);
     if (i % WARP == 0) {
         begins[i / WARP] = mask;
     }

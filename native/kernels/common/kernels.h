@@ -320,7 +320,7 @@ struct AttentionArgs {
     // Null, or [H] of each head a score without a value, which takes its part of the softmax. No CUDA kernel has it.
     const float *sinks;
     // It is 1 where rows see committed positions alone, and nothing of their step: each sees what a row at n_past sees of
-    // these, whatever its own position is. (No CUDA kernel does this yet.)
+    // these, whatever its own position is. (On CUDA a window has 2 positions or more then.)
     int32_t committed;
 };
 // Returns the values of AttentionArgs.scratch for the largest context. It needs T, H, max_pages, and pool.D

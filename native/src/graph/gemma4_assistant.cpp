@@ -92,10 +92,6 @@ std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, cons
     if (&model.architecture() != &GEMMA4) {
         pair.unlike("it is an assistant of Gemma 4", std::string("is one of ") + model.architecture().name);
     }
-    if (model.gpu()) { // it lacks committed_attention there, and keeps no rows but normed ones
-        fail(LUCE_E_UNSUPPORTED, "%s: luce does not draft with assistants on a GPU yet: device \"cpu\" does",
-             file.path().c_str());
-    }
     const std::string keys = prefix_of(file);
     const auto made = std::make_shared<Assistant>();
     Assistant &a = *made;

@@ -249,6 +249,7 @@ OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_t
     a.max_pages = gpu ? int32_t(plain.cache.max_pages()) : 0;
     a.scale = attends.scale;
     a.softcap = attends.shape->softcap;
+    a.committed = committed != nullptr;
     const KvCells &cells = attends.kv.cells;
     std::vector<ggml_tensor *> args = {
         flat(n.in[0]),   n.in.size() > 2 ? gate_of(n.in[2]) : nullptr,         cells.k, cells.v, in->ctl,

@@ -141,9 +141,9 @@ protected:
 
     // The op that leaves a node's attention packed: a prompt's has none, nor has a drafter's block.
     const OpRow<AttentionArgs> *packs_attention(const Node &n) const {
-        const Attends *attends = std::get_if<Attends>(&n.params);
-        return attends == nullptr || plain.prefill() || plain.drafts_blocks() ? nullptr
-                                                                              : &ops::attention_packed;
+        const bool attends = std::holds_alternative<Attends>(n.params) ||
+                             std::holds_alternative<AttendsCommitted>(n.params);
+        return attends && !plain.prefill() && !plain.drafts_blocks() ? &ops::attention_packed : nullptr;
     }
 
     // A glu adds partial sums up where the product behind it leaves such sums too. A shared expert's does not, beside experts
@@ -376,7 +376,8 @@ protected:
     void keep(Val h) override {
         NormOf norm;
         if (!as_norm(h, norm)) {
-            fail(LUCE_E_INTERNAL, "kept rows are normed where they are kept");
+            Lowering::keep(h);
+            return;
         }
         KeepHiddenArgs a{};
         a.eps = norm.eps;
@@ -392,10 +393,10 @@ protected:
         int32_t layers; // so many have taken it so far
     };
     std::pair<ggml_tensor *, int32_t> plan_of(const Node &n) {
-        const Attends &a = std::get<Attends>(n.params);
         if (plain.kind == StepKind::draft) {
             return {nullptr, 0};
         }
+        const Attends &a = std::get<Attends>(n.params);
         AttentionArgs shape{};
         shape.T = int32_t(n.T);
         shape.H = int32_t(a.shape->n_head);

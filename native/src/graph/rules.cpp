@@ -125,12 +125,15 @@ bool plain_heads(const Target &t, const Match &m) {
            eps("q_norm") == eps("k_norm") && v.eps == eps("k_norm") &&
            product.w.size() == size_t(node(t, m, "V").in[0].out) + 1 && t.leaves_partials(product.w);
 }
-// Of a drafter's layers nobody has measured it.
 bool queries_of_partials(const Target &t, const Match &m) {
     const Node &q = node(t, m, "Q"), &product = node(t, m, "M");
     return SummedHeadSizes::has(node(t, m, "q_norm").w[0]->ne[0]) &&
            !(std::get<const AttentionShape *>(q.params)->yarn.factor > 1) && product.w.size() == 1 &&
-           t.graph.kind == StepKind::verify && t.leaves_partials(product.w);
+           t.leaves_partials(product.w);
+}
+// Of a drafter's layers with cells of their own nobody has measured it.
+bool queries_of_target(const Target &t, const Match &m) {
+    return t.graph.kind == StepKind::verify && queries_of_partials(t, m);
 }
 bool keys_of_partials(const Target &t, const Match &m) {
     return of_partials(t, m, 2);
@@ -240,9 +243,13 @@ std::vector<Rule> table() {
             "the same where V is K ahead of its norm", "",
             attend_plain(1),
             Op::heads, "W", {{"M", 0}, {"M", 1}}, {{"W"}, {"Q"}}},
-        {"queries", queries_of_partials, Bits::device,
+        {"queries", queries_of_target, Bits::device,
             "the same of a layer that reads the cells of another", "",
             {Op::attend, "", {rotated("Q", "q_norm", part(Op::matmul, "M", 0)), any("kv")}},
+            Op::queries, "Q", {{"M", 0}}, {{"Q"}}},
+        {"queries_committed", queries_of_partials, Bits::device,
+            "the same of a drafter's layer that reads the target's cells", "",
+            {Op::attend_committed, "", {rotated("Q", "q_norm", part(Op::matmul, "M", 0))}},
             Op::queries, "Q", {{"M", 0}}, {{"Q"}}},
         {"heads_kv", keys_of_partials, Bits::device,
             "the same, without queries", "",

@@ -76,6 +76,9 @@ template <class Row, class A> void attends(Row &op, A &a) {
         if (gpu && args.sinks != nullptr) {
             return std::string("no kernel has attention sinks");
         }
+        if (gpu && args.committed != 0 && args.window == 1) {
+            return std::string("no kernel has rows that see nothing, by a window of 1");
+        }
         return gpu && args.block != 0 ? attention_lacks<BlockHeadSizes>(args.pool.D, args.H, args.pool.Hkv)
                                       : attention_lacks(args.pool.D, args.H, args.pool.Hkv);
     });
@@ -107,13 +110,14 @@ inline const auto &block_attention = row<AttentionArgs>("block_attention", [](au
     op.runs(cpu_attention, LUCE_CUDA(block_attention));
 });
 
-// Attention of rows over committed positions alone: of a drafter that reads the target's cells. No CUDA kernel does it yet.
-// It is that of a row at n_past - 1, whose K and V are in its cell as all others are, with a window that is smaller by one.
+// Attention of rows over committed positions alone: of a drafter that reads the target's cells. It is that of a row at
+// n_past - 1, whose K and V are in its cell as all others are, with a window that is smaller by one.
 inline const auto &committed_attention = row<AttentionArgs>("committed_attention", [](auto &op, auto &a) {
     attends(op, a);
     op.derive([](auto &args) { args.committed = 1; });
     op.out(FIELD(out), {D * H, T});
-    op.runs(cpu_attention, nullptr);
+    op.room(FIELD(scratch), partial_bytes);
+    op.runs(cpu_attention, LUCE_CUDA(attention));
 });
 
 // Cells of a prefill's sequences, of k or of v, in order: in F16 on a GPU, in F16 or F32 on a CPU.
@@ -204,11 +208,11 @@ inline const auto &attention_plan = row<AttentionArgs>("attention_plan", [](auto
     });
 });
 
-// attention, whose results are packed for rowmm.
+// attention, or that of committed positions, whose results are packed for rowmm.
 inline const auto &attention_packed = row<AttentionArgs>("attention_packed", [](auto &op, auto &a) {
     attends(op, a);
     op.in(FIELD(plan), {ANY}).maybe();
-    op.params(FIELD(layer));
+    op.params(FIELD(layer), FIELD(committed));
     op.room(FIELD(packed),
             [](const auto &args) { return rowmm_op_bytes(args.T, int64_t(args.pool.D) * args.H); });
     op.room(FIELD(scratch), partial_bytes);

@@ -74,6 +74,7 @@ class Case:
     drafter: hf_dflash.DFlash | None = None
     drafter_own: tuple[str, ...] = ()
     more: tiny_dflash2.Parts = tiny_dflash2.Parts()
+    assistant: gemma4_layout.Config | None = None
     options: dict[str, int] = field(default_factory=dict)
 
 
@@ -110,6 +111,10 @@ GEMMA4 = {
         )
     )
 }
+ASSISTANT = replace(tiny_gemma4.PUBLISHED["31B-assistant"], n_vocab=4096, n_ctx=8192)
+ASSISTANT_OF_E2B = replace(
+    ASSISTANT, n_embd=256, n_ff=2048, n_head=4, n_head_kv=1, n_head_kv_swa=1, window=512, n_embd_out=1536, v_is_k=False
+)
 OF_32 = all_of("Q4_K", {"output": "Q6_K", "token_embd": "Q6_K", "ffn_down": "Q8_0"}) # rows of no multiple of 256
 
 CASES: dict[str, Case] = {
@@ -145,11 +150,11 @@ CASES: dict[str, Case] = {
     "35b-fused": Case(replace(MIXTURE, fused_experts=True), K_QUANTS, options={"head": 1}),
     "35b-unshared": Case(replace(MIXTURE, n_ff_shared=0), K_QUANTS),
     "35b-host": Case(MIXTURE, K_QUANTS, options={"head": 1, "cpu_experts": 4}),
-    "gemma4-31b": Case(GEMMA4["31B"], K_QUANTS),
+    "gemma4-31b": Case(GEMMA4["31B"], K_QUANTS, assistant=ASSISTANT),
     "gemma4-31b-q8": Case(GEMMA4["31B"], all_of("Q8_0"), "Q8_0", options={"top": 4}),
     "gemma4-26b": Case(GEMMA4["26B-A4B"], OF_32),
     "gemma4-26b-host": Case(GEMMA4["26B-A4B"], OF_32, options={"cpu_experts": 1}),
-    "gemma4-e2b": Case(GEMMA4["E2B"], K_QUANTS),
+    "gemma4-e2b": Case(GEMMA4["E2B"], K_QUANTS, assistant=ASSISTANT_OF_E2B, options={"top": 4}),
     "gemma4-f32": Case(
         replace(tiny_gemma4.CASES["dense"][0], sliding=(True, False), head_dim=512, head_dim_swa=256, n_ctx=8192),
         all_of("F32"), "F32"),
@@ -181,6 +186,11 @@ def write_model(folder: Path, name: str, case: Case) -> list[str]:
         of_drafter = hf_dflash.tensor_shapes(c, set(case.drafter_own)) | tiny_dflash2.tensor_shapes(case.more, c)
         write_without_weights(w, of_drafter, case.type_of)
         arguments.append(f"drafter={folder / name}-drafter.gguf")
+    if a := case.assistant:
+        w = gguf.GGUFWriter(folder / f"{name}-assistant.gguf", a.arch)
+        gemma4_layout.add_keys(w, a, name, file_type=0)
+        write_without_weights(w, gemma4_layout.tensor_shapes(a), case.type_of)
+        arguments.append(f"assistant={folder / name}-assistant.gguf")
     return [*arguments, *(f"{key}={value}" for key, value in case.options.items())]
 
 

@@ -279,6 +279,10 @@ void run(const std::string &out, const std::string &path) {
     if (options.count("drafter")) {
         drafters.push_back({GgufFile::open(options["drafter"]), "dflash"});
     }
+    if (options.count("assistant")) {
+        drafters.push_back({GgufFile::open(options["assistant"]), "assistant"});
+        uses = {{0, 3, 0, 0, false}, {0, 3, 256, 0, false}};
+    }
     const auto model = Model::describe(file, drafters, device, uint32_t(option("cpu_experts")));
     if (options.count("drafter")) {
         const Drafter &drafter = *model->weights().drafters.back();
