@@ -12,6 +12,7 @@ void check_attention_f32() {
         check_case(s, {{2500}, {chain(1)}, false, 1}, "many chunks");
         check_case(s, {{40, 30}, {{}, {}}, false, 0}, "sequences without rows");
     }
+    check_committed({4, 2, 64, 0, 0, 33, 0, false}, {300, 0, 1, 33}, {1, 2, 3, 5}, "company");
     expect(cuda::attention_plan({}, nullptr, stream) == 0 && cuda::attention({}, stream) == 0,
            "attention of a step without rows");
 }
@@ -77,6 +78,10 @@ void check_attention_tiles() {
     check_case({16, 1, 512, 1, 0, 70, 0, false}, {{150, 30}, {random_tree(5, 3, true), chain(1)}, true, 0, 2}, "a window");
     check_case({4, 1, 512, 0, 0, 70, 0, false}, {{150, 30}, {random_tree(5, 3, true), chain(1)}, true, 0, 2}, "a window");
     check_case({32, 2, 512, 1}, {{20}, {chain(1)}, false, 1, 1}, "more heads than a group has");
+    for (int type : {0, 1, 8}) {
+        check_committed({8, 2, 256, type, 0, 70, 0, false}, {128 + pick(60), 20}, {1, 2}, "a window");
+        check_committed({8, 1, 512, type, 0, 0, 0, false}, {128 + pick(2), 1}, {3, 1}, "all");
+    }
 }
 
 void check_attention(bool all) {
@@ -117,6 +122,14 @@ void check_attention(bool all) {
         }
         check_case({3, 1, 64, 1}, {{4200}, {chain(1)}, false, 1}, "an odd number of results");
         check_case({4, 1, 128, 0}, {{5000}, {any_tree(20)}, false, 2}, "context 5000");
+    }
+    for (const KvShape &s : SHAPES) {
+        const int n = s.window > 0 ? s.window : 128;
+        check_committed(s, {n - 1 + pick(3), 0, 700, 1}, {1 + pick(8), 2, 1, 1}, "company");
+        if (all) {
+            check_committed(s, {255 + pick(3)}, {1}, "one row");
+            check_committed(s, {4095 + pick(3), 20}, {16, 1 + pick(40)}, "many rows");
+        }
     }
     for (const auto &[type, error] : worst) {
         printf("attention, type %d: relative error at most %.2e\n", type, error);

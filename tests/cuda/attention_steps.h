@@ -118,18 +118,20 @@ struct Kv {
         store(Device<int32_t>(table), k, v, T, 0);
     }
     // Runs a step of width T, and returns {T, H, D}. With `layers` others follow it on the same scratch.
-    Floats step(const std::vector<Work> &works, Inputs in, int T, bool layers = false) {
+    Floats step(const std::vector<Work> &works, const Inputs &in, int T, bool layers = false) {
         Ints table;
         write(works, in, T, table);
-        int most = 1;
-        for (const Work &w : works) {
-            most = std::max(most, int(w.context->pages.size()));
-        }
+        return attend(table, in, T, layers, s.window, 0);
+    }
+    // Attention of the step of `ctl`, whose cells are written.
+    Floats attend(const Ints &table, Inputs in, int T, bool layers, int window, int committed) const {
         in.q.resize(size_t(T) * s.H * s.D, NAN);
         in.gate.resize(2 * in.q.size(), NAN);
         Device<int32_t> pages(table);
         Device<float> q(in.q), gate(in.gate), out(in.q.size());
-        AttentionArgs a = args(T, q, gate, pages, most + pick(3));
+        AttentionArgs a = args(T, q, gate, pages, int(table.size()) + pick(3)); // no sequence has more
+        a.window = window;
+        a.committed = committed;
         Device<float> scratch(size_t(attention_scratch(a)));
         a.out = out.p;
         a.scratch = scratch.p;
@@ -222,6 +224,18 @@ inline double bound(const KvShape &s) {
     return s.type == 0 ? 1e-5 : 2e-3;
 }
 
+inline void compare_outputs(const KvShape &s, const std::vector<double> &expected, const float *got,
+                            const std::string &what) {
+    double diff = 0, norm = 1e-30;
+    for (size_t i = 0; i < expected.size(); i++) {
+        diff += (got[i] - expected[i]) * (got[i] - expected[i]);
+        norm += expected[i] * expected[i];
+    }
+    const double error = std::sqrt(diff / norm);
+    worst[s.type] = std::fmax(worst[s.type], error);
+    expect(error < bound(s), what + " off by " + std::to_string(error));
+}
+
 inline void compare_row(const KvShape &s, const Context &c, const Ints &parents, const Inputs &in, int row,
                         const float *got, const std::string &what) {
     const size_t bytes = s.cell_bytes();
@@ -242,17 +256,8 @@ inline void compare_row(const KvShape &s, const Context &c, const Ints &parents,
         v.push_back(&own_v[at]);
     }
     const size_t q = size_t(s.H) * s.D;
-    const std::vector<double> expected =
-        attend_row(s, &in.q[row * q], s.gated ? &in.gate[2 * row * q + s.D] : nullptr, 2 * s.D, k, v);
-    double diff = 0, norm = 1e-30;
-    for (size_t i = 0; i < q; i++) {
-        diff += (got[i] - expected[i]) * (got[i] - expected[i]);
-        norm += expected[i] * expected[i];
-    }
-    const double error = std::sqrt(diff / norm);
-    worst[s.type] = std::fmax(worst[s.type], error);
-    expect(error < bound(s),
-           name_of(s) + what + " row " + std::to_string(row) + " off by " + std::to_string(error));
+    compare_outputs(s, attend_row(s, &in.q[row * q], s.gated ? &in.gate[2 * row * q + s.D] : nullptr, 2 * s.D, k, v), got,
+                    name_of(s) + what + " row " + std::to_string(row));
 }
 
 // Runs the first rows again as plain decoding does: in depth-first order, a step a row, in the cell of its depth.
@@ -363,6 +368,58 @@ inline void check_case(const KvShape &s, const Case &c, const std::string &what)
 
 inline Ints any_tree(int T) {
     return T == 0 ? Ints() : pick(3) == 0 ? chain(T) : random_tree(T, 1 + pick(12), pick(2) == 0);
+}
+
+// Checks rows that see committed positions alone, `rows` of each sequence, whatever their places in the step are. Nothing is in
+// the step's own cells.
+inline void check_committed(const KvShape &s, const Ints &past, const Ints &rows, const std::string &what) {
+    int T = 0, pages = 4;
+    for (size_t i = 0; i < past.size(); i++) {
+        T += rows[i];
+        pages += (past[i] + MAX_ROWS) / PAGE + 2;
+    }
+    Kv kv(s, pages);
+    std::vector<Context> contexts(past.size());
+    std::vector<Work> works;
+    for (size_t i = 0; i < past.size(); i++) {
+        const size_t n = size_t(past[i]) * s.width();
+        kv.append(contexts[i], normals(n), normals(n));
+        works.push_back({&contexts[i], any_tree(rows[i]), {}});
+    }
+    const Inputs in = random_inputs(s, T);
+    const int wide = std::min(MAX_ROWS, T + pick(4));
+    Ints table;
+    kv.ctl.set({kv.control(works, table)});
+    const Floats got = kv.attend(table, in, wide, false, s.window, 1);
+    const size_t q = size_t(s.H) * s.D, bytes = s.cell_bytes();
+    int row = 0;
+    for (size_t i = 0; i < past.size(); i++) {
+        const Context &c = contexts[i];
+        std::vector<const uint8_t *> k, v;
+        for (int p = std::max(s.first, s.window > 0 ? c.n - s.window + 1 : 0); p < c.n; p++) {
+            k.push_back(&c.k[p * bytes]);
+            v.push_back(&c.v[p * bytes]);
+        }
+        for (int r = 0; r < rows[i]; r++, row++) {
+            const std::string name = name_of(s) + what + ": committed positions, row " + std::to_string(row);
+            if (k.empty()) {
+                expect(std::all_of(&got[row * q], &got[row * q] + q, [](float x) { return x == 0; }), name + " sees some");
+                continue;
+            }
+            compare_outputs(s, attend_row(s, &in.q[row * q], s.gated ? &in.gate[2 * row * q + s.D] : nullptr, 2 * s.D, k, v),
+                            &got[row * q], name);
+            // It is attention of a row whose K and V are the last committed ones.
+            Context shorter = c;
+            shorter.n--;
+            Ints own;
+            kv.ctl.set({kv.control({{&shorter, {-1}, {}}}, own)});
+            const Floats alone =
+                kv.attend(own, rows_of(s, in, row, 1), 1, false, s.window > 0 ? s.window - 1 : 0, 0);
+            expect(same_bits(alone.data(), &got[row * q], q), name + " is not that of the last of them");
+        }
+    }
+    expect(std::all_of(got.begin() + row * q, got.end(), [](float x) { return x == 0; }),
+           name_of(s) + what + ": a row of no sequence is not zero");
 }
 
 // Shapes of all types and sizes of heads. In the last ones one KV head serves many.

@@ -81,3 +81,15 @@ def step_ctl(*seqs: Seq) -> np.ndarray:
         row0 += n_rows
     ctl[:2] = len(seqs), row0
     return ctl
+
+
+# Each region of chunks is its first position, a chunk's size, and the first chunk.
+REGIONS = ((81920, 2048, 160), (32768, 1024, 112), (16384, 512, 80), (4096, 256, 32), (0, 128, 0))
+
+
+def chunk_at(position: int) -> int:
+    """Does what attention/chunks.h does."""
+    for begin, size, index in REGIONS:
+        if position >= begin:
+            return index + (position - begin) // size
+    raise AssertionError

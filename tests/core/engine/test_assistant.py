@@ -26,8 +26,6 @@ from luce.native import Drafts, Engine, File, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import PAGE, DrafterParams, EngineParams, Sampling
 
-pytestmark = pytest.mark.parametrize("device", ["cpu"])  # No GPU runs Gemma 4 yet.
-
 SHAPE, ACCEPT = "gemma4-mini", 0.75
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -45,7 +43,6 @@ SEVERAL: dict[str, tuple[Config, int, Config]] = {
     "shared": (*CASES["per-layer"], replace(ASSISTANT, window=11, v_is_k=False, n_head_kv_swa=1)),
     "experts": (*CASES["experts"], replace(ASSISTANT, window=9)),
 }  # fmt: skip
-
 
 
 class Files(NamedTuple):
@@ -76,12 +73,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Files]:
 
 
 @pytest.fixture(scope="module")
-def model_of(native: Library, files: Callable[[str], Files]) -> Callable[[str], Model]:
+def runs_on(native: Library, device: str, files: Callable[[str], Files]) -> str:
+    return drive.where_it_runs(native, files("golden").target, device)
+
+
+@pytest.fixture(scope="module")
+def model_of(native: Library, runs_on: str, files: Callable[[str], Files]) -> Callable[[str], Model]:
     made = dict[str, Model]()
 
     def make(name: str) -> Model:
         if name not in made:
-            made[name] = drive.open_model(native, files(name).target, head=files(name).assistant)
+            made[name] = drive.open_model(native, files(name).target, runs_on, head=files(name).assistant)
         return made[name]
 
     return make
@@ -119,7 +121,7 @@ def accepted_by_rule(anchor: int, gamma: int, n: int) -> list[int]:
 @pytest.mark.parametrize("kv_type", deeper_but(("f32", "f16", "q8_0"), "f16"))
 @pytest.mark.parametrize("name", deeper_but((*SEVERAL, "oracle"), "golden", "shared", "oracle"))
 def test_every_gamma_gives_the_tokens_of_plain_decoding(
-    name: str, kv_type: str, sampling: str, device: str, model_of: Callable[[str], Model], same: Same
+    name: str, kv_type: str, sampling: str, model_of: Callable[[str], Model], same: Same
 ) -> None:
     chosen, n, model = SAMPLINGS[sampling], 40, model_of(name)
     sequence = drive.open_sequence(model, n_ctx=256, n_rows=9, n_draft=8, kv_type=kv_type)
@@ -139,7 +141,7 @@ def test_every_gamma_gives_the_tokens_of_plain_decoding(
 
 
 @pytest.mark.parametrize("gamma", deeper_but(GAMMAS, 3))
-def test_acceptance_is_what_the_file_sets(gamma: int, device: str, model_of: Callable[[str], Model]) -> None:
+def test_acceptance_is_what_the_file_sets(gamma: int, model_of: Callable[[str], Model]) -> None:
     """A prompt in several chunks, and one that is shorter than a window."""
     sequence = drive.open_sequence(model_of("oracle"), n_ctx=1024, n_rows=9, n_draft=8, n_chunk=256, kv_type="f16")
     for prompt in ([3, 1, 4], tokens_of(600)):
@@ -153,7 +155,7 @@ def test_acceptance_is_what_the_file_sets(gamma: int, device: str, model_of: Cal
 
 @pytest.mark.parametrize("name", deeper_but(SEVERAL, "golden", "window-7", "shared"))
 def test_any_turns_leave_the_tokens_bytes_and_drafts_of_plain_decoding(
-    name: str, device: str, model_of: Callable[[str], Model]
+    name: str, model_of: Callable[[str], Model]
 ) -> None:
     """Chains, trees with moved rows and rejected ones take turns, over scratch and free pages that are poisoned."""
     engine = drive.open_engine(model_of(name), n_ctx=1024, n_draft=8, n_rows=40, n_sequences=2, n_chunk=PAGE)
@@ -177,7 +179,7 @@ def test_any_turns_leave_the_tokens_bytes_and_drafts_of_plain_decoding(
             assert sequence.dump() == plain.dump()
 
 
-def test_rejected_rows_leave_no_trace_in_drafts(device: str, model_of: Callable[[str], Model]) -> None:
+def test_rejected_rows_leave_no_trace_in_drafts(model_of: Callable[[str], Model]) -> None:
     sequence = drive.open_sequence(model_of("golden"), n_ctx=256, n_draft=8, n_rows=9)
     drive.prefill(sequence, tokens_of(30))
     before = drafts_of(sequence, 7, 8)
@@ -193,7 +195,7 @@ def test_rejected_rows_leave_no_trace_in_drafts(device: str, model_of: Callable[
     assert drafts_of(sequence, 9, 8) == after
 
 
-def test_company_changes_neither_tokens_nor_drafts(device: str, model_of: Callable[[str], Model], same: Same) -> None:
+def test_company_changes_neither_tokens_nor_drafts(model_of: Callable[[str], Model], same: Same) -> None:
     engine = drive.open_engine(model_of("oracle"), n_ctx=512, n_draft=8, n_rows=9, n_sequences=4)
     alone = drive.open_sequence(model_of("oracle"), n_ctx=512, n_draft=8, n_rows=9)
     prompts, gammas = [tokens_of(n, n) for n in (5, 70, 300, 31)], [4, 1, 3, 0]
@@ -217,7 +219,7 @@ def test_company_changes_neither_tokens_nor_drafts(device: str, model_of: Callab
 @pytest.mark.parametrize("where", ["bytes", *deeper("device", "host")])
 @pytest.mark.parametrize("name", deeper_but(("window-7", "window-300", "shared"), "window-7", "window-300"))
 def test_a_resumed_text_has_the_same_drafts(
-    name: str, where: str, device: str, model_of: Callable[[str], Model], same: Same
+    name: str, where: str, model_of: Callable[[str], Model], same: Same
 ) -> None:
     """Pages behind windows are gone by then, and what is free is NaN."""
     engine = drive.open_engine(model_of(name), n_ctx=5 * PAGE, n_draft=8, n_rows=20, n_sequences=2, n_checkpoints=2,
@@ -251,7 +253,7 @@ def test_a_resumed_text_has_the_same_drafts(
 
 
 def test_rounds_that_draft_on_the_device_give_the_tokens_of_plain_decoding(
-    device: str, model_of: Callable[[str], Model]
+    model_of: Callable[[str], Model]
 ) -> None:
     engine = drive.open_engine(model_of("oracle"), n_ctx=512, n_draft=8, n_rows=9, n_sequences=2)
     sequence, plain = engine.sequence(), engine.sequence()
@@ -270,13 +272,13 @@ def test_rounds_that_draft_on_the_device_give_the_tokens_of_plain_decoding(
         assert out[: len(expected)] == expected, n
 
 
-def test_a_list_has_several_assistants(device: str, native: Library, files: Callable[[str], Files]) -> None:
+def test_a_list_has_several_assistants(runs_on: str, native: Library, files: Callable[[str], Files]) -> None:
     """They have no KV of their own, and nothing is fed to them; a part of the vocabulary is one's first tokens."""
     target, assistant = files("golden")
     other = target.with_name("other.gguf")
     tiny_gemma4.write(other, ASSISTANT, tiny_gemma4.layout(ASSISTANT, 5))
     drafters = [(File(assistant, native), None), (File(other, native), "assistant")]
-    model = Model(File(target, native), "cpu", drafters=drafters)  # type: ignore[arg-type]
+    model = Model(File(target, native), runs_on, drafters=drafters)  # type: ignore[arg-type]
     uses = (DrafterParams(1, 3), DrafterParams(0, 8), DrafterParams(0, 4, 128))
     engine = Engine(model, EngineParams(n_ctx=256, n_rows=9, n_threads=1, kv_type="f32", drafters=uses))
     assert [each.kind for each in model.info.drafters] == ["assistant"] * 2
@@ -290,14 +292,14 @@ def test_a_list_has_several_assistants(device: str, native: Library, files: Call
         engine.draft([Drafts(sequence, 7, n, index)])
         found.append(sequence.drafted(n))
     assert found[0] != found[1][:3] and all(token < 128 for token in found[2])
-    alone = drive.open_sequence(drive.open_model(native, target, head=assistant), n_ctx=256, n_draft=8, n_rows=9)
+    alone = drive.open_sequence(drive.open_model(native, target, runs_on, head=assistant), n_ctx=256, n_draft=8, n_rows=9)
     drive.prefill(alone, tokens_of(30))
     assert drafts_of(alone, 7, 8) == found[1]
     with pytest.raises(ArgumentError, match="n_draft is 9 of drafters"):
         Engine(model, EngineParams(n_ctx=64, drafters=(DrafterParams(0, 9),)))
 
 
-def test_a_context_takes_no_memory_of_it(device: str, native: Library, files: Callable[[str], Files]) -> None:
+def test_a_context_takes_no_memory_of_it(native: Library, files: Callable[[str], Files]) -> None:
     target, assistant = files("golden")
     file, head = File(target, native), File(assistant, native)
     for n_ctx in (256, 2048):
@@ -312,13 +314,13 @@ def test_a_context_takes_no_memory_of_it(device: str, native: Library, files: Ca
         assert drafting.state - plain.state >= 4 * rows * CASES["dense"][0].n_embd
 
 
-def test_pages_are_asked_for_by_verifies_alone(device: str, model_of: Callable[[str], Model]) -> None:
+def test_pages_are_asked_for_by_verifies_alone(model_of: Callable[[str], Model]) -> None:
     sequence = drive.open_sequence(model_of("golden"), n_ctx=2 * PAGE, n_draft=8, n_rows=9, n_pages=1, n_chunk=PAGE)
     drive.prefill(sequence, tokens_of(PAGE))
     assert len(drafts_of(sequence, 7, 8)) == 8 and sequence.info.n_pages == 1
 
 
-def test_a_cancel_ends_a_draft_and_the_text_goes_on(device: str, model_of: Callable[[str], Model]) -> None:
+def test_a_cancel_ends_a_draft_and_the_text_goes_on(model_of: Callable[[str], Model]) -> None:
     sequence = drive.open_sequence(model_of("oracle"), n_ctx=256, n_draft=4, n_rows=5)
     expected = drive.decode(sequence, [5, 6], 30, 4)
     found = drive.decode(sequence, [5, 6], 12, 4)
@@ -329,13 +331,13 @@ def test_a_cancel_ends_a_draft_and_the_text_goes_on(device: str, model_of: Calla
 
 
 def test_damaged_weights_are_the_drafts_error_alone(
-    device: str, native: Library, files: Callable[[str], Files], tmp_path: Path
+    runs_on: str, native: Library, files: Callable[[str], Files], tmp_path: Path
 ) -> None:
     weights: Any = tiny_gemma4.layout(ASSISTANT, ASSISTANT_SEED)
     weights["output_norm.weight"][:] = np.nan
     damaged = tiny_gemma4.write(tmp_path / "damaged.gguf", ASSISTANT, weights)
     target = files("golden").target
-    sequence = drive.open_sequence(drive.open_model(native, target, head=damaged), n_ctx=128, n_draft=4, n_rows=5)
+    sequence = drive.open_sequence(drive.open_model(native, target, runs_on, head=damaged), n_ctx=128, n_draft=4, n_rows=5)
     expected = drive.decode(sequence, [1, 2, 3], 20).tokens
     found = drive.decode(sequence, [1, 2, 3], 5)
     drive.draft(sequence, found.tokens[-1], 4)

@@ -3,7 +3,7 @@ in one call, in steps, and after rows that were rejected; and with those of nump
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,14 +30,21 @@ def golden() -> dict[str, np.ndarray]:
     return dict(np.load(GOLDENS / "gemma4-assistant.npz"))
 
 
+def where(native: Library, target: Path, device: str) -> tuple[str, float]:
+    """Returns the device that runs it, and by how much its logits may be off there."""
+    runs_on = drive.where_it_runs(native, target, device)
+    return runs_on, BOUND if runs_on == "cpu" else drive.CUDA_BOUND
+
+
 @pytest.fixture(scope="module")
-def sequence(native: Library, tmp_path_factory: pytest.TempPathFactory) -> Timeline:
+def opened(native: Library, device: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, float]:
     folder, (config, seed) = tmp_path_factory.mktemp("assistant"), CASES["dense"]
     target = tiny_gemma4.write(folder / "target.gguf", config, tiny_gemma4.layout(config, seed))
     tensors = tiny_gemma4.layout(ASSISTANT, ASSISTANT_SEED)
     assistant = tiny_gemma4.write(folder / "assistant.gguf", ASSISTANT, tensors)
-    model = drive.open_model(native, target, head=assistant)
-    return drive.open_sequence(model, n_ctx=512, n_draft=8, n_rows=16, n_top=RANKS)
+    runs_on, bound = where(native, target, device)
+    model = drive.open_model(native, target, runs_on, head=assistant)
+    return drive.open_sequence(model, n_ctx=512, n_draft=8, n_rows=16, n_top=RANKS), bound
 
 
 def read_whole(sequence: Timeline, tokens: list[int]) -> None:
@@ -66,21 +73,26 @@ WAYS: tuple[Callable[[Timeline, list[int]], None], ...] = (read_whole, read_in_s
 
 @pytest.mark.parametrize("read", WAYS)
 def test_drafts_agree_with_transformers(
-    read: Callable[[Timeline, list[int]], None], golden: dict[str, np.ndarray], sequence: Timeline
+    read: Callable[[Timeline, list[int]], None], golden: dict[str, np.ndarray], opened: tuple[Timeline, float]
 ) -> None:
-    """A list has a draft's best tokens and their log-probabilities over the whole vocabulary."""
-    errors = []
+    """A list has a draft's best tokens and their log-probabilities over the whole vocabulary. A draft is compared where
+    those before it are the same, which they have to be where the best token is ahead by more than may be off."""
+    (sequence, bound), errors, compared = opened, list[float](), 0
     for at, drafts, logits in zip(golden["at"], golden["drafts"], golden["logits"], strict=True):
         sequence.reset()
         prompt = [int(token) for token in golden["prompt"][:at]]
         read(sequence, prompt[:-1])
         drive.draft(sequence, prompt[-1], N)
-        assert sequence.drafted(N) == drafts.tolist(), at
-        lists = sequence.lists(N, RANKS)
-        ids, scores = (np.array(list(part)).reshape(N, RANKS) for part in (lists.ids, lists.scores))
+        best = np.sort(logits, -1)
+        sure = [*(best[:, -1] - best[:, -2] > 2 * bound), False].index(False)
+        assert sequence.drafted(N)[:sure] == drafts[:sure].tolist(), at
+        lists, n = sequence.lists(N, RANKS), min(sure + 1, N)
+        ids, scores = (np.array(list(part)).reshape(N, RANKS)[:n] for part in (lists.ids, lists.scores))
         chances = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-        errors.append(np.abs(scores - np.take_along_axis(chances, ids, -1)).max())
-    assert max(errors) <= BOUND, errors
+        errors.append(np.abs(scores - np.take_along_axis(chances[:n], ids, -1)).max())
+        compared += n
+    assert max(errors) <= bound, errors
+    assert compared == len(golden["at"]) * N or (bound > BOUND and compared >= 14)
 
 
 # ---- by the reference in numpy, which the golden holds to transformers
@@ -99,44 +111,46 @@ OTHERS: dict[str, tuple[str, Config]] = {  # A model of CASES, and an assistant 
 }  # fmt: skip
 
 
-class Sampled(AssistantReference):
-    """Drafts what a rule chooses of each draft's logits."""
+class Followed(AssistantReference):
+    """Gives the logits of each draft of a chain behind the drafts that were made before it."""
 
-    def chain(self, tokens: np.ndarray, n: int, choose: Callable[[np.ndarray, int], int]) -> list[int]:
+    def chain(self, tokens: np.ndarray, drafted: list[int]) -> Iterator[np.ndarray]:
         states, kv = self.target.states(tokens[:-1])
-        self.first, token, state, found = len(tokens) - 1, int(tokens[-1]), states[-1], list[int]()
-        for i in range(n):
+        self.first, token, state = len(tokens) - 1, int(tokens[-1]), states[-1]
+        for following in drafted:
             x = self.projected(token, state)[None]
             for layer in range(self.c.n_layer):
                 x = self.block(layer, x, None, {layer: self.seen(layer, kv)})
             normed = self.norm(x[0], "output_norm.weight")
-            token, state = choose(self.capped(self.head() @ normed), i), self.passed_on(x[0], normed)
-            found.append(token)
-        return found
+            yield self.capped(self.head() @ normed)
+            token, state = following, self.passed_on(x[0], normed)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(0.8, 30, seed=9)])
 @pytest.mark.parametrize("name", OTHERS)
-def test_drafts_are_those_of_the_reference(name: str, sampling: Sampling, native: Library, tmp_path: Path) -> None:
-    """A draft is drawn with the noise of the token that it guesses, though all are at one position."""
+def test_drafts_are_those_of_the_reference(
+    name: str, sampling: Sampling, native: Library, device: str, tmp_path: Path
+) -> None:
+    """A draft is drawn with the noise of the token that it guesses, though all are at one position. On a GPU it is what
+    is drawn where its logit is higher by as much as two may be off."""
     (case, own), n = OTHERS[name], 6
     config, seed = CASES[case]
     weights, of_own = tiny_gemma4.layout(config, seed), tiny_gemma4.layout(own, 17)
     target = tiny_gemma4.write(tmp_path / "target.gguf", config, weights)
     assistant = tiny_gemma4.write(tmp_path / "assistant.gguf", own, of_own)
-    model = drive.open_model(native, target, head=assistant)
-    sequence = drive.open_sequence(model, n_ctx=512, n_draft=8, n_rows=16)
+    runs_on, bound = where(native, target, device)
+    sequence = drive.open_sequence(
+        drive.open_model(native, target, runs_on, head=assistant), n_ctx=512, n_draft=8, n_rows=16
+    )
     sequence.set_sampling(sampling)
-    reference = Sampled(own, of_own, Reference(config, weights))
+    reference = Followed(own, of_own, Reference(config, weights))
     for length in (2, 14, 40):
         tokens = np.random.default_rng(length).integers(0, config.n_vocab, length)
-
-        def choose(logits: np.ndarray, i: int, length: int = length) -> int:
-            if not sampling.temperature:
-                return int(logits.argmax())
-            return native.sample(logits.astype(np.float32), sampling, length + i)
-
         sequence.reset()
         drive.prefill(sequence, tokens[:-1].tolist())
         drive.draft(sequence, int(tokens[-1]), n)
-        assert sequence.drafted(n) == reference.chain(tokens, n, choose), length
+        drafted = sequence.drafted(n)
+        for i, logits in enumerate(reference.chain(tokens, drafted)):
+            logits[drafted[i]] += 0 if runs_on == "cpu" else 2 * bound
+            chosen = native.sample(logits.astype(np.float32), sampling, length + i) if sampling.temperature else logits.argmax()
+            assert drafted[i] == chosen, (length, i)

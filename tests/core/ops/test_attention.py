@@ -13,7 +13,7 @@ from depth import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from op_run import Q4_0, Q8_0, op_run
-from step_ctl import MAX_ROWS, PAGE, Seq, step_ctl
+from step_ctl import MAX_ROWS, PAGE, Seq, chunk_at, step_ctl
 
 from luce.errors import ArgumentError
 from luce.native import Library
@@ -226,18 +226,6 @@ class Pool:
                 gate = rows.gate[t].astype(np.float64).reshape(s.h, 2, s.d)[:, 1]
                 out[t] /= 1 + np.exp(-gate)
         return out
-
-
-# Each region of chunks is its first position, a chunk's size, and the first chunk.
-REGIONS = ((81920, 2048, 160), (32768, 1024, 112), (16384, 512, 80), (4096, 256, 32), (0, 128, 0))
-
-
-def chunk_at(position: int) -> int:
-    """Does what attention/chunks.h does."""
-    for begin, size, index in REGIONS:
-        if position >= begin:
-            return index + (position - begin) // size
-    raise AssertionError
 
 
 def close(found: np.ndarray, expected: np.ndarray, kind: str, device: str) -> None:
