@@ -14,6 +14,7 @@ import drive
 import pytest
 import tiny
 import tiny_dflash
+import tiny_gemma4
 from checkout import ROOT
 
 from luce.native import Library
@@ -38,13 +39,13 @@ Steps = dict[str, tuple[Counter[str], Counter[str]]]  # A step ("verify of 1") h
 def steps(native: Library, device: str) -> Callable[..., Steps]:
     """Counts the ops of all steps of an engine that drafts where it can."""
 
-    def count(path: Path, head: bool = False, drafter: Path | None = None) -> Steps:
-        model = drive.open_model(native, path, device, head=head, drafter=drafter)
+    def count(path: Path, head: drive.Head = False, drafter: Path | None = None) -> Steps:
+        model = drive.open_model(native, path, drive.where_it_runs(native, path, device), head=head, drafter=drafter)
         said: list[str] = []
         native.set_log(lambda level, text: said.append(text))
         try:
             drive.open_engine(
-                model, n_ctx=64, n_rows=4, n_draft=int(head), blocks=int(drafter is not None)
+                model, n_ctx=64, n_rows=4, n_draft=int(bool(head)), blocks=int(drafter is not None)
             ).close()
         finally:
             native.set_log(None)
@@ -91,7 +92,8 @@ def test_a_layers_launches_are_those_that_are_listed(
 
 @pytest.mark.parametrize(
     ("files", "drafts"),
-    [("box", {"draft of 1", "block of 16"}), ("drafter", {"block of 5"}), ("IQ3_S", {"draft of 1"})],
+    [("box", {"draft of 1", "block of 16"}), ("drafter", {"block of 5"}), ("IQ3_S", {"draft of 1"}),
+     ("assistant", {"draft of 1"})],  # fmt: skip
 )
 def test_what_is_kept_of_ggml_is_listed(
     files: str, drafts: set[str], steps: Callable[..., Steps], native: Library, device: str, tmp_path: Path
@@ -103,6 +105,11 @@ def test_what_is_kept_of_ggml_is_listed(
     elif files == "drafter":
         target, drafter = tiny_dflash.files(tmp_path, tiny_dflash.CASES["yarn-own-vocabulary"])
         found = steps(target, False, drafter)
+    elif files == "assistant":
+        config, seed = tiny_gemma4.CASES["dense"]
+        target = tiny_gemma4.write(tmp_path / "target.gguf", config, tiny_gemma4.layout(config, seed))
+        own = tiny_gemma4.layout(tiny_gemma4.ASSISTANT, tiny_gemma4.ASSISTANT_SEED)
+        found = steps(target, tiny_gemma4.write(tmp_path / "assistant.gguf", tiny_gemma4.ASSISTANT, own))
     else:
         c = replace(CONFIG, n_layer=2, recurrent=(True, False), n_nextn=1)
         type_of, quantize = drive.type_of(files), partial(drive.quantize, native)

@@ -36,6 +36,7 @@ class Model:
     cpu_experts: int = 0
     drafter: tiny_dflash.Case | None = None
     kind: str = "F32"
+    assistant: Gemma4 | None = None
     params: dict[str, int] = field(default_factory=dict)
     seed: int = 5
 
@@ -57,7 +58,9 @@ MODELS = {
     "host": Model(SHARED, cpu_experts=3, params=HEAD),
     "host-unshared": Model(replace(SHARED, n_ff_shared=0), cpu_experts=3, params=HEAD),
     "gemma4": Model(GEMMA, seed=GEMMA_SEED),
-    "gemma4-dense": Model(replace(GEMMA, v_is_k=True, n_shared_kv=0, n_expert=0), seed=GEMMA_DENSE_SEED),
+    "gemma4-dense": Model(
+        replace(GEMMA, v_is_k=True, n_shared_kv=0, n_expert=0), params=HEAD, seed=GEMMA_DENSE_SEED,
+        assistant=replace(tiny_gemma4.ASSISTANT, window=40, n_embd=256, n_ff=128, n_head_kv_swa=1, n_embd_out=256)),
     "dflash": Model(tiny_dflash.WIDE, drafter=tiny_dflash.CASES["causal-windows"], params={"blocks": 1}),
 }
 # These have an effect on this device, each in some of the models.
@@ -66,12 +69,16 @@ ON_CPU = {"host_experts", "experts_glu", "add_shared", "norm_rope", "norm_rope_k
 # A GPU has no other op for these patterns.
 NEEDED = {"mixture", "mixture_shared", "mixture_in_ram", "mixture_in_ram_shared", "routed_experts"}
 # These are for Gemma 4, which a GPU may not run yet.
-OF_GEMMA = {"routed_experts", "heads_plain", "heads_plain_k", "queries", "add_normed", "add_normed_packed",
-            "add_normed_scaled"}  # fmt: skip
+OF_GEMMA = {"routed_experts", "heads_plain", "heads_plain_k", "queries", "queries_committed", "add_normed",
+            "add_normed_packed", "add_normed_scaled"}  # fmt: skip
 ON_GPU = NEEDED | OF_GEMMA | {
     "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer", "draft_input",
     "matmul_first", "add_norm_partials", "norm_partials", "matmul_add",
 }  # fmt: skip
+
+
+def assistant_of(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-assistant.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +93,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
             tensors = tiny_gemma4.layout(model.config, model.seed)
             tensors |= {of: x * SOFTER for of, x in tensors.items() if of.endswith("attn_q_norm.weight")}
             made[name] = (tiny_gemma4.write(path, model.config, tensors, model.kind), None)
+            if own := model.assistant:
+                tiny_gemma4.write(assistant_of(path), own, tiny_gemma4.layout(own, 6), model.kind)
         else:
             made[name] = (tiny.write(path, model.config, tiny.layout(model.config, model.seed), model.kind), None)
     return made
@@ -102,7 +111,8 @@ class Found:
 
 def run(native: Library, device: str, model: Model, files: tuple[Path, Path | None]) -> Found:
     path, drafter = files
-    head = isinstance(model.config, tiny.Config) and bool(model.config.n_nextn)
+    head: drive.Head = isinstance(model.config, tiny.Config) and bool(model.config.n_nextn)
+    head = assistant_of(path) if model.assistant else head
     opened = drive.open_model(native, path, device, head=head, drafter=drafter, cpu_experts=model.cpu_experts)
     sequence = drive.open_sequence(opened, n_ctx=512, n_rows=16, n_top=2 if head or drafter else 0, **model.params)
     found = Found()
