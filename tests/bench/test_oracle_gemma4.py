@@ -6,10 +6,12 @@ import hashlib
 import json
 from pathlib import Path
 
+import drive
 import gguf
 import hf_checkpoint as hf
 import numpy as np
 import pytest
+import tiny_gemma4
 from click.testing import CliRunner
 from depth import deeper
 from gemma4_reference import AssistantReference, Reference
@@ -19,6 +21,7 @@ from luce.bench import oracle_gemma4
 from luce.bench.oracle_gemma4 import SHAPES
 from luce.bench.oracle_model import Rule
 from luce.cli.commands import cli
+from luce.native import Library
 
 TOKENS = np.array([5, 1999, 300, 301, 5, 7, 2044, 0] * 10)  # More than the windows of 64.
 
@@ -114,9 +117,12 @@ def test_options_of_other_drafters_are_refused(options: list[str], message: str)
     assert result.exit_code == 2 and message in result.stderr
 
 
-def test_an_oracle_drafts_with_its_assistant(tmp_path: Path) -> None:
+def test_an_oracle_drafts_with_its_assistant(native: Library, device: str, tmp_path: Path) -> None:
+    config, seed = tiny_gemma4.CASES["dense"]
+    model = tiny_gemma4.write(tmp_path / "where.gguf", config, tiny_gemma4.layout(config, seed))
+    where = drive.where_it_runs(native, model, device)
     args = ["bench", "oracle", "--shape", "gemma4-mini", "--accept", "0.5", "--modes", "plain,mtp:3", "--rounds", "1"]
-    args += ["-n", "200", "--device", "cpu", "--cache", str(tmp_path), "--json"]
+    args += ["-n", "200", "--device", where, "--cache", str(tmp_path), "--json"]
     result = CliRunner().invoke(cli, args)
     assert result.exit_code == 0, result.stderr
     made = json.loads(result.stdout)

@@ -150,7 +150,8 @@ template <int D> int launch(const AttentionParams &a, const DeviceLimits &device
 AttentionParams params_of(const AttentionArgs &args, const DeviceLimits &device) {
     AttentionParams a{};
     static_cast<AttentionArgs &>(a) = args;
-    a.window -= args.window > 0 ? args.committed : 0; // rows count as one position lower, and see no more below
+    a.window -=
+        args.window > 0 ? args.committed : 0; // rows count as one position lower, and see no more below
     const HeadGroups heads = head_groups(args);
     a.G = heads.size;
     a.groups = heads.groups;
@@ -199,10 +200,10 @@ int cuda::attention(const AttentionArgs &args, void *stream) {
         return 0;
     }
     if (args.T < 0 || args.T > MAX_ROWS || args.max_pages <= 0 || pool.Hkv <= 0 || args.H % pool.Hkv != 0 ||
-        (args.committed != 0 && args.window == 1) ||
-        !aligned(args.q) || !aligned(args.out) || !aligned(args.packed) ||
-        (args.out == nullptr) == (args.packed == nullptr) || !aligned(args.scratch) || !aligned(args.plan) ||
-        args.layer < 0 || args.layer >= PLAN_LAYERS || !aligned(pool.k) || !aligned(pool.v)) {
+        (args.committed != 0 && args.window == 1) || !aligned(args.q) || !aligned(args.out) ||
+        !aligned(args.packed) || (args.out == nullptr) == (args.packed == nullptr) ||
+        !aligned(args.scratch) || !aligned(args.plan) || args.layer < 0 || args.layer >= PLAN_LAYERS ||
+        !aligned(pool.k) || !aligned(pool.v)) {
         return int(cudaErrorInvalidValue);
     }
     DeviceLimits device;

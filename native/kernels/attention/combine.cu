@@ -187,8 +187,7 @@ __global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
     const int64_t K = int64_t(a.H) * D, k = int64_t(blockIdx.x) * CHUNK + lane * OWN, n = k < K ? k : 0;
     const int head = int(n / D), column = int(n % D);
     const RowCtl ctl = a.ctl->rows[row];
-    const int position =
-        a.committed != 0 && ctl.seq >= 0 ? a.ctl->seqs[ctl.seq].n_past - 1 : ctl.position;
+    const int position = a.committed != 0 && ctl.seq >= 0 ? a.ctl->seqs[ctl.seq].n_past - 1 : ctl.position;
     const int first = chunk_at(lowest_visible(position, a.first, a.window));
     // It is below `first` where the row sees nothing.
     const int last = ctl.seq < 0 ? -1 : chunk_at(position);

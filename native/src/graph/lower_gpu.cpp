@@ -141,8 +141,8 @@ protected:
 
     // The op that leaves a node's attention packed: a prompt's has none, nor has a drafter's block.
     const OpRow<AttentionArgs> *packs_attention(const Node &n) const {
-        const bool attends = std::holds_alternative<Attends>(n.params) ||
-                             std::holds_alternative<AttendsCommitted>(n.params);
+        const bool attends =
+            std::holds_alternative<Attends>(n.params) || std::holds_alternative<AttendsCommitted>(n.params);
         return attends && !plain.prefill() && !plain.drafts_blocks() ? &ops::attention_packed : nullptr;
     }
 

@@ -292,7 +292,8 @@ def test_a_list_has_several_assistants(runs_on: str, native: Library, files: Cal
         engine.draft([Drafts(sequence, 7, n, index)])
         found.append(sequence.drafted(n))
     assert found[0] != found[1][:3] and all(token < 128 for token in found[2])
-    alone = drive.open_sequence(drive.open_model(native, target, runs_on, head=assistant), n_ctx=256, n_draft=8, n_rows=9)
+    one = drive.open_model(native, target, runs_on, head=assistant)
+    alone = drive.open_sequence(one, n_ctx=256, n_draft=8, n_rows=9)
     drive.prefill(alone, tokens_of(30))
     assert drafts_of(alone, 7, 8) == found[1]
     with pytest.raises(ArgumentError, match="n_draft is 9 of drafters"):
@@ -337,7 +338,8 @@ def test_damaged_weights_are_the_drafts_error_alone(
     weights["output_norm.weight"][:] = np.nan
     damaged = tiny_gemma4.write(tmp_path / "damaged.gguf", ASSISTANT, weights)
     target = files("golden").target
-    sequence = drive.open_sequence(drive.open_model(native, target, runs_on, head=damaged), n_ctx=128, n_draft=4, n_rows=5)
+    model = drive.open_model(native, target, runs_on, head=damaged)
+    sequence = drive.open_sequence(model, n_ctx=128, n_draft=4, n_rows=5)
     expected = drive.decode(sequence, [1, 2, 3], 20).tokens
     found = drive.decode(sequence, [1, 2, 3], 5)
     drive.draft(sequence, found.tokens[-1], 4)

@@ -152,5 +152,5 @@ def test_drafts_are_those_of_the_reference(
         drafted = sequence.drafted(n)
         for i, logits in enumerate(reference.chain(tokens, drafted)):
             logits[drafted[i]] += 0 if runs_on == "cpu" else 2 * bound
-            chosen = native.sample(logits.astype(np.float32), sampling, length + i) if sampling.temperature else logits.argmax()
-            assert drafted[i] == chosen, (length, i)
+            drawn = native.sample(logits.astype(np.float32), sampling, length + i)
+            assert drafted[i] == (drawn if sampling.temperature else logits.argmax()), (length, i)
