@@ -33,6 +33,10 @@
 //   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
 //                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
 //                        kept rows, choice   keep_hidden, rowmm, choose
+//   an assistant's has   its input           row_tokens, GET_ROWS, SCALE, CONCAT, rowmm_pack, rowmm_parts
+//                        queries             attention_queries
+//                        attention           attention_packed      over the target's cells, up to the last committed one
+//                        kept rows           rowmm, SET_ROWS       which are not normed
 //   a block (DFlash) of DFlash2 has    block_conv, ADD       around attention and FFN, whose input and output are rows
 //                        and at its end      candidates, lattice   of which it drafts
 //   and of DSpark for each draft             prior_tokens, GET_ROWS, CONT, rowmm_add, choose
