@@ -117,6 +117,12 @@ def untimed(native):
     op_run.time_steps(native, False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def seeing(native, device):
+    """Lets models on GPUs take images where tests run there, also while luce refuses that."""
+    op_run.show_gpus_images(native, device != "cpu")
+
+
 @pytest.fixture
 def timed(native, untimed):
     """Opens a test's engines as users' are opened: their steps are timed."""

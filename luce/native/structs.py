@@ -249,12 +249,15 @@ class ModelInfo:
 @dataclass(frozen=True)
 class TowerInfo:
     """An opened vision tower: rows have width `n_out`, and it is `n_embd` wide itself. A patch has `patch` pixels a
-    side, and a row `merge` patches. `identity` tells towers apart that make other rows."""
+    side, and a row `merge` patches. `identity` tells towers apart that make other rows. An image has at most `max_rows`
+    rows, which take `scratch_bytes` of memory; a GPU holds them."""
 
     STRUCT: ClassVar[str] = "luce_tower_info"
 
     weight_bytes: int
     identity: int
+    scratch_bytes: int
+    max_rows: int
     n_out: int
     n_embd: int
     n_layer: int

@@ -15,16 +15,22 @@ if TYPE_CHECKING:
 
 
 class Tower(Handle):
-    """The vision tower of a file, opened beside `model` where one is given: FileError where its rows have another
-    width, UnsupportedError where the model is on a GPU."""
+    """The vision tower of a file, on a device. An image has at most `max_rows` rows, whose memory a GPU takes at once;
+    with 0 it is what a part of the device's memory has room for. Raises FileError and UnsupportedError where luce does
+    not run it there, and OutOfMemory."""
 
-    def __init__(self, file: File, model: Model | None = None):
+    def __init__(self, file: File, device: str = "cpu", max_rows: int = 0):
         library = file.library
-        out = library.ffi.new("luce_tower **")
-        beside = library.ffi.NULL if model is None else model.handle
-        library.check(library.lib.luce_tower_open(out, file.handle, beside))
+        out, name = library.ffi.new("luce_tower **"), library.ffi.new("char[]", device.encode())
+        params = library.struct("luce_tower_params", device=name, max_rows=max_rows)
+        library.check(library.lib.luce_tower_open(out, file.handle, params))
         super().__init__(library, out[0], library.lib.luce_tower_close)
         self.path = file.path
+
+    def require_fit(self, model: Model) -> None:
+        """Raises FileError where its rows have another width than the model's, and UnsupportedError where the model
+        takes no images."""
+        self.library.check(self.library.lib.luce_tower_check(self.handle, model.handle))
 
     @cached_property
     def info(self) -> TowerInfo:

@@ -50,7 +50,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 18 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 19 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a chain of which each is a step */
 #define LUCE_MAX_DRAFTERS 16 /* of a model, and in an engine's list */
@@ -292,16 +292,27 @@ LUCE_API luce_status luce_model_get_drafter(luce_model *model, uint32_t index, l
 
 /* ---- tower: rows of a prompt, made of an image -------------------------------------------------- */
 
-/* Opens the vision tower that a file holds (general.architecture "clip", projector_type "qwen3vl_merger"), whose weights stay
- * in the mapping. With a model, which may be NULL, it is opened beside that one: E_FILE where its rows have another width than
- * the model's, E_UNSUPPORTED where the model is on a GPU. E_FILE and E_UNSUPPORTED also name what is wrong with the file. */
-LUCE_API luce_status luce_tower_open(luce_tower **out, luce_file *file, luce_model *model);
+typedef struct luce_tower_params {
+    uint64_t struct_size;
+    const char *device; /* as of luce_model_params, but NULL is "cpu" */
+    uint32_t
+        max_rows; /* most rows of an image, 64..16384; 0: as many as a part of the device's memory has room for */
+} luce_tower_params;
+
+/* Opens the vision tower that a file holds (general.architecture "clip", projector_type "qwen3vl_merger"). On a CPU the weights
+ * stay in the mapping. On a GPU they are uploaded, and all memory that an image of max_rows rows needs is taken: E_MEMORY gives
+ * needed and free. E_FILE and E_UNSUPPORTED name what is wrong with the file. params may be NULL. */
+LUCE_API luce_status luce_tower_open(luce_tower **out, luce_file *file, const luce_tower_params *params);
 LUCE_API luce_status luce_tower_close(luce_tower *tower);
+/* E_FILE: rows of the tower have another width than the model's. E_UNSUPPORTED: the model takes no images. */
+LUCE_API luce_status luce_tower_check(luce_tower *tower, luce_model *model);
 
 typedef struct luce_tower_info {
     uint64_t struct_size;
     uint64_t weight_bytes;
     uint64_t identity; /* a hash of its tensors: towers that make other rows have another one */
+    uint64_t scratch_bytes; /* memory that an image of max_rows rows takes, which on a GPU is held */
+    uint32_t max_rows; /* most rows of an image */
     uint32_t n_out; /* width of a row: n_embd of the models that it fits */
     uint32_t n_embd; /* its own width */
     uint32_t n_layer;
@@ -314,8 +325,8 @@ LUCE_API luce_status luce_tower_get_info(luce_tower *tower, luce_tower_info *out
  * patches: F32 (rows * columns, 3 * patch * patch), normalised, by channel, y and x; those of one row of the prompt together:
  * merge x merge blocks in raster order, within a block y before x. out: F32 (n), n = rows * columns / merge^2 * n_out.
  *
- * progress may be NULL. E_CANCELLED where it asked to stop; E_MEMORY; E_NUMERIC where a row is not finite. Threads may encode
- * beside each other. */
+ * progress may be NULL. E_ARG: more rows than max_rows. E_CANCELLED where progress asked to stop; E_MEMORY; E_NUMERIC where a row
+ * is not finite. Threads may encode beside each other; on a GPU one waits for the other. */
 LUCE_API luce_status luce_tower_encode(luce_tower *tower, const float *patches, uint32_t rows,
                                        uint32_t columns, uint32_t n_threads, luce_progress_fn progress,
                                        void *progress_user, float *out, uint64_t n);

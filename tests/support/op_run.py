@@ -40,6 +40,8 @@ luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t
 luce_status luce_switch_rule(uint32_t index, int32_t on);
 luce_status luce_cut_models(uint32_t layer);
 luce_status luce_time_steps(int on);
+luce_status luce_show_gpus_images(int32_t on);
+luce_status luce_block_towers(uint64_t bytes);
 """
 # These are ggml's blocks of 32 values. The innermost dimension of an array counts blocks.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # Values i and i + 16 are the halves of byte i.
@@ -200,6 +202,23 @@ def time_steps(native: Library, on: bool) -> None:
     """Lets engines that are opened on a CPU from now on time their steps, or take made-up costs."""
     _, lib = core(native.path)
     native.check(lib.luce_time_steps(on))
+
+
+def show_gpus_images(native: Library, on: bool) -> None:
+    """Lets models and towers that are opened on GPUs from now on take images, also where a build refuses that."""
+    _, lib = core(native.path)
+    native.check(lib.luce_show_gpus_images(on))
+
+
+@contextmanager
+def blocked_towers(native: Library, n_bytes: int) -> Iterator[None]:
+    """Opens towers on a CPU with the graph of a GPU, whose blocks of queries take so many bytes of scores."""
+    _, lib = core(native.path)
+    native.check(lib.luce_block_towers(n_bytes))
+    try:
+        yield
+    finally:
+        native.check(lib.luce_block_towers(0))
 
 
 def leave_device(native: Library, index: int = -1) -> None:

@@ -21,7 +21,8 @@ template <int D> __global__ void __launch_bounds__(WARPS *WARP) norm_rope_kernel
     const int head = is_q ? at - a.k.n_heads : at;
     const int64_t row = blockIdx.y;
     if (head < heads.n_heads) {
-        LaneRope<D>::find(a.positions[row], a.rope_dim, a.base, nullptr, room[warp], lane);
+        LaneRope<D>::find_by([&](int pair) { return rope_position(a, row, pair); }, a.rope_dim, a.base,
+                             nullptr, room[warp], lane);
     }
     wait_for_previous();
     if (head >= heads.n_heads) { // a whole warp leaves

@@ -22,8 +22,14 @@ template <int D> struct LaneRope {
     // where there are any. All lanes have left `room`.
     __device__ static void find(int32_t position, int rope_dim, float base, const float *factors,
                                 RopeRoom<D> &room, int lane) {
+        find_by([=](int) { return position; }, rope_dim, base, factors, room, lane);
+    }
+    // The same where each pair has a position of its own: position_of(pair).
+    template <class PositionOf>
+    __device__ static void find_by(const PositionOf &position_of, int rope_dim, float base,
+                                   const float *factors, RopeRoom<D> &room, int lane) {
         for (int pair = lane; pair < rope_dim / 2; pair += LANES) {
-            float angle = float(position) * powf(base, float(-2 * pair) / float(rope_dim));
+            float angle = float(position_of(pair)) * powf(base, float(-2 * pair) / float(rope_dim));
             angle = factors != nullptr ? angle / factors[pair] : angle;
             sincosf(angle, &room.sine[pair], &room.cosine[pair]);
         }

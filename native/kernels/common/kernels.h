@@ -217,10 +217,29 @@ struct NormRopeArgs {
     float base, eps;
     const int32_t *positions; // [T]
     RopeHeads k, q;
-    // On a CPU rows may have axes of their own, in place of positions: pair i turns by the height where i % 3 is 1 and i is
-    // below 3 * height_pairs, by the width where i % 3 is 2 and i is below 3 * width_pairs, else by the time.
+    // Rows may have axes of their own, in place of positions: pair i turns by the height where i % 3 is 1 and i is below
+    // 3 * height_pairs, by the width where i % 3 is 2 and i is below 3 * width_pairs, else by the time.
     const int32_t *axes = nullptr; // [4][T] time, height, width, time
     int32_t height_pairs = 0, width_pairs = 0;
+};
+// Returns what pair i of a row's heads turns to.
+LUCE_BOTH int32_t rope_position(const NormRopeArgs &a, int64_t row, int pair) {
+    if (a.axes == nullptr) {
+        return a.positions[row];
+    }
+    const int axis = pair % 3 == 1 && pair < 3 * a.height_pairs  ? 1
+                     : pair % 3 == 2 && pair < 3 * a.width_pairs ? 2
+                                                                 : 0;
+    return a.axes[axis * a.T + row];
+}
+
+// image_rows puts rows of images in the places of embeddings.
+struct ImageRowsArgs {
+    int64_t T, E; // on a GPU E is a multiple of 4
+    const float *x; // [T][E] embeddings
+    const int64_t *
+        rows; // [T] the address of the E values of a row of an image, in host memory that a GPU reads too; else 0
+    float *out; // [T][E]
 };
 
 // kv_store writes K and V of the step's rows. Rows with seq -1 are not written.
@@ -538,6 +557,7 @@ bool deltanet_with_conv(const DeltaShape &shape); // it says whether deltanet_la
 // It takes DELTA_APPEND, for long prefills.
 int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream);
 int norm_rope(const NormRopeArgs &args, void *stream);
+int image_rows(const ImageRowsArgs &args, void *stream);
 int kv_move(const KvMoveArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
 int nextn_pack(const NextnPackArgs &args, void *stream);

@@ -54,10 +54,8 @@ void check_tower(const VisionTower &tower, const Model &model) {
         fail(LUCE_E_FILE, "%s makes rows of width %u, and %s has width %u: the tower is of another model",
              path, tower.shape().E, model.file().path().c_str(), model.hparams().n_embd);
     }
-    if (model.gpu()) {
-        fail(LUCE_E_UNSUPPORTED,
-             "%s: luce does not run a vision tower beside a model on a GPU yet, and the model is on %s", path,
-             model.device_names().c_str());
+    if (!model.takes_images()) {
+        fail(LUCE_E_UNSUPPORTED, "%s: %s", model.file().path().c_str(), why_no_images(model.gpu()));
     }
 }
 
@@ -287,15 +285,25 @@ luce_status luce_model_get_drafter(luce_model *model, uint32_t index, luce_draft
     });
 }
 
-luce_status luce_tower_open(luce_tower **out, luce_file *file, luce_model *model) {
+luce_status luce_tower_open(luce_tower **out, luce_file *file, const luce_tower_params *params) {
     return guarded([&] {
         need(out, "out");
-        auto tower = std::make_shared<VisionTower>(g_files.get(file)->gguf, find_device("cpu"));
-        if (model != nullptr) {
-            check_tower(*tower, *model_handles().get(model));
+        check_optional(params, "params");
+        const luce_tower_params asked = params == nullptr ? luce_tower_params{} : *params;
+        if (asked.max_rows != 0 && (asked.max_rows < FEWEST_IMAGE_ROWS || asked.max_rows > MOST_IMAGE_ROWS)) {
+            fail(LUCE_E_ARG, "max_rows is %u, expected 0 or %u to %u", asked.max_rows, FEWEST_IMAGE_ROWS,
+                 MOST_IMAGE_ROWS);
         }
-        *out = g_towers.add(std::move(tower));
+        const Device &device = find_device(asked.device == nullptr ? "cpu" : asked.device);
+        if (device.gpu && !images_on_gpus) {
+            fail(LUCE_E_UNSUPPORTED, "%s: %s", g_files.get(file)->gguf->path().c_str(), why_no_images(true));
+        }
+        *out = g_towers.add(std::make_shared<VisionTower>(g_files.get(file)->gguf, device, asked.max_rows));
     });
+}
+
+luce_status luce_tower_check(luce_tower *tower, luce_model *model) {
+    return guarded([&] { check_tower(*g_towers.get(tower), *model_handles().get(model)); });
 }
 
 luce_status luce_tower_close(luce_tower *tower) {
@@ -307,7 +315,8 @@ luce_status luce_tower_get_info(luce_tower *tower, luce_tower_info *out) {
         const auto t = g_towers.get(tower);
         check_struct(out, "out");
         const VisionTower::Shape &s = t->shape();
-        put(out, luce_tower_info{0, t->weight_bytes(), t->identity(), s.E, s.D, s.n_layer, s.patch, s.merge});
+        put(out, luce_tower_info{0, t->weight_bytes(), t->identity(), t->scratch_bytes(), t->max_rows(), s.E,
+                                 s.D, s.n_layer, s.patch, s.merge});
     });
 }
 

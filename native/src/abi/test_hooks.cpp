@@ -5,6 +5,7 @@
 #include "engine/lookup.h"
 #include "engine/penalties.h"
 #include "graph/rules.h"
+#include "graph/vision_qwen.h"
 #include "model/model.h"
 #include "model/recode.h"
 #include "ops/row.h"
@@ -241,4 +242,12 @@ luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft
         const std::vector<int32_t> text(tokens, tokens + n_tokens - 1);
         *n = Lookup(n_tokens).find(text, tokens[n_tokens - 1], draft, *n, matched);
     });
+}
+
+luce_status luce_show_gpus_images(int32_t on) {
+    return luce::guarded([&] { luce::images_on_gpus = on != 0; });
+}
+
+luce_status luce_block_towers(uint64_t bytes) {
+    return luce::guarded([&] { luce::VisionTower::block_bytes_on_cpu = bytes; });
 }

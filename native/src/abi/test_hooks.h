@@ -51,6 +51,13 @@ LUCE_API luce_status luce_switch_rule(uint32_t index, int32_t on);
 // with 0 they have one again.
 LUCE_API luce_status luce_cut_models(uint32_t layer);
 
+// Lets models and towers that are opened on GPUs from now on take images (model/model.h).
+LUCE_API luce_status luce_show_gpus_images(int32_t on);
+
+// Towers that are opened on a CPU from now on build the graph of a GPU, whose blocks of queries take so many bytes of scores;
+// with 0 they build their own again.
+LUCE_API luce_status luce_block_towers(uint64_t bytes);
+
 // Engines that are opened on a CPU from now on take made-up costs instead of timing their steps, which is most of what
 // an opening takes; with 1 they time them again.
 LUCE_API luce_status luce_time_steps(int32_t on);

@@ -1,16 +1,9 @@
-// Rows of images take the places of embeddings.
+// Rows of images take the places of embeddings (common/kernels.h).
 #pragma once
 
-#include <cstdint>
+#include "common/kernels.h"
 
 namespace luce {
-
-struct ImageRowsArgs {
-    int64_t T, E;
-    const float *x; // [T][E] embeddings
-    const int64_t *rows; // [T] the address of the E values of a row of an image, else 0
-    float *out; // [T][E]
-};
 
 void cpu_image_rows(const ImageRowsArgs &args, int ith, int nth);
 

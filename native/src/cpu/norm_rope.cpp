@@ -26,15 +26,6 @@ void rotate_head(const NormRopeArgs &a, const RopeHeads &heads, const float *x, 
     }
 }
 
-// Returns the position of a row that pair i turns to.
-int32_t position_of(const NormRopeArgs &a, int row, int i) {
-    if (a.axes == nullptr) {
-        return a.positions[row];
-    }
-    const int axis = i % 3 == 1 && i < 3 * a.height_pairs ? 1 : i % 3 == 2 && i < 3 * a.width_pairs ? 2 : 0;
-    return a.axes[axis * a.T + row];
-}
-
 } // namespace
 
 // One unit of work is a row.
@@ -43,7 +34,7 @@ void cpu_norm_rope(const NormRopeArgs &a, int ith, int nth) {
     for (int row = ith; row < a.T; row += nth) {
         for (int i = 0; i < a.rope_dim / 2; i++) {
             const float angle =
-                float(position_of(a, row, i)) * std::pow(a.base, float(-2 * i) / float(a.rope_dim));
+                float(rope_position(a, row, i)) * std::pow(a.base, float(-2 * i) / float(a.rope_dim));
             angles[2 * size_t(i)] = std::cos(angle);
             angles[2 * size_t(i) + 1] = std::sin(angle);
         }

@@ -63,10 +63,8 @@ void Prompts::check_images(const PromptItem &item) const {
     const CacheParams &c = engine_.params().cache;
     const uint32_t past = item.sequence->line().n_past(), E = engine_.model().hparams().n_embd;
     if (!engine_.cache().takes_images()) {
-        const bool gpu = engine_.model().gpu();
-        fail(LUCE_E_UNSUPPORTED, "%s: images in prompts %s", engine_.model().file().path().c_str(),
-             gpu ? "are read on a CPU alone, and the model is on a GPU"
-                 : "want a model whose rows have three axes: rope.dimension_sections");
+        fail(LUCE_E_UNSUPPORTED, "%s: %s", engine_.model().file().path().c_str(),
+             why_no_images(engine_.model().gpu()));
     }
     uint32_t end = 0; // of the tokens that were looked at
     const auto all_text = [&](uint32_t to) {
@@ -136,6 +134,9 @@ void Prompts::check() const {
     for (uint32_t i = 0; i < n_items_; i++) {
         try {
             check(items_[i]);
+            if (items_[i].n_images > 0) {
+                engine_.step().have_image_room();
+            }
             pages += items_[i].sequence->line().pages_wanted(items_[i].n);
             engine_.need_pages(pages);
         } catch (const Error &e) {
@@ -220,7 +221,7 @@ void Prompts::step(StepKind kind, const Piece *pieces, size_t n) {
                 step.fetch_logits(uint32_t(i), 1);
             }
         }
-        const bool images = batch.place_images();
+        const bool images = batch.place_images(step.image_room(), engine_.model().hparams().n_embd);
         step.prefill(kind, batch.prompts(), batch.n_pages(), images);
         begun_ = true;
         for (size_t i = 0; i < n; i++) {

@@ -1,13 +1,25 @@
 #include "graph/vision_qwen.h"
 
 #include <ggml-alloc.h>
+#include <ggml-backend.h>
 #include <ggml-cpu.h>
+#include <ggml-impl.h> // it declares ggml_graph_view
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 namespace luce {
+
+// Unless somebody says otherwise, an image takes at most this part: of a GPU's memory, of what a CPU has free.
+static constexpr uint64_t MEMORY_PART_GPU = 32, MEMORY_PART_CPU = 4;
+
+// Scores of a block of queries take so much of a GPU's memory.
+static uint64_t block_bytes_of(const Device &device) {
+    uint64_t free = 0, total = 0;
+    device.memory(&free, &total);
+    return std::clamp(total / 256, uint64_t(64) << 20, uint64_t(1) << 30);
+}
 
 // ---- hyperparameters and tensors ----
 
@@ -55,8 +67,9 @@ static VisionTower::Shape read_tower_shape(const GgufFile &file) {
     return s;
 }
 
-VisionTower::VisionTower(std::shared_ptr<GgufFile> file, const Device &cpu)
-    : file_(std::move(file)), cpu_(cpu), shape_(read_tower_shape(*file_)) {
+VisionTower::VisionTower(std::shared_ptr<GgufFile> file, const Device &device, uint32_t max_rows)
+    : file_(std::move(file)), device_(device), shape_(read_tower_shape(*file_)),
+      block_bytes_(device.gpu ? block_bytes_of(device) : block_bytes_on_cpu.load()) {
     context_ = new_context(ggml_tensor_overhead() * (file_->tensors().size() + 1));
     for (const GgufTensor &t : file_->tensors()) {
         left_.insert(t.name);
@@ -68,7 +81,9 @@ VisionTower::VisionTower(std::shared_ptr<GgufFile> file, const Device &cpu)
             take(frame == 0 ? "v.patch_embd.weight" : "v.patch_embd.weight.1", {patch, patch, 3, D}, false);
     }
     patch_bias_ = take("v.patch_embd.bias", {D}, true);
-    positions_ = take("v.position_embd.weight", {D, int64_t(s.table) * s.table}, true);
+    take("v.position_embd.weight", {D, int64_t(s.table) * s.table}, true);
+    positions_ = reinterpret_cast<const float *>(taken_.back().second->data);
+    taken_.pop_back(); // no device has it
     for (uint32_t i = 0; i < s.n_layer; i++) {
         const std::string p = "v.blk." + std::to_string(i) + ".";
         blocks_.push_back({norm(p + "ln1"), linear(p + "attn_qkv", D, 3 * D), linear(p + "attn_out", D, D),
@@ -80,6 +95,10 @@ VisionTower::VisionTower(std::shared_ptr<GgufFile> file, const Device &cpu)
     if (!left_.empty()) {
         fail(LUCE_E_UNSUPPORTED, "%s: tensor %s is not part of the vision tower that luce runs",
              file_->path().c_str(), left_.begin()->c_str());
+    }
+    find_largest(max_rows);
+    if (device_.gpu) {
+        place();
     }
 }
 
@@ -117,7 +136,10 @@ ggml_tensor *VisionTower::take(const std::string &name, std::vector<int64_t> sha
     hash(source->ne, sizeof(source->ne));
     hash(source->data, size_t(std::min<uint64_t>(source->size, 4096)));
     ggml_tensor *tensor = ggml_new_tensor_4d(context_.get(), type, shape[0], shape[1], shape[2], shape[3]);
-    tensor->data = const_cast<uint8_t *>(source->data);
+    if (!device_.gpu) {
+        tensor->data = const_cast<uint8_t *>(source->data);
+    }
+    taken_.push_back({tensor, source});
     return tensor;
 }
 
@@ -128,6 +150,113 @@ VisionTower::Linear VisionTower::linear(const std::string &name, int64_t in, int
 VisionTower::Linear VisionTower::norm(const std::string &name) {
     return {take(name + ".weight", {int64_t(shape_.D)}, true),
             take(name + ".bias", {int64_t(shape_.D)}, true)};
+}
+
+// ---- memory ----
+
+struct VisionTower::Graph {
+    Context context;
+    ggml_cgraph *nodes;
+    ggml_tensor *patches; // {patch_values, n}
+    ggml_tensor *positions; // {D, n}: the table's, resampled
+    ggml_tensor *turns; // {d, n}: cosines, then sines; where attention goes by blocks {4n} I32 of y, x, y, x
+    ggml_tensor *attended; // {D, n}, which blocks fill
+    ggml_tensor *rows; // {E, n / merge^2}
+};
+
+std::atomic<uint64_t> VisionTower::block_bytes_on_cpu{0};
+
+uint64_t VisionTower::encode_bytes(uint32_t rows, uint32_t columns) const {
+    const Graph g = build(rows, columns);
+    const GraphAllocator allocator = new_graph_allocator({&device_});
+    size_t size = 0;
+    ggml_gallocr_reserve_n_size(allocator.get(), g.nodes, nullptr, nullptr, &size);
+    return size + (device_.gpu ? pool_bytes(uint64_t(rows) * columns) : 0);
+}
+
+// Of n patches ggml's products on a GPU take at most so much beside: a weight as F32, or rows in 8 bits, and cuBLAS's own.
+uint64_t VisionTower::pool_bytes(uint64_t n) const {
+    constexpr uint64_t CUBLAS = uint64_t(96) << 20;
+    uint64_t most = 0;
+    for (const auto &[tensor, source] : taken_) {
+        const uint64_t widest = uint64_t(std::max(tensor->ne[0], int64_t(shape_.D)));
+        most = std::max(most, ggml_is_quantized(tensor->type) ? n * widest * 5 / 4
+                                                              : uint64_t(ggml_nelements(tensor)) * 4);
+    }
+    return CUBLAS + most;
+}
+
+// What an image takes depends on how many patches it has, and hardly on their grid.
+void VisionTower::find_largest(uint32_t max_rows) {
+    const uint32_t m = shape_.merge;
+    const auto bytes = [&](uint32_t n) { return encode_bytes(m, n * m); };
+    uint64_t free = 0, total = 0;
+    device_.memory(&free, &total);
+    const uint64_t part = device_.gpu ? total / MEMORY_PART_GPU : free / MEMORY_PART_CPU;
+    max_rows_ = max_rows == 0 ? MOST_IMAGE_ROWS : std::min(max_rows, MOST_IMAGE_ROWS);
+    if (max_rows == 0 && bytes(max_rows_) > part) {
+        uint32_t low = FEWEST_IMAGE_ROWS, high = max_rows_; // `high` takes too much
+        while (high - low > FEWEST_IMAGE_ROWS) {
+            const uint32_t middle = (low + high) / 2;
+            (bytes(middle) <= part ? low : high) = middle;
+        }
+        max_rows_ = low;
+    }
+    scratch_bytes_ = bytes(max_rows_);
+}
+
+// Takes all of a GPU's memory that it will take, and runs once: a handle of cuBLAS is made then, which waits for the device.
+void VisionTower::place() {
+    const auto type = device_.buffer_type();
+    const size_t alignment = ggml_backend_buft_get_alignment(type);
+    size_t size = 0;
+    std::vector<size_t> offsets;
+    for (const auto &[tensor, source] : taken_) {
+        offsets.push_back(size);
+        size += GGML_PAD(ggml_backend_buft_get_alloc_size(type, tensor), alignment);
+    }
+    const std::string what = format("the vision tower, with an image of %u tokens,", max_rows_);
+    check_works(device_);
+    check_memory(device_, size + scratch_bytes_, what.c_str());
+    make_current(device_);
+    weights_ = allocate(device_, size, "the vision tower");
+    ggml_backend_buffer_set_usage(weights_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    auto *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(weights_.get()));
+    std::vector<Upload> items;
+    for (size_t i = 0; i < taken_.size(); i++) {
+        const auto &[tensor, source] = taken_[i];
+        ggml_backend_tensor_alloc(weights_.get(), tensor, base + offsets[i]);
+        items.push_back({tensor, source->data, source->size, {tensor->type, tensor->type}});
+    }
+    upload(device_, items, [](uint64_t) { return true; });
+    backend_ = make_backend(device_, 1);
+    allocator_ = new_graph_allocator({&device_});
+    const Graph largest = build(shape_.merge, max_rows_ * shape_.merge);
+    check_supported(largest);
+    if (!ggml_gallocr_reserve(allocator_.get(), largest.nodes)) {
+        fail(LUCE_E_MEMORY, "%s: allocating %s for images failed", device_.name.c_str(),
+             human_bytes(scratch_bytes_).c_str());
+    }
+    warm_up();
+}
+
+// Asks first, since ggml aborts on an op that a device does not have.
+void VisionTower::check_supported(const Graph &g) const {
+    for (int i = 0; i < ggml_graph_n_nodes(g.nodes); i++) {
+        const ggml_tensor *node = ggml_graph_node(g.nodes, i);
+        if (!ggml_backend_dev_supports_op(device_.dev, node)) {
+            fail(LUCE_E_UNSUPPORTED, "%s has no %s of a vision tower", device_.name.c_str(),
+                 ggml_op_desc(node));
+        }
+    }
+}
+
+void VisionTower::warm_up() const {
+    const uint32_t rows = 8 * shape_.merge, columns = 8 * shape_.merge;
+    const std::vector<float> patches(size_t(rows) * columns * shape_.patch_values(), 0.5f);
+    std::vector<float> out(size_t(rows) * columns / (shape_.merge * shape_.merge) * shape_.E);
+    const std::lock_guard<std::mutex> alone(device_lock());
+    encode(patches.data(), rows, columns, 1, [](float) { return true; }, out.data());
 }
 
 // ---- the graph ----
@@ -161,124 +290,206 @@ static void rope_patches(ggml_tensor *dst, const ggml_tensor *qkv, const ggml_te
     }
 }
 
-struct VisionTower::Graph {
-    Context context;
-    ggml_cgraph *nodes;
-    ggml_tensor *patches; // {patch_values, n}
-    ggml_tensor *positions; // {D, n}: the table's, resampled
-    ggml_tensor *turns; // {d, n}: cosines, then sines
-    ggml_tensor *rows; // {E, n / merge^2}
-};
+// How many queries are multiplied with all keys at once.
+int64_t VisionTower::block_rows(int64_t n) const {
+    constexpr int64_t FEWEST = 64;
+    const int64_t fit = int64_t(block_bytes_ / (sizeof(float) * size_t(n) * shape_.H));
+    return std::min(n, std::max(FEWEST, fit / FEWEST * FEWEST));
+}
 
-// Patches of the image see all of each other. Attention goes over blocks of keys, so scores take no memory.
+// Patches of the image see all of each other.
 VisionTower::Graph VisionTower::build(uint32_t rows, uint32_t columns) const {
-    constexpr size_t BLOCK_NODES = 48;
-    const size_t n_nodes = BLOCK_NODES * (shape_.n_layer + 2);
+    constexpr size_t LAYER_NODES = 48, BLOCK_NODES = 8;
     const Shape &s = shape_;
-    const int64_t n = int64_t(rows) * columns, D = s.D, d = D / s.H, merged = D * s.merge * s.merge;
+    const int64_t n = int64_t(rows) * columns, D = s.D, merged = D * s.merge * s.merge;
+    const size_t n_blocks = block_bytes_ == 0 ? 0 : size_t((n + block_rows(n) - 1) / block_rows(n));
+    const size_t n_nodes = LAYER_NODES * (s.n_layer + 2) + BLOCK_NODES * n_blocks * s.n_layer;
     Graph g;
     g.context = new_context(ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false));
     ggml_context *c = g.context.get();
+    g.nodes = ggml_new_graph_custom(c, n_nodes, false);
+    const auto product = [&](ggml_tensor *w, ggml_tensor *x) {
+        ggml_tensor *y = ggml_mul_mat(c, w, x);
+        ggml_prec_set_acc(y, GGML_PREC_F32); // a GPU adds up in F32
+        return y;
+    };
     const auto matmul = [&](const Linear &w, ggml_tensor *x) {
-        return ggml_add_inplace(c, ggml_mul_mat(c, w.weight, x), w.bias);
+        return ggml_add_inplace(c, product(w.weight, x), w.bias);
     };
     const auto layer_norm = [&](const Linear &w, ggml_tensor *x) {
         return ggml_add_inplace(c, ggml_mul_inplace(c, ggml_norm(c, x, s.eps), w.weight), w.bias);
     };
-    const auto input = [&](int64_t a) {
-        ggml_tensor *t = ggml_new_tensor_2d(c, GGML_TYPE_F32, a, n);
+    const auto input = [&](ggml_type type, int64_t a, int64_t b) {
+        ggml_tensor *t = ggml_new_tensor_2d(c, type, a, b);
         ggml_set_input(t);
         return t;
     };
-    g.patches = input(s.patch_values());
-    g.positions = input(D);
-    g.turns = input(d);
+    g.patches = input(GGML_TYPE_F32, s.patch_values(), n);
+    g.positions = input(GGML_TYPE_F32, D, n);
+    g.turns = block_bytes_ == 0 ? input(GGML_TYPE_F32, D / s.H, n) : input(GGML_TYPE_I32, 4 * n, 1);
+    g.attended = n_blocks > 1 ? input(GGML_TYPE_F32, D, n) : nullptr;
 
     ggml_tensor *x = nullptr; // {D, n}
     for (ggml_tensor *frame : patch_) { // an image is in both
-        ggml_tensor *part = ggml_mul_mat(c, ggml_reshape_2d(c, frame, s.patch_values(), D), g.patches);
+        ggml_tensor *part = product(ggml_reshape_2d(c, frame, s.patch_values(), D), g.patches);
         x = x == nullptr ? part : ggml_add(c, x, part);
     }
     x = ggml_add(c, ggml_add(c, x, patch_bias_), g.positions);
     for (const Block &b : blocks_) {
         ggml_tensor *qkv = matmul(b.qkv, layer_norm(b.ln1, x)); // {3D, n}
-        qkv = ggml_map_custom2_inplace(c, qkv, g.turns, rope_patches, GGML_N_TASKS_MAX, nullptr);
-        const auto heads = [&](int64_t i) { // {d, n, H}
-            return ggml_view_3d(c, qkv, d, n, s.H, qkv->nb[1], size_t(d) * sizeof(float),
-                                size_t(i * D) * sizeof(float));
-        };
-        ggml_tensor *y =
-            ggml_flash_attn_ext(c, heads(0), heads(1), heads(2), nullptr, 1.0f / std::sqrt(float(d)), 0, 0);
-        x = ggml_add(c, x, matmul(b.out, ggml_reshape_2d(c, y, D, n)));
+        ggml_tensor *y = block_bytes_ == 0 ? attend(g, qkv) : attend_in_blocks(g, qkv); // {D, n}
+        x = ggml_add(c, x, matmul(b.out, y));
         ggml_tensor *h = matmul(b.up, layer_norm(b.ln2, x)); // {FF, n}
-        h = ggml_map_custom1_inplace(c, h, gelu_tanh, GGML_N_TASKS_MAX, nullptr);
+        h = block_bytes_ == 0 ? ggml_map_custom1_inplace(c, h, gelu_tanh, GGML_N_TASKS_MAX, nullptr)
+                              : ggml_gelu_inplace(c, h);
         x = ggml_add(c, x, matmul(b.down, h));
     }
     x = ggml_reshape_2d(c, layer_norm(post_norm_, x), merged, n / (s.merge * s.merge)); // {4D, n / 4}
     g.rows = matmul(merge_[1], ggml_gelu_erf(c, matmul(merge_[0], x))); // {E, n / 4}
     ggml_set_output(g.rows);
-    g.nodes = ggml_new_graph_custom(c, n_nodes, false);
     ggml_build_forward_expand(g.nodes, g.rows);
     return g;
 }
 
+// On a CPU it goes over blocks of keys, so scores take no memory.
+ggml_tensor *VisionTower::attend(const Graph &g, ggml_tensor *qkv) const {
+    ggml_context *c = g.context.get();
+    const int64_t D = shape_.D, H = shape_.H, d = D / H, n = qkv->ne[1];
+    qkv = ggml_map_custom2_inplace(c, qkv, g.turns, rope_patches, GGML_N_TASKS_MAX, nullptr);
+    const auto heads = [&](int64_t i) { // {d, n, H}
+        return ggml_view_3d(c, qkv, d, n, H, qkv->nb[1], size_t(d) * sizeof(float),
+                            size_t(i * D) * sizeof(float));
+    };
+    ggml_tensor *y =
+        ggml_flash_attn_ext(c, heads(0), heads(1), heads(2), nullptr, 1.0f / std::sqrt(float(d)), 0, 0);
+    return ggml_reshape_2d(c, y, D, n);
+}
+
+// On a GPU ggml's FLASH_ATTN_EXT adds up in F16, whose sums over thousands of keys stand still; so blocks of queries are
+// multiplied with all keys, and scores are F32.
+ggml_tensor *VisionTower::attend_in_blocks(const Graph &g, ggml_tensor *qkv) const {
+    ggml_context *c = g.context.get();
+    const int64_t D = shape_.D, H = shape_.H, d = D / H, n = qkv->ne[1], block = block_rows(n);
+    const auto heads = [&](int64_t i) { // {d, H, n}
+        return ggml_view_3d(c, qkv, d, H, n, size_t(d) * sizeof(float), qkv->nb[1],
+                            size_t(i * D) * sizeof(float));
+    };
+    const auto turned = [&](int64_t i) { // {d, n, H}
+        int sections[GGML_MROPE_SECTIONS] = {int(d / 4), int(d / 4), int(d / 4), int(d / 4)};
+        ggml_tensor *x = ggml_rope_multi(c, heads(i), ggml_reshape_1d(c, g.turns, 4 * n), nullptr, int(d / 2),
+                                         sections, GGML_ROPE_TYPE_VISION, 0, 1e4f, 1, 0, 1, 0, 0);
+        return ggml_permute(c, x, 0, 2, 1, 3);
+    };
+    ggml_tensor *q = turned(0), *k = turned(1);
+    ggml_tensor *v = ggml_cont(c, ggml_permute(c, heads(2), 1, 2, 0, 3)); // {n, d, H}
+    for (int64_t first = 0; first < n; first += block) {
+        const int64_t some = std::min(block, n - first);
+        ggml_tensor *queries = ggml_view_3d(c, q, d, some, H, q->nb[1], q->nb[2], size_t(first) * q->nb[1]);
+        ggml_tensor *scores = ggml_mul_mat(c, k, queries); // {n, some, H}
+        scores = ggml_soft_max_ext_inplace(c, scores, nullptr, 1.0f / std::sqrt(float(d)), 0);
+        ggml_tensor *y = ggml_permute(c, ggml_mul_mat(c, v, scores), 0, 2, 1, 3); // {d, H, some}
+        if (g.attended == nullptr) {
+            return ggml_cont_2d(c, y, D, n);
+        }
+        ggml_tensor *place =
+            ggml_view_2d(c, g.attended, D, some, g.attended->nb[1], size_t(first) * g.attended->nb[1]);
+        ggml_build_forward_expand(g.nodes, ggml_cpy(c, y, place)); // what reads `attended` comes later
+    }
+    return g.attended;
+}
+
 // The table of positions is resampled to the image's grid: bilinear, corner to corner. RoPE turns the first half of the pairs
 // by y and the second by x, each with the same frequencies.
-void VisionTower::write_positions(const Graph &g, uint32_t rows, uint32_t columns) const {
+void VisionTower::write_inputs(const Graph &g, const float *patches, uint32_t rows, uint32_t columns) const {
     const int64_t D = shape_.D, d = D / shape_.H, half = d / 2, quarter = d / 4;
+    const int64_t n = int64_t(rows) * columns;
     const uint32_t m = shape_.merge, side = shape_.table;
-    const auto *table = static_cast<const float *>(positions_->data);
-    auto *positions = static_cast<float *>(g.positions->data), *turns = static_cast<float *>(g.turns->data);
+    ggml_backend_tensor_set(g.patches, patches, 0, ggml_nbytes(g.patches));
+    std::vector<float> from_table(device_.gpu ? size_t(D * n) : 0);
+    auto *positions = device_.gpu ? from_table.data() : static_cast<float *>(g.positions->data);
+    auto *turns = static_cast<float *>(g.turns->data);
+    std::vector<int32_t> places(block_bytes_ == 0 ? 0 : size_t(4 * n));
     struct Place {
         int64_t lo, hi;
         float part; // of hi
     };
-    const auto place = [&](uint32_t i, uint32_t n) {
-        const float at = n == 1 ? 0.0f : float(i) * float(side - 1) / float(n - 1);
+    const auto place = [&](uint32_t i, uint32_t of) {
+        const float at = of == 1 ? 0.0f : float(i) * float(side - 1) / float(of - 1);
         const int64_t lo = std::min(int64_t(at), int64_t(side) - 1);
         return Place{lo, std::min(lo + 1, int64_t(side) - 1), at - float(lo)};
     };
-    for (uint32_t block = 0; block < rows / m * (columns / m); block++) {
-        for (uint32_t i = 0; i < m * m; i++, positions += D, turns += d) {
-            const uint32_t y = block / (columns / m) * m + i / m, x = block % (columns / m) * m + i % m;
-            const Place py = place(y, rows), px = place(x, columns);
-            const float *corner[4] = {table + (py.lo * side + px.lo) * D, table + (py.lo * side + px.hi) * D,
-                                      table + (py.hi * side + px.lo) * D, table + (py.hi * side + px.hi) * D};
-            const float w[4] = {(1 - py.part) * (1 - px.part), (1 - py.part) * px.part,
-                                py.part * (1 - px.part), py.part * px.part};
-            for (int64_t j = 0; j < D; j++) {
-                positions[j] =
-                    corner[0][j] * w[0] + corner[1][j] * w[1] + corner[2][j] * w[2] + corner[3][j] * w[3];
-            }
-            for (int64_t j = 0; j < half; j++) {
-                const double angle =
-                    (j < quarter ? y : x) * std::pow(1e4, -2.0 * double(j % quarter) / double(half));
-                turns[j] = float(std::cos(angle));
-                turns[j + half] = float(std::sin(angle));
-            }
+    for (int64_t patch = 0; patch < n; patch++, positions += D) {
+        const uint32_t block = uint32_t(patch / (m * m)), i = uint32_t(patch % (m * m));
+        const uint32_t y = block / (columns / m) * m + i / m, x = block % (columns / m) * m + i % m;
+        const Place py = place(y, rows), px = place(x, columns);
+        const float *corner[4] = {
+            positions_ + (py.lo * side + px.lo) * D, positions_ + (py.lo * side + px.hi) * D,
+            positions_ + (py.hi * side + px.lo) * D, positions_ + (py.hi * side + px.hi) * D};
+        const float w[4] = {(1 - py.part) * (1 - px.part), (1 - py.part) * px.part, py.part * (1 - px.part),
+                            py.part * px.part};
+        for (int64_t j = 0; j < D; j++) {
+            positions[j] =
+                corner[0][j] * w[0] + corner[1][j] * w[1] + corner[2][j] * w[2] + corner[3][j] * w[3];
         }
+        if (block_bytes_ != 0) {
+            places[size_t(patch)] = places[size_t(2 * n + patch)] = int32_t(y);
+            places[size_t(n + patch)] = places[size_t(3 * n + patch)] = int32_t(x);
+            continue;
+        }
+        for (int64_t j = 0; j < half; j++, turns++) {
+            const double angle =
+                (j < quarter ? y : x) * std::pow(1e4, -2.0 * double(j % quarter) / double(half));
+            turns[0] = float(std::cos(angle));
+            turns[half] = float(std::sin(angle));
+        }
+        turns += half;
+    }
+    if (device_.gpu) {
+        ggml_backend_tensor_set(g.positions, from_table.data(), 0, ggml_nbytes(g.positions));
+    }
+    if (block_bytes_ != 0) {
+        ggml_backend_tensor_set(g.turns, places.data(), 0, ggml_nbytes(g.turns));
     }
 }
 
-uint64_t VisionTower::encode_bytes(uint32_t rows, uint32_t columns) const {
-    const Graph g = build(rows, columns);
-    const GraphAllocator allocator = new_graph_allocator({&cpu_});
-    size_t size = 0;
-    ggml_gallocr_reserve_n_size(allocator.get(), g.nodes, nullptr, nullptr, &size);
-    return size;
-}
+// ---- encoding ----
 
 void VisionTower::encode(const float *patches, uint32_t rows, uint32_t columns, int n_threads,
                          const std::function<bool(float)> &go_on, float *out) const {
-    check_memory(cpu_, encode_bytes(rows, columns), "encoding an image");
+    const uint32_t n_rows = rows * columns / (shape_.merge * shape_.merge);
+    if (n_rows > max_rows_) {
+        fail(LUCE_E_ARG,
+             "an image of %u tokens: %s has room for images of up to %u (an image of %u needs %s)", n_rows,
+             device_.name.c_str(), max_rows_, n_rows, human_bytes(encode_bytes(rows, columns)).c_str());
+    }
     const Graph g = build(rows, columns);
-    const GraphAllocator allocator = new_graph_allocator({&cpu_});
-    if (!ggml_gallocr_alloc_graph(allocator.get(), g.nodes)) {
-        fail(LUCE_E_MEMORY, "allocating %s for an image failed",
+    std::unique_lock<std::mutex> alone(encoding_, std::defer_lock);
+    GraphAllocator own;
+    if (device_.gpu) {
+        alone.lock();
+        check_works(device_);
+    } else {
+        check_memory(device_, encode_bytes(rows, columns), "encoding an image");
+        own = new_graph_allocator({&device_});
+    }
+    if (!ggml_gallocr_alloc_graph((device_.gpu ? allocator_ : own).get(), g.nodes)) {
+        fail(LUCE_E_MEMORY, "%s: allocating %s for an image failed", device_.name.c_str(),
              human_bytes(encode_bytes(rows, columns)).c_str());
     }
-    memcpy(g.patches->data, patches, ggml_nbytes(g.patches));
-    write_positions(g, rows, columns);
+    write_inputs(g, patches, rows, columns);
+    device_.gpu ? run_on_gpu(g, go_on) : run_on_cpu(g, n_threads, go_on);
+    const size_t n = size_t(ggml_nelements(g.rows));
+    ggml_backend_tensor_get(g.rows, out, 0, n * sizeof(float));
+    if (!std::all_of(out, out + n, [](float v) { return std::isfinite(v); })) {
+        fail(LUCE_E_NUMERIC, "%s: a row of an image is not finite", file_->path().c_str());
+    }
+}
+
+[[noreturn]] static void fail_cancelled() {
+    fail(LUCE_E_CANCELLED, "encoding an image was cancelled");
+}
+
+void VisionTower::run_on_cpu(const Graph &g, int n_threads, const std::function<bool(float)> &go_on) const {
     ggml_cplan plan = ggml_graph_plan(g.nodes, n_threads, nullptr);
     std::vector<uint8_t> work(plan.work_size);
     plan.work_data = work.data();
@@ -294,17 +505,26 @@ void VisionTower::encode(const float *patches, uint32_t rows, uint32_t columns, 
     };
     const ggml_status status = ggml_graph_compute(g.nodes, &plan);
     if (status == GGML_STATUS_ABORTED) {
-        fail(LUCE_E_CANCELLED, "encoding an image was cancelled");
+        fail_cancelled();
     }
     if (status != GGML_STATUS_SUCCESS) {
         fail(LUCE_E_DEVICE, "cpu: encoding an image failed");
     }
-    const auto *found = static_cast<const float *>(g.rows->data);
-    const size_t n = size_t(ggml_nelements(g.rows));
-    if (!std::all_of(found, found + n, [](float v) { return std::isfinite(v); })) {
-        fail(LUCE_E_NUMERIC, "%s: a row of an image is not finite", file_->path().c_str());
+}
+
+// It is asked between parts of the graph, each of which the host waits for.
+void VisionTower::run_on_gpu(const Graph &g, const std::function<bool(float)> &go_on) const {
+    constexpr int PARTS = 64;
+    const int n = ggml_graph_n_nodes(g.nodes), step = (n + PARTS - 1) / PARTS;
+    for (int first = 0; first < n; first += step) {
+        if (!go_on(float(first) / float(n))) {
+            fail_cancelled();
+        }
+        ggml_cgraph part = ggml_graph_view(g.nodes, first, std::min(n, first + step));
+        if (ggml_backend_graph_compute(backend_.get(), &part) != GGML_STATUS_SUCCESS) {
+            fail(LUCE_E_DEVICE, "%s: encoding an image failed", device_.name.c_str());
+        }
     }
-    std::copy(found, found + n, out);
 }
 
 } // namespace luce

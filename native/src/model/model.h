@@ -7,6 +7,7 @@
 #include "model/device.h"
 #include "model/gguf_file.h"
 
+#include <atomic>
 #include <cstdlib>
 #include <deque>
 #include <functional>
@@ -187,6 +188,13 @@ struct DrafterFile {
 };
 
 // Consecutive layers of the trunk on one device.
+// Whether models on GPUs, and towers there, take images. It is off as long as that has run on none; tests switch it on
+// (luce_show_gpus_images).
+constexpr bool IMAGES_ON_GPUS = false;
+extern std::atomic<bool> images_on_gpus;
+// Says why a model takes no images.
+const char *why_no_images(bool gpu);
+
 struct Placement {
     const Device *device;
     uint32_t first, end; // its layers
@@ -213,7 +221,7 @@ public:
     const std::vector<Placement> &placements() const { return placements_; }
     uint32_t stage_of(uint32_t layer) const; // which of these has it
     bool gpu() const { return placements_[0].device->gpu; }
-    // Whether rows of images may stand in prompts: rows have three axes, and the CPU computes.
+    // Whether rows of images may stand in prompts: rows have three axes.
     bool takes_images() const;
     std::string device_names() const; // "cuda:0", or of several "cuda:0, cuda:1"
     const GgufFile &file() const { return *file_; }

@@ -395,12 +395,20 @@ void Model::find_kinds() {
     }
 }
 
+std::atomic<bool> images_on_gpus{IMAGES_ON_GPUS};
+
+const char *why_no_images(bool gpu) {
+    return gpu && !images_on_gpus
+               ? "luce does not take images on a GPU yet: device \"cpu\" takes them"
+               : "the model takes no images: its rows have no three axes (rope.dimension_sections)";
+}
+
 bool Model::takes_images() const {
     const auto has_axes = [](const auto &mixer) {
         const auto *attention = std::get_if<AttentionShape>(&mixer);
         return attention != nullptr && attention->has_axes();
     };
-    return !gpu() && std::any_of(hp_.mixers.begin(), hp_.mixers.end(), has_axes);
+    return (!gpu() || images_on_gpus) && std::any_of(hp_.mixers.begin(), hp_.mixers.end(), has_axes);
 }
 
 const Moe *Model::in_ram() const {

@@ -7,13 +7,13 @@
 namespace luce::ops {
 using namespace extents;
 
-// Puts rows of images, which lie in host memory, in the places of embeddings.
+// Puts rows of images, which lie in host memory (pinned on a GPU), in the places of embeddings.
 inline const auto &image_rows = row<ImageRowsArgs>("image_rows", [](auto &op, auto &a) {
     op.in(FIELD(x), {E, T});
     op.in(FIELD(rows), {T});
     op.dims(a.T, T, a.E, E);
     op.out(FIELD(out), {E, T});
-    op.runs(cpu_image_rows, nullptr);
+    op.runs(cpu_image_rows, LUCE_CUDA(image_rows));
 });
 
 } // namespace luce::ops

@@ -250,14 +250,19 @@ void Batch::add_prompt(const Timeline &line, const ChoiceCtl &choice, const int3
     h_.last_rows[index] = seq.row0 + int32_t(n) - 1;
 }
 
-bool Batch::place_images() {
+bool Batch::place_images(float *room, uint32_t E) {
     const size_t T = places_.size();
     for (size_t row = 0; row < T && images_; row++) {
         const PromptPlace &place = places_[row];
         h_.axes[row] = h_.axes[3 * T + row] = place.time;
         h_.axes[T + row] = place.height;
         h_.axes[2 * T + row] = place.width;
-        h_.image_rows[row] = int64_t(reinterpret_cast<uintptr_t>(place.row));
+        const float *values = place.row;
+        if (room != nullptr && values != nullptr) {
+            std::copy_n(values, E, room + row * E);
+            values = room + row * E;
+        }
+        h_.image_rows[row] = int64_t(reinterpret_cast<uintptr_t>(values));
     }
     return images_;
 }

@@ -130,8 +130,9 @@ public:
     // index is: that of the first prompt as that of row 0. With images there is a place of each row; else places is empty.
     void add_prompt(const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens, uint32_t n,
                     const std::vector<PromptPlace> &places);
-    // Comes behind the last prompt. Returns whether any has images.
-    bool place_images();
+    // Comes behind the last prompt. Returns whether any has images. Their rows, of E values, are copied to `room`, which has
+    // room for as many rows as the step has; with null they are read where they lie.
+    bool place_images(float *room, uint32_t E);
 
     uint32_t n_rows() const { return uint32_t(h_.ctl->n_rows); }
     uint32_t n_pages() const { return n_pages_; }

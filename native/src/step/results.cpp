@@ -36,6 +36,18 @@ void Step::have_logits() {
     logits_buffer_ = pinned(cache_.last().device, size, "steps' logits");
 }
 
+void Step::have_image_room() {
+    if (model_.gpu() && !image_buffer_) {
+        const size_t rows = std::min(params_.cache.n_chunk, params_.cache.n_ctx);
+        image_buffer_ =
+            pinned(first().device, rows * model_.hparams().n_embd * sizeof(float), "rows of images");
+    }
+}
+
+float *Step::image_room() const {
+    return image_buffer_ ? static_cast<float *>(ggml_backend_buffer_get_base(image_buffer_.get())) : nullptr;
+}
+
 float *Step::host_logits(uint32_t row) const {
     return static_cast<float *>(ggml_backend_buffer_get_base(logits_buffer_.get())) +
            size_t(row) * model_.hparams().n_vocab;

@@ -107,6 +107,10 @@ public:
     // Comes before another step is enqueued behind this verify: finish_verify() then waits for what is enqueued up to here,
     // and not for that.
     void mark_end(uint32_t number);
+    // Rows of images in a prompt come first to where the device reads them: room for those of a chunk. On a CPU that is where
+    // they lie, and there is none. E_MEMORY where the host has no room for them; it comes before image_room().
+    void have_image_room();
+    float *image_room() const;
     // The next prefill's or verify's logits of rows first .. first + n - 1 come to the host with its choices: reading
     // them waits for nothing. have_logits() comes before; it is E_MEMORY where the host has no room for them.
     void have_logits();
@@ -205,6 +209,7 @@ private:
     bool drafting_ = false; // a draft is enqueued that nobody has waited for
     // It has room for all rows of a step. It is null until have_logits().
     Buffer logits_buffer_;
+    Buffer image_buffer_; // null until have_image_room()
     // They have a bit for each row: whether its logits will come to the host, and whether they have come.
     uint64_t fetched_next_ = 0, fetched_ = 0;
     bool capturing_ = false; // steps are captured on their first run

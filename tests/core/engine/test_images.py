@@ -338,5 +338,5 @@ def test_a_model_without_axes_takes_no_images(native, tmp_path):
     c = tiny.Config(rope_sections=(1, 1, 1, 0))
     with drive.open_model(native, tiny.write(tmp_path / "m.gguf", c, tiny.layout(c, 1))) as opened:
         with drive.open_engine(opened) as engine, engine.sequence() as sequence:
-            with pytest.raises(UnsupportedError, match="want a model whose rows have three axes"):
+            with pytest.raises(UnsupportedError, match="its rows have no three axes"):
                 engine.prefill([Prompt(sequence, [-2] * 4, True, (span(),))])
