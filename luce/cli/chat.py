@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,8 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
                 raise click.UsageError(problem)
             sight = opened.enter_context(seeing) if (seeing := sight_of(files, flags, display)) else None
             display.spin("loading the model")
-            loaded = opened.enter_context(Loaded(files, asked, Settings(asked, host_bytes=0), display.loading))
+            with sight.beside() if sight else nullcontext():
+                loaded = opened.enter_context(Loaded(files, asked, Settings(asked, host_bytes=0), display.loading))
             display.clear()
             if sight:
                 sight.require_fit(loaded.engine.model)
@@ -240,8 +241,7 @@ class Talk:
             click.echo(f"Error: {with_remedy(error)}", err=True)
             return
         self._pictures.append(picture)
-        height, width, _ = picture.rgb.shape
-        stdout.put(f"it takes {picture.rows} tokens, as {width} x {height} pixels\n")
+        stdout.put(f"{picture.said}\n")
 
     def _switch_thinking(self) -> None:
         """Does /think. Where nothing was asked for yet, the template's own choice is what is switched."""

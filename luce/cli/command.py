@@ -34,6 +34,7 @@ REMEDIES = {  # They say in words of the command line what helps, by Error.conce
     "target": "--target names the model that it drafts for",
     "tokenizer": "--tokenizer DIR names the folder that has it",
     "f16": "--type BF16 or F32 holds them",
+    "image_tokens": "--image-tokens N reduces images to N tokens",
     "existing_file": "--force replaces it",
     "problem_chat_template": "--class takes other prompts",
     "sandbox": "--unsafe-check runs the answers with limits alone, --no-check does not run them",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -176,13 +176,16 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS, flags["prompt_file"])
         sight = opened.enter_context(seeing) if (seeing := sight_of(files, flags, display)) else None
         pictures = [picture_of(sight, path) for path in flags["images"]] if sight else []
+        for path, picture in zip(flags["images"], pictures, strict=False):
+            display.note(f"{path}: {picture.said}")
         display.spin("loading the model")
         ids = prompt_of(files, text, most, flags)
         placed = sight.placed(ids, marks(files.tokenizer)[1], pictures) if sight else None
         request = make_request(files, fitting(placed.tokens if placed else ids, most, files, flags), flags)
         asked, n_prompt = options_of(flags), len(request.prompt)
         how = Settings(asked), display.loading, n_prompt, request.max_tokens
-        loaded = opened.enter_context(Loaded(files, asked, *how))
+        with sight.beside() if sight else nullcontext():
+            loaded = opened.enter_context(Loaded(files, asked, *how))
         if sight and placed:
             sight.require_fit(loaded.engine.model)
             display.spin("reading images")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from luce import native as _native
 from luce.cli.command import FilePath, text_file
 from luce.cli.terminal import Display
 from luce.errors import Error, about
 from luce.files.tokenizer import Tokenizer
 from luce.images.opening import MAX_BYTES
 from luce.images.pixels import Picture
-from luce.images.sight import Sight, marks_of
+from luce.images.sight import FEWEST_TOKENS, MOST_TOKENS, Sight, marks_of
 from luce.planning import cpus
 from luce.planning.opened import Files
 
@@ -24,6 +22,9 @@ MMPROJ = (
     click.option("--mmproj", type=FilePath(path_type=Path),
                  help="See images with the vision tower of this GGUF (qwen3vl_merger). It needs luce[vision], and a "
                  "model that runs on the CPU."),
+    click.option("--image-tokens", type=click.IntRange(FEWEST_TOKENS, MOST_TOKENS), metavar="N",
+                 help=f"Reduce images that take more tokens than N, {FEWEST_TOKENS} to {MOST_TOKENS}.  [default: none is "
+                 "reduced, and one that is too large for memory is refused]"),
 )  # fmt: skip
 IMAGES = (
     *MMPROJ,
@@ -35,15 +36,11 @@ IMAGES = (
 
 def idle_images(flags: Mapping[str, Any]) -> str | None:
     """Says what is wrong with the options of images, where one would be ignored or cannot be met."""
-    if flags.get("images") and flags["mmproj"] is None:
-        return "--image needs --mmproj, the file of the model's vision tower"
-    if flags["mmproj"] is None:
-        return None
-    if "images" in flags and not flags["images"]:
+    for name, given in (("--image", flags.get("images")), ("--image-tokens", flags["image_tokens"])):
+        if given and flags["mmproj"] is None:
+            return f"{name} needs --mmproj, the file of the model's vision tower"
+    if flags["mmproj"] is not None and "images" in flags and not flags["images"]:
         return "--mmproj needs --image"
-    device = flags["device"] or next(iter(_native.default().devices())).name
-    if device.startswith("cuda"):
-        return f"--mmproj: luce runs no vision tower beside a model on {device} yet: --device cpu runs both"
     return None
 
 
@@ -51,11 +48,10 @@ def sight_of(files: Files, flags: Mapping[str, Any], display: Display) -> Sight 
     """Opens the tower that was named, and warns where its name is of another model."""
     if flags["mmproj"] is None:
         return None
-    sight = Sight(flags["mmproj"], flags["threads"] or min(cpus.usable(), 16))
-    ours, theirs = (re.sub(r"mmproj|[^a-z0-9.]", "", (name or "").lower()) for name in (files.facts.name, sight.name))
-    if ours and theirs and ours not in theirs and theirs not in ours:
-        display.warn(f"{flags['mmproj']} is named {sight.name}, and the model {files.facts.name}: a tower of another "
-                     "model may fit it, and show it nonsense")  # fmt: skip
+    threads = flags["threads"] or min(cpus.usable(), 16)
+    sight = Sight(flags["mmproj"], threads, files.device or "auto", flags["image_tokens"], display.warn)
+    if warning := sight.misnamed(files.facts.name):
+        display.warn(warning)
     return sight
 
 

@@ -20,7 +20,8 @@ MAX_RATIO = 200  # of the longer side to the shorter
 @dataclass(frozen=True)
 class Processor:
     """What a tower says of its pixels: `patch` pixels a side of a patch, `merge` patches a side of a row, and the mean
-    and deviation of each channel. Images are stretched into min_pixels..max_pixels, which are transformers'."""
+    and deviation of each channel. Images are stretched into min_pixels..max_pixels, by default transformers', and may
+    then have most_rows rows."""
 
     patch: int = 16
     merge: int = 2
@@ -28,6 +29,7 @@ class Processor:
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     min_pixels: int = 65536
     max_pixels: int = 16777216
+    most_rows: int | None = None
 
     @property
     def side(self) -> int:
@@ -36,7 +38,8 @@ class Processor:
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Returns the width and height that an image is stretched to: transformers' smart_resize, in the same doubles,
-        which rounds halves to even. Raises ImageError where one side is more than 200 times the other."""
+        which rounds halves to even. Raises ImageError where one side is more than 200 times the other, and where the
+        image has too many rows."""
         side = self.side
         if max(width, height) > MAX_RATIO * min(width, height):
             raise ImageError(f"the image has {width} x {height} pixels: a side may be {MAX_RATIO} times the other")
@@ -44,9 +47,14 @@ class Processor:
         if w * h > self.max_pixels:
             shrink = sqrt(height * width / self.max_pixels)
             w, h = (max(side, floor(length / shrink / side) * side) for length in (width, height))
+            most = self.max_pixels // side**2  # The shorter side may have become longer than it was to be.
+            w, h = min(w, max(1, most * side // h) * side), min(h, max(1, most * side // w) * side)
         elif w * h < self.min_pixels:
             grow = sqrt(self.min_pixels / (height * width))
             w, h = (ceil(length * grow / side) * side for length in (width, height))
+        if self.most_rows is not None and w * h // side**2 > self.most_rows:
+            what = f"the image takes {w * h // side**2} tokens, as {w} x {h} pixels"
+            raise ImageError(f"{what}: there is memory for {self.most_rows} at once, so reduce it", "image_tokens")
         return w, h
 
     def rows_of(self, width: int, height: int) -> int:
@@ -83,6 +91,12 @@ class Picture:
     def rows(self) -> int:
         """Returns how many rows of a prompt the image takes."""
         return self.grid[0] * self.grid[1] // self.processor.merge**2
+
+    @property
+    def said(self) -> str:
+        """Says what the image takes: "it takes 2040 tokens, as 1920 x 1088 pixels"."""
+        height, width, _ = self.rgb.shape
+        return f"it takes {self.rows} tokens, as {width} x {height} pixels"
 
     def key(self, tower: bytes) -> bytes:
         """Returns what the rows that `tower` makes of the image are known by, 32 bytes: a hash of the pixels with their

@@ -8,13 +8,16 @@ images. Names are of this process alone.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from luce.errors import ArgumentError, FileError, UnsupportedError, about
+from luce.errors import ArgumentError, FileError, OutOfMemory, UnsupportedError, about
 from luce.files.probe import fact
 from luce.images.opening import pillow
 from luce.images.pixels import Picture, Processor
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 ROW_BYTES = 1 << 30  # Rows that were encoded are kept within so many bytes,
 PIXEL_BYTES = 256 << 20  # and stretched pixels of images that were opened.
+FEWEST_TOKENS, MOST_TOKENS = 64, 16384  # Of an image: transformers' bounds.
 FIRST_NAME = -2  # -1 is no token in too many places.
 MOST_NAMES = 2**31 - 2
 
@@ -55,28 +59,61 @@ class Placed(NamedTuple):
 
 
 class Sight:
-    """The tower of a file. It is a context manager, and any thread may use it. Raises what opening the file raises."""
+    """The tower of a file, on a device: on a GPU it takes its memory at once, ahead of the model that it is opened for.
+    Images of more than `tokens` tokens are reduced to that. Without it they are not, and those that have too many for
+    memory are refused. `say` is told what whoever runs this should know. It is a context manager, and any thread may
+    use it. Raises what opening the file and the tower raises, and ArgumentError where `tokens` are too few or many."""
 
-    def __init__(self, path: str | Path, threads: int = 0):
+    def __init__(
+        self,
+        path: str | Path,
+        threads: int = 0,
+        device: str = "cpu",
+        tokens: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ):
         pillow()  # Where it is missing, that is said before an image comes.
-        self._file = File(path)
+        if tokens is not None and not FEWEST_TOKENS <= tokens <= MOST_TOKENS:
+            raise ArgumentError(f"images of {tokens} tokens: expected {FEWEST_TOKENS} to {MOST_TOKENS}")
+        self._file, self._say, self._said = File(path), say, False
         try:
             with about(self._file.path):
-                self.tower = Tower(self._file)
-                self.processor = _processor(self._file, self.tower)
+                self.tower = Tower(self._file, device, tokens or 0)
+                self.processor = _processor(self._file, self.tower, tokens)
         except BaseException:
             self._file.close()
             raise
         self.name: str | None = fact(self._file.kv, "general.name", str, None)
         self._threads, self._lock = threads, Lock()
+        self.on_gpu = self._file.library.devices()[0].is_gpu if device == "auto" else device != "cpu"
         self._names: dict[bytes, int] = {}
         self._next = FIRST_NAME
         self._rows: OrderedDict[bytes, np.ndarray] = OrderedDict()
         self._pictures: OrderedDict[bytes, Picture] = OrderedDict()  # by the hash of a file's bytes
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """A lack of memory that a model meets within is told with what the tower holds of it."""
+        try:
+            yield
+        except OutOfMemory as error:
+            if not self.on_gpu:
+                raise
+            info = self.tower.info
+            held = f"the vision tower holds {(info.weight_bytes + info.scratch_bytes) / 1e9:.1f} GB beside it"
+            raise OutOfMemory(f"{error}; {held}, for images of up to {info.max_rows} tokens", "image_tokens") from error
+
     def require_fit(self, model: Model) -> None:
-        """Raises FileError where the tower's rows do not fit the model, and UnsupportedError where that is on a GPU."""
-        Tower(self._file, model).close()
+        """Raises FileError where the tower's rows do not fit the model, and UnsupportedError where it takes no images."""
+        self.tower.require_fit(model)
+
+    def misnamed(self, model: str | None) -> str | None:
+        """Says so where the tower's name is of another model than this one: it may fit, and show it nonsense."""
+        ours, theirs = (re.sub(r"mmproj|[^a-z0-9.]", "", (name or "").lower()) for name in (model, self.name))
+        if not ours or not theirs or ours in theirs or theirs in ours:
+            return None
+        named = f"{self._file.path} is named {self.name}, and the model {model}"
+        return f"{named}: a tower of another model may fit it, and show it nonsense"
 
     def picture(self, data: bytes) -> Picture:
         """Returns the stretched pixels of an image, which is opened once while they are kept: it comes again with each
@@ -113,9 +150,9 @@ class Sight:
     def shown(self, placed: Placed, progress: Progress | None = None) -> tuple[Shown, ...]:
         """Returns the images of a prompt, of which those are encoded whose rows are not kept. `progress` is asked
         meanwhile, and may cancel (Cancelled)."""
-        merge = self.processor.merge
+        merge, needed = self.processor.merge, {self._key(picture) for _, picture in placed.at}
         return tuple(
-            Shown(at, self._encoded(picture, progress), picture.grid[0] // merge, picture.grid[1] // merge)
+            Shown(at, self._encoded(picture, needed, progress), picture.grid[0] // merge, picture.grid[1] // merge)
             for at, picture in placed.at
         )
 
@@ -141,7 +178,9 @@ class Sight:
                 self._next -= picture.rows
             return self._names[key]
 
-    def _encoded(self, picture: Picture, progress: Progress | None) -> np.ndarray:
+    def _encoded(self, picture: Picture, needed: set[bytes], progress: Progress | None) -> np.ndarray:
+        """Returns an image's rows, of a prompt that has the images `needed`. These all stay, also where they alone are
+        more than ROW_BYTES: the next turn of a conversation has them again."""
         key = self._key(picture)
         with self._lock:
             if key in self._rows:
@@ -150,8 +189,15 @@ class Sight:
         rows = self.tower.encode(picture.patches(), picture.grid, self._threads, progress)
         with self._lock:
             self._rows[key] = rows
-            while len(self._rows) > 1 and sum(each.nbytes for each in self._rows.values()) > ROW_BYTES:
-                self._rows.popitem(last=False)
+            over = sum(each.nbytes for each in self._rows.values()) - ROW_BYTES
+            for other in [other for other in self._rows if other not in needed]:
+                if over <= 0:
+                    break
+                over -= self._rows.pop(other).nbytes
+        if over > 0 and not self._said:
+            self._said = True
+            held = f"{(ROW_BYTES + over) / 2**30:.1f} GiB of memory"
+            self._say(f"the images of one request take {held}, where {ROW_BYTES >> 30} GiB are kept")
         return rows
 
     def close(self) -> None:
@@ -165,7 +211,7 @@ class Sight:
         self.close()
 
 
-def _processor(file: File, tower: Tower) -> Processor:
+def _processor(file: File, tower: Tower, tokens: int | None) -> Processor:
     def three(key: str) -> Any:
         values = fact(file.kv, f"clip.vision.{key}", memoryview).tolist()
         if len(values) != 3 or not all(isinstance(value, float) and abs(value) < 100 for value in values):
@@ -175,7 +221,8 @@ def _processor(file: File, tower: Tower) -> Processor:
     mean, std = three("image_mean"), three("image_std")
     if min(std) <= 0:
         raise FileError(f"key clip.vision.image_std: expected numbers above 0, found {list(std)}")
-    return Processor(tower.info.patch, tower.info.merge, mean, std)
+    made = Processor(tower.info.patch, tower.info.merge, mean, std, most_rows=tower.info.max_rows)
+    return made if tokens is None else replace(made, max_pixels=tokens * made.side**2)
 
 
 def marks_of(control: Callable[[str], int | None]) -> tuple[int, int, int]:

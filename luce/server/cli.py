@@ -317,6 +317,7 @@ def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settin
         head=flags["mtp_gguf"],
         drafter=drafter,
         mmproj=flags["mmproj"],
+        image_tokens=flags["image_tokens"],
         host_bytes=None if ram is None else int(ram * GIB),
         cache_dir=flags["cache_dir"],
         disk_bytes=int(flags["cache_disk"] * GIB),

@@ -4,9 +4,10 @@ needs memory."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event as Flag
@@ -28,6 +29,7 @@ from luce.text.infill import Gap, infill_ids
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 LEAVING = 100  # It is looked so often, each 10 ms, whether a request has left the scheduler.
 COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
 
@@ -59,16 +61,21 @@ class Served:
                 self.penalties = penalties_of(files.file.kv)
             options = with_defaults(files, settings.options, shrink)
             hand_over, owner = in_thread_of(loop), "the server"
-            loaded = opened.enter_context(
-                Loaded(files, options, settings, lambda _: cancelled(), hand_over=hand_over, owner=owner)
-            )
-            if cancelled():
-                raise Cancelled("loading was cancelled")
             self._sight: Sight | None = None
             if settings.mmproj is not None:
-                threads = options.threads or min(cpus.usable(), 16)
-                self._sight = opened.enter_context(Sight(settings.mmproj, threads))
+                threads, device = options.threads or min(cpus.usable(), 16), files.device or "auto"
+                sight = Sight(settings.mmproj, threads, device, settings.image_tokens, log.warning)
+                self._sight = opened.enter_context(sight)
+            with self._sight.beside() if self._sight else nullcontext():
+                loaded = opened.enter_context(
+                    Loaded(files, options, settings, lambda _: cancelled(), hand_over=hand_over, owner=owner)
+                )
+            if cancelled():
+                raise Cancelled("loading was cancelled")
+            if self._sight is not None:
                 self._sight.require_fit(loaded.engine.model)
+                if warning := self._sight.misnamed(files.facts.name):
+                    log.warning(warning)
                 with about(path):
                     self._image = marks_of(files.tokenizer.control.get)
             self.cache: PrefixCache | None = loaded.cache

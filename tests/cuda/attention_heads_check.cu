@@ -141,6 +141,68 @@ void check_norm_rope(int D, int rope_dim) {
     expect(same_bits(keys.get(), queries.get()), "norm_rope of " + std::to_string(D) + ": queries");
 }
 
+// Rows whose pairs turn by axes of their own, as the host's rule says, and rows whose axes are equal, which have the bits of
+// positions.
+void check_axes(int D, int rope_dim, int height_pairs, int width_pairs) {
+    constexpr int T = 5, H = 3;
+    Ints axes, equal, where;
+    for (int t = 0; t < T; t++) {
+        where.push_back(pick(300));
+    }
+    for (int i = 0; i < 4 * T; i++) {
+        axes.push_back(pick(300));
+        equal.push_back(where[size_t(i % T)]);
+    }
+    const Floats x = normals(size_t(T) * H * D), norm = normals(size_t(D));
+    const Device<int32_t> positions(where), apart(axes), together(equal);
+    const Device<float> heads(x), norms(norm), keys(x.size()), queries(x.size());
+    NormRopeArgs a{T, D, rope_dim, 1e6f, 1e-6f, positions.p, {}, {}};
+    a.height_pairs = height_pairs, a.width_pairs = width_pairs;
+    a.k = {heads.p, H * D, D, H, norms.p, keys.p};
+    a.q = a.k;
+    a.q.out = queries.p;
+    must(cuda::norm_rope(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const Floats plain = keys.get();
+    a.axes = together.p;
+    must(cuda::norm_rope(a, stream));
+    must(cudaStreamSynchronize(stream));
+    expect(same_bits(keys.get(), plain), "norm_rope of equal axes");
+    a.axes = apart.p;
+    must(cuda::norm_rope(a, stream));
+    must(cudaStreamSynchronize(stream));
+    NormRopeArgs host = a;
+    host.axes = axes.data();
+    const Floats turned = keys.get();
+    double worst = 0;
+    for (int pair = 0; pair < rope_dim / 2; pair++) { // as if the pair's axis were the row's only one
+        Ints own;
+        for (int t = 0; t < T; t++) {
+            own.push_back(rope_position(host, t, pair));
+        }
+        Floats only = turned;
+        const Device<int32_t> at(own);
+        NormRopeArgs one = a;
+        one.axes = nullptr;
+        one.positions = at.p;
+        must(cuda::norm_rope(one, stream));
+        must(cudaStreamSynchronize(stream));
+        const Floats wanted = keys.get();
+        for (int64_t head = 0; head < int64_t(T) * H; head++) {
+            for (const int i : {pair, pair + rope_dim / 2}) {
+                const size_t value = size_t(head * D + i);
+                worst = std::fmax(worst, std::fabs(double(only[value]) - wanted[value]));
+            }
+        }
+    }
+    expect(worst == 0, "norm_rope of axes is off by " + std::to_string(worst));
+    bool apart_differ = false;
+    for (size_t i = 0; i < turned.size(); i++) {
+        apart_differ = apart_differ || turned[i] != plain[i];
+    }
+    expect(apart_differ, "norm_rope reads axes");
+}
+
 void check_heads(const Shape &s) {
     constexpr int PAGES = 3; // a sequence has so many
     const KvShape &kv = s.kv;
@@ -290,6 +352,7 @@ void check_attention_heads(bool all) {
         for (const int rope_dim : {D, D / 4, 0}) {
             check_norm_rope(D, rope_dim);
         }
+        check_axes(D, 64, 11, 10);
     }
     for (const int type : {0, 1, 2, 8}) {
         for (const int D : {128, 256}) {

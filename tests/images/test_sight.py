@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
@@ -12,6 +13,7 @@ from tiny_vision import IMAGE_PAD, VISION_END, VISION_START
 from luce.decode.events import Finished, Started, Tokens
 from luce.decode.request import Request
 from luce.errors import ArgumentError, Cancelled
+from luce.images.opening import ImageError
 from luce.images.sight import Sight
 from luce.model.loaded import Loaded, Settings
 from luce.native import Tower
@@ -29,8 +31,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def sight(folder):
-    with Sight(folder / "mmproj.gguf", 1) as opened:
+def sight(folder, device):
+    with Sight(folder / "mmproj.gguf", 1, device) as opened:
         yield opened
 
 
@@ -80,11 +82,49 @@ def test_an_image_is_encoded_once(sight, encoded):
 
 
 def test_rows_are_kept_within_bytes(sight, encoded, monkeypatch):
-    placed = sight.placed([IMAGE_PAD] * 2, IMAGE_PAD, [picture(sight, 1), picture(sight, 2)])
-    monkeypatch.setattr("luce.images.sight.ROW_BYTES", 1)
-    sight.shown(placed)
-    sight.shown(placed)
+    first, second, third = (sight.placed([IMAGE_PAD], IMAGE_PAD, [picture(sight, seed)]) for seed in (1, 2, 3))
+    monkeypatch.setattr("luce.images.sight.ROW_BYTES", 2 * sight.shown(first)[0].rows.nbytes)
+    sight.shown(second)
+    sight.shown(first)
+    assert len(encoded) == 2
+    sight.shown(third)  # What was wanted longest ago makes room.
+    sight.shown(first)
+    assert len(encoded) == 3
+    sight.shown(second)
     assert len(encoded) == 4
+
+
+def test_all_images_of_one_request_are_kept_and_that_is_said_once(folder, device, encoded, monkeypatch):
+    said = []
+    with Sight(folder / "mmproj.gguf", 1, device, say=said.append) as sight:
+        talk = sight.placed([IMAGE_PAD] * 3, IMAGE_PAD, [picture(sight, seed) for seed in (1, 2, 3)])
+        monkeypatch.setattr("luce.images.sight.ROW_BYTES", 1)
+        sight.shown(talk)
+        sight.shown(talk)
+        assert len(encoded) == 3 and len(said) == 1 and "the images of one request take" in said[0]
+        sight.shown(sight.placed([IMAGE_PAD], IMAGE_PAD, [picture(sight, 4)]))  # Another's have the room now.
+        sight.shown(talk)
+        assert len(encoded) == 7
+
+
+def test_images_are_reduced_to_a_number_of_tokens(folder, device):
+    with Sight(folder / "mmproj.gguf", 1, device, tokens=64) as sight:
+        for size in ((1600, 1400), (100, 100), (6000, 40), (40, 6000), (320, 256)):
+            seen = picture(sight, 1, size)
+            assert seen.rows <= 64 and seen.rows == sight.processor.rows_of(*size)
+            (shown,) = sight.shown(sight.placed([IMAGE_PAD], IMAGE_PAD, [seen]))
+            assert len(shown.rows) == seen.rows
+    for n in (63, 16385):
+        with pytest.raises(ArgumentError, match=f"images of {n} tokens: expected 64 to 16384"):
+            Sight(folder / "mmproj.gguf", tokens=n)
+
+
+def test_images_too_large_for_memory_are_refused_before_they_are_decoded(sight, monkeypatch):
+    monkeypatch.setattr(sight, "processor", replace(sight.processor, most_rows=70))
+    with pytest.raises(ImageError, match="takes 80 tokens, as 320 x 256 pixels: there is memory for 70 at once"):
+        sight.processor.rows_of(320, 256)
+    with pytest.raises(ImageError, match="there is memory for 70"):
+        picture(sight, 1, (320, 256))
 
 
 def test_encoding_is_cancelled(sight):
@@ -108,9 +148,9 @@ def test_other_numbers_of_images_are_refused(sight):
 
 
 @pytest.fixture(scope="module")
-def loaded(folder):
-    options = Options(ctx=1024, checkpoints=8, threads=1, device="cpu")
-    with Files(folder / "model.gguf", device="cpu") as files, Loaded(files, options, Settings(options)) as opened:
+def loaded(folder, device):
+    options = Options(ctx=1024, checkpoints=8, threads=1, device=device)
+    with Files(folder / "model.gguf", device=device) as files, Loaded(files, options, Settings(options)) as opened:
         yield opened
 
 
