@@ -10,8 +10,9 @@ import click
 
 from luce.cli.command import FilePath, text_file
 from luce.cli.terminal import Display
-from luce.errors import Error, about
+from luce.errors import ArgumentError, Error, about
 from luce.files.tokenizer import Tokenizer
+from luce.images.fetching import Allowed
 from luce.images.opening import MAX_BYTES
 from luce.images.pixels import Picture
 from luce.images.sight import FEWEST_TOKENS, MOST_TOKENS, Sight, marks_of
@@ -32,6 +33,19 @@ IMAGES = (
                  help="Show this PNG, JPEG, WebP or GIF before the prompt, or with --special where the prompt spells "
                  "<|image_pad|>; may be repeated."),
 )  # fmt: skip
+
+
+class ImagePrefix(click.ParamType):
+    """A prefix of the addresses of images, or a folder."""
+
+    name = "prefix"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            Allowed([value])
+        except ArgumentError as error:
+            self.fail(str(error), param, ctx)
+        return value
 
 
 def idle_images(flags: Mapping[str, Any]) -> str | None:

@@ -36,6 +36,7 @@ class Settings:
     drafter: Path | None = None
     mmproj: Path | None = None  # Of the server alone, as what follows: others open towers themselves.
     image_tokens: int | None = None
+    image_urls: tuple[str, ...] = ()
     host_bytes: int | None = None
     cache_dir: Path | None = None
     disk_bytes: int = 32 << 30

@@ -30,7 +30,7 @@ from luce.cli.options import (
     options,
     options_of,
 )
-from luce.cli.seeing import MMPROJ, idle_images
+from luce.cli.seeing import MMPROJ, ImagePrefix, idle_images
 from luce.cli.terminal import printable
 from luce.data import BOX
 from luce.errors import Error, UnsupportedError
@@ -192,6 +192,15 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 )
 @options(RUN, EXPERTS, MMPROJ, DRAFTING)
 @click.option(
+    "--allow-image-urls",
+    "image_urls",
+    multiple=True,
+    type=ImagePrefix(),
+    metavar="PREFIX",
+    help="Fetch images that requests name by addresses below this prefix, https://host/path or http, or read those of "
+    "files below this folder; may be repeated.  [default: none; images come with requests]",
+)
+@click.option(
     "--log-json", is_flag=True, help="Print an object for each request on stderr, instead of a line."
 )
 @options(QUIET)
@@ -298,6 +307,8 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
                 return f"--{name.replace('_', '-')} is for beginnings of prompts: --checkpoints 0 keeps none"
     if flags["mmproj"] is not None and len(models) > 1:
         return "--mmproj is the tower of one model: serve that one alone"
+    if flags["image_urls"] and flags["mmproj"] is None:
+        return "--allow-image-urls needs --mmproj, the file of the model's vision tower"
     return misplaced(flags) or idle_threads(flags) or idle_images(flags)
 
 
@@ -318,6 +329,7 @@ def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settin
         drafter=drafter,
         mmproj=flags["mmproj"],
         image_tokens=flags["image_tokens"],
+        image_urls=flags["image_urls"],
         host_bytes=None if ram is None else int(ram * GIB),
         cache_dir=flags["cache_dir"],
         disk_bytes=int(flags["cache_disk"] * GIB),

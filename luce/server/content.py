@@ -4,8 +4,8 @@ Text, text documents and search results are read; an image, another document or 
 becomes a short note in its place, so that a conversation with one goes on. Only an image in the newest
 message of a user is refused: an answer about it would be made up.
 
-A model with a vision tower gets images of users and of tools as parts of their own (content_of): bytes in base64 or
-data URLs. No address is fetched.
+A model with a vision tower gets images of users and of tools as parts of their own (content_of): bytes, which came in
+base64 or data URLs, or addresses, of which Served fetches those that are allowed.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ def text_of(content: Any, param: str, between: str = "") -> str:
 
 def content_of(content: Any, param: str, sees: bool, between: str = "") -> str | list[dict[str, Any]]:
     """Returns what text_of() does, or where the model `sees` and there are images, parts: {"type": "text", "text"}
-    and {"type": "image", "data"} with the bytes of one. Raises Refused where an image did not come with the request."""
+    and {"type": "image"} with the bytes of one as "data" or its address as "url". Raises Refused where it has neither.
+    """
     content = [content] if sees and _is_image(content) else content
     if not sees or not isinstance(content, list) or not any(map(_is_image, content)):
         return text_of(content, param, between)
     parts: list[dict[str, Any]] = []
     for image, group in groupby(content, _is_image):
         if image:
-            parts += [{"type": "image", "data": _bytes_of(part, param)} for part in group]
+            parts += [{"type": "image", **_source_of(part, param)} for part in group]
         else:
             parts.append({"type": "text", "text": text_of(list(group), param, between)})
     return parts
@@ -85,8 +86,8 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and _kind(part) in ("image", "image_url", "input_image", "computer_screenshot")
 
 
-def _bytes_of(part: Mapping[str, Any], param: str) -> bytes:
-    """Returns the bytes of an image: Anthropic's source, OpenAI's data URL, or Ollama's base64."""
+def _source_of(part: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """Returns where an image is from: Anthropic's source, OpenAI's URL, or Ollama's base64."""
     source, url = part.get("source"), part.get("image_url")
     data: Any = part.get("data")
     if isinstance(source, Mapping):
@@ -95,12 +96,21 @@ def _bytes_of(part: Mapping[str, Any], param: str) -> bytes:
     if data is None and isinstance(url, str) and url.startswith("data:"):
         head, _, data = url.partition(",")
         data = data if head.lower().endswith(";base64") else None
+    elif data is None and isinstance(url, str):
+        return {"url": url}
     if not isinstance(data, str):
-        raise refuse("an image comes as base64 or as a data URL of it: no address is fetched", param)
+        raise refuse(f"an image is neither base64 nor a URL: {_kinds_of(part)}", param)
     try:
-        return base64.b64decode(data.translate(LINE_ENDS), validate=True)
+        return {"data": base64.b64decode(data.translate(LINE_ENDS), validate=True)}
     except ValueError as error:
         raise refuse(f"an image is no base64: {error}", param) from error
+
+
+def _kinds_of(part: Mapping[str, Any]) -> str:
+    """Returns what a part says that it is: "image of file"."""
+    source = part.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    return f"{_kind(part)} of {kind}"[:64] if isinstance(kind, str) else _kind(part)[:64]
 
 
 def thoughts_of(content: Any) -> str:

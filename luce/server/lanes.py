@@ -25,10 +25,11 @@ MAX_WAITING = 32  # So many may wait in a lane.
 
 
 class Lane:
-    """One thread, and a bounded queue before it. `most` is what its work costs at most."""
+    """One thread, or a few for work that waits for others, and a bounded queue before it. `most` is what its work costs at
+    most."""
 
-    def __init__(self, name: str, most: float):
-        self.most, self._pool, self._inside = most, ThreadPoolExecutor(1, name), 0
+    def __init__(self, name: str, most: float, threads: int = 1):
+        self.most, self._pool, self._inside = most, ThreadPoolExecutor(threads, name), 0
 
     async def run(self, make: Callable[[], T]) -> T:
         """Returns what `make` returns in the thread. Where the caller is cancelled, what has not begun does
@@ -56,6 +57,7 @@ LARGE = (Lane("luce-middle", MIDDLE), Lane("luce-large", float("inf")))
 # How long a grammar takes its size hardly says: prompts without one wait for none.
 GRAMMARS = (Lane("luce-grammar", SHORT), Lane("luce-large-grammar", float("inf")))
 
+FETCHED = Lane("luce-fetched", float("inf"), threads=8)  # Images come from elsewhere.
 PICTURES = Lane("luce-pictures", float("inf"))  # Images are opened.
 IMAGES = Lane("luce-images", float("inf"))  # One is encoded after the other, on all of a model's threads.
 

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event as Flag
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from luce.decode.events import Event, Failed, Finished
 from luce.errors import ArgumentError, Cancelled, DeviceError, Error, OutOfMemory, about
+from luce.images.fetching import Allowed
 from luce.images.opening import ImageError, image_size
 from luce.images.sight import Placed, Shown, Sight, marks_of
 from luce.model.defaults import penalties_of, sampling_of, with_defaults
@@ -23,7 +25,7 @@ from luce.planning import cpus
 from luce.planning.opened import Files
 from luce.prompts.cache import PrefixCache
 from luce.server.ask import Ask, Message, Refused, TooLong
-from luce.server.lanes import GRAMMARS, IMAGES, LARGE, MESSAGE, PICTURES, SHORT, Lane, fitting
+from luce.server.lanes import FETCHED, GRAMMARS, IMAGES, LARGE, MESSAGE, PICTURES, SHORT, Lane, fitting
 from luce.text.conversation import ordered
 from luce.text.infill import Gap, infill_ids
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
@@ -31,6 +33,7 @@ from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 LEAVING = 100  # It is looked so often, each 10 ms, whether a request has left the scheduler.
+FETCHED_BYTES = 64 << 20  # Images of one request that come by their addresses have so many.
 COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
 
 
@@ -62,6 +65,7 @@ class Served:
             options = with_defaults(files, settings.options, shrink)
             hand_over, owner = in_thread_of(loop), "the server"
             self._sight: Sight | None = None
+            self._allowed = Allowed(settings.image_urls)
             if settings.mmproj is not None:
                 threads, device = options.threads or min(cpus.usable(), 16), files.device or "auto"
                 sight = Sight(settings.mmproj, threads, device, settings.image_tokens, log.warning)
@@ -153,7 +157,7 @@ class Served:
         if len(ask.messages) > COUNTED * self.info.n_ctx:  # Each has a token at least.
             raise TooLong(len(ask.messages), self.info.n_ctx, at_least=True)
         lane = fitting(self.lanes, ask.size + MESSAGE * (len(ask.messages) + len(ask.tools)))
-        images = images_of(ask.messages)
+        images = await self._brought(images_of(ask.messages))
 
         def make(most: int) -> list[int]:
             tools = [] if ask.choice == "none" else [tool.as_template for tool in ask.tools]
@@ -162,6 +166,24 @@ class Served:
             return prompt_ids(self._templates[lane], self.tokenizer, *given, **ask.variables)
 
         return await self._counted(make, lane), images
+
+    async def _brought(self, parts: Sequence[Mapping[str, Any]]) -> list[bytes]:
+        """Returns the bytes of images, of which those that have addresses are fetched. Raises Refused where one cannot
+        be."""
+        found, left = list[bytes](), FETCHED_BYTES
+        for n, part in enumerate(parts, 1):
+            data = part.get("data")
+            if data is None:
+                try:
+                    data = await self._in(FETCHED, partial(self._allowed.fetch, part["url"]))
+                except Refused as error:
+                    said = f"image {n} of {len(parts)}: {error.message}"
+                    raise Refused(error.status, said, error.kind, "messages", error.retry_after) from error
+                if (left := left - len(data)) < 0:
+                    said = f"images that are fetched have more than {FETCHED_BYTES} bytes in all"
+                    raise Refused(400, f"image {n} of {len(parts)}: {said}", param="messages")
+            found.append(data)
+        return found
 
     async def _rows(self, images: Sequence[bytes]) -> int:
         """Returns how many rows images have, of which the headers are read."""
@@ -229,11 +251,11 @@ def each_image(images: Sequence[bytes], make: Callable[[bytes], T]) -> list[T]:
     return found
 
 
-def images_of(messages: Sequence[Message]) -> list[bytes]:
-    """Returns the images of messages, in the order in which prompts have them."""
+def images_of(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    """Returns the images of messages, in the order in which prompts have them, each with its `data` or `url`."""
     contents = (message["content"] for message in ordered(messages))
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return [part["data"] for part in parts if part["type"] == "image"]
+    return [part for part in parts if part["type"] == "image"]
 
 
 async def closing(close: Callable[[], None]) -> None:

@@ -312,7 +312,8 @@ typedef struct luce_tower_info {
     uint64_t weight_bytes;
     uint64_t identity; /* a hash of its tensors: towers that make other rows have another one */
     uint64_t scratch_bytes; /* memory that an image of max_rows rows takes, which on a GPU is held */
-    uint32_t max_rows; /* most rows of an image */
+    uint32_t
+        max_rows; /* most rows of an image: those of the params, or fewer where even all memory has no room for these */
     uint32_t n_out; /* width of a row: n_embd of the models that it fits */
     uint32_t n_embd; /* its own width */
     uint32_t n_layer;

@@ -29,15 +29,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder):
-    how = replace(settings(ctx=1024), mmproj=folder / "mmproj.gguf")
+def server(folder, device):
+    how = replace(settings(ctx=1024, device=device), mmproj=folder / "mmproj.gguf")
     with serving({"m": folder / "model.gguf"}, how) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def blind(folder):
-    with serving({"m": folder / "model.gguf"}, settings(ctx=1024)) as running:
+def blind(folder, device):
+    with serving({"m": folder / "model.gguf"}, settings(ctx=1024, device=device)) as running:
         yield running
 
 
@@ -72,7 +72,7 @@ def text_of(answer):
 
 
 @pytest.fixture
-def expected(luce_, folder):
+def expected(luce_, folder, device):
     """What the command line says of one image, and of two."""
 
     def said(*images):
@@ -81,7 +81,7 @@ def expected(luce_, folder):
             path = folder / f"{len(image)}.png"
             path.write_bytes(base64.b64decode(image))
             shown += ["--image", path]
-        files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf", "--device", "cpu", "--threads", "1")
+        files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf", "--device", device, "--threads", "1")
         result = luce_("generate", *files, *shown, "--chat", "-n", "8", "AB")
         assert result.exit_code == 0, result.stderr
         return result.stdout
@@ -196,6 +196,35 @@ def test_what_is_no_image_is_refused(server, what):
     source = {"type": "image", "source": {"type": "url", **image}}
     response = server.post("/v1/messages", model="m", messages=[{"role": "user", "content": [source, TEXT]}], **GREEDY)
     assert response.status_code == 400 and said in response.json()["error"]["message"]
+
+
+def test_addresses_below_an_allowed_prefix_are_fetched(folder, device, expected, tmp_path):
+    (tmp_path / "one.png").write_bytes(base64.b64decode(ONE))
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    how = replace(settings(ctx=1024, device=device), mmproj=folder / "mmproj.gguf", image_urls=(str(tmp_path),))
+    with serving({"m": folder / "model.gguf"}, how) as fetching:
+        address = (tmp_path / "one.png").as_uri()
+        messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": address}}, TEXT]}]
+        assert text_of(chat(fetching, messages)) == expected[0]
+        parts = [{"type": "image", "source": {"type": "url", "url": address}}, TEXT]
+        given = [{"role": "user", "content": parts}]
+        assert fetching.post("/v1/messages", model="m", messages=given, **GREEDY).json()["content"][0]["text"] == expected[0]
+        counted = fetching.post("/v1/messages/count_tokens", model="m", messages=given).json()["input_tokens"]
+        assert counted == fetching.post("/v1/messages/count_tokens", model="m", messages=anthropic(ONE)).json()["input_tokens"]
+        assert text_of(chat(fetching, openai(ONE))) == expected[0], "data URLs are always taken"
+        for name, said in (("bad.png", "no PNG"), ("none.png", "No such file"), ("../a.png", "below no folder")):
+            parts[0]["source"]["url"] = f"{tmp_path}/{name}"
+            response = fetching.post("/v1/messages", model="m", messages=given, **GREEDY)
+            assert response.status_code == 400 and said in response.json()["error"]["message"]
+            assert "image 1 of 1" in response.json()["error"]["message"]
+
+
+def test_an_image_that_has_no_room_is_refused_for_good(server, monkeypatch):
+    sight = server.models.slots["m"].served._sight
+    monkeypatch.setattr(sight, "processor", replace(sight.processor, most_rows=70))
+    response = server.post("/v1/chat/completions", model="m", messages=openai(encoded(500, (320, 256))), **GREEDY)
+    said = response.json()["error"]["message"]
+    assert response.status_code == 400 and "takes 80 tokens" in said and "reduce it" in said
 
 
 def test_an_image_longer_than_the_context_is_refused_before_it_is_encoded(server, monkeypatch):

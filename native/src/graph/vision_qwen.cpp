@@ -192,9 +192,12 @@ void VisionTower::find_largest(uint32_t max_rows) {
     const auto bytes = [&](uint32_t n) { return encode_bytes(m, n * m); };
     uint64_t free = 0, total = 0;
     device_.memory(&free, &total);
-    const uint64_t part = device_.gpu ? total / MEMORY_PART_GPU : free / MEMORY_PART_CPU;
+    // What was asked for is held to what there is: a GPU's memory is taken at once, and a CPU's when an image comes.
+    const uint64_t part = max_rows != 0 ? (device_.gpu ? UINT64_MAX : total)
+                          : device_.gpu ? total / MEMORY_PART_GPU
+                                        : free / MEMORY_PART_CPU;
     max_rows_ = max_rows == 0 ? MOST_IMAGE_ROWS : std::min(max_rows, MOST_IMAGE_ROWS);
-    if (max_rows == 0 && bytes(max_rows_) > part) {
+    if (bytes(max_rows_) > part) {
         uint32_t low = FEWEST_IMAGE_ROWS, high = max_rows_; // `high` takes too much
         while (high - low > FEWEST_IMAGE_ROWS) {
             const uint32_t middle = (low + high) / 2;
