@@ -16,7 +16,7 @@ from luce.cli.terminal import Display, print_verdict
 from luce.data import BOX, BOX_DRAFTER
 from luce.doctor import machine
 from luce.doctor.checks import Check, as_json, conclusion, lines
-from luce.doctor.run import Amount, Progress, about, device_of, examine, plans_of
+from luce.doctor.run import Amount, Progress, about, examine, plans_of
 from luce.errors import Error
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
@@ -53,7 +53,7 @@ def doctor(
         except Error as error:
             finish([machine.failed(error)], as_object, about(None, None, None, began))
             return
-        where = device_of(core, device)
+        where = core.device(device)
         drafter = BOX_DRAFTER if draft is None and gguf is None else draft
         files = opened.enter_context(Files(gguf or BOX, mtp_gguf, where.name, drafter))
         require_supported(files.facts)

@@ -15,7 +15,7 @@ from luce.data import BOX
 from luce.doctor import kernels, machine, steps, tokens
 from luce.doctor.checks import REPORT, Check
 from luce.doctor.tokens import Pace
-from luce.errors import ArgumentError, Cancelled, Error, FileError, NumericError, OutOfMemory, UnsupportedError
+from luce.errors import Cancelled, Error, FileError, NumericError, OutOfMemory, UnsupportedError
 from luce.native import Library, Model
 from luce.native.structs import Device, EngineParams, GpuInfo
 from luce.planning import cpus
@@ -46,17 +46,6 @@ class Progress:
 
     say: Callable[[str], None] = lambda what: None
     cancelled: Callable[[], bool] = lambda: False
-
-
-def device_of(core: Library, name: str | None) -> Device:
-    """Returns the device of a name: None, "cpu", "cuda" or "cuda:N". Raises ArgumentError where there is none."""
-    listed = core.devices()
-    for device in listed:
-        if name in (None, device.name) or (name == "cuda" and device.is_gpu):
-            return device
-    have = ", ".join(device.name for device in listed)
-    why = f"; {core.missing_gpu}" if core.missing_gpu else ""
-    raise ArgumentError(f"no device '{name}': this machine has {have}{why}")
 
 
 def examine(core: Library, files: Files, device: Device, progress: Progress, amount: Amount) -> Iterator[Check]:

@@ -87,6 +87,17 @@ class Library:
         self.check(self.lib.luce_device_count(count))
         return [self.read(Device, self.lib.luce_device_get, index) for index in range(count[0])]
 
+    def device(self, name: str | None) -> Device:
+        """Returns the device of a name: None (auto), "cpu", "cuda" or "cuda:N". Raises ArgumentError where there is
+        none."""
+        listed = self.devices()
+        for device in listed:
+            if name in (None, device.name) or (name == "cuda" and device.is_gpu):
+                return device
+        have = ", ".join(device.name for device in listed)
+        why = f"; {self.missing_gpu}" if self.missing_gpu else ""
+        raise ArgumentError(f"no device '{name}': this machine has {have}{why}")
+
     def gpu_info(self, index: int) -> GpuInfo:
         """Returns what the driver says of a GPU, by its index in devices(). Raises ArgumentError for a CPU."""
         return self.read(GpuInfo, self.lib.luce_device_gpu, index)

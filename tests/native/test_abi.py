@@ -1,6 +1,7 @@
 """Calls the ABI through cffi: what it refuses, what it decodes, how handles end."""
 
 import ctypes
+import dataclasses
 import gc
 import re
 import threading
@@ -344,6 +345,17 @@ def test_tensors_are_those_of_the_file(native, tiny_gguf, file):
         other = expected[tensor.name]
         assert tensor.shape == tuple(other.shape.tolist()), tensor.name
         assert (tensor.size_bytes, tensor.type_name) == (other.n_bytes, other.tensor_type.name)
+
+
+def test_a_device_is_named_in_any_way_that_options_have(native, monkeypatch):
+    """What results say of it has one name."""
+    cpu = native.devices()[-1]
+    gpus = [dataclasses.replace(cpu, name=f"cuda:{i}", is_gpu=1) for i in range(2)]
+    monkeypatch.setattr(type(native), "devices", lambda self: [*gpus, cpu])
+    found = {name: native.device(name).name for name in (None, "cuda", "cuda:0", "cuda:1", "cpu")}
+    assert found == {None: "cuda:0", "cuda": "cuda:0", "cuda:0": "cuda:0", "cuda:1": "cuda:1", "cpu": "cpu"}
+    with pytest.raises(ArgumentError, match="no device 'cuda:2': this machine has cuda:0, cuda:1, cpu"):
+        native.device("cuda:2")
 
 
 def test_devices_begin_with_what_auto_takes(native, file):
