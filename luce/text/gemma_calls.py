@@ -34,6 +34,7 @@ _BARE_KEY = re.compile(r"""[^\s:=,{}\[\]()<>"'`][^:=,{}\[\]()<>"'`\n]{0,255}""")
 # A comma in a string without quotes ends it where such a key follows.
 _KEY_AHEAD = re.compile(r"""[^\s:=,{}\[\]()<>"'`][^:=,{}\[\]()<>"'`\n]{0,63}[:=]""")
 _BARE_SIGN = re.compile(r"[,{}\[\]()<]")
+_OF_MORE = re.compile(r"[\s,<(\[{]")
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 _BEFORE_VALUE = frozenset(":=[,({")  # A <|"|> behind one of these opens a string.
 
@@ -301,7 +302,7 @@ class CallReader:
             self._take()
             value = yield from (self._object("}") if first == "{" else self._array(_CLOSING[first]))
         else:
-            text = yield from self._bare()
+            text = yield from self._bare(types)
             value = _literal(text) if types is None or text == "null" else value_of(text, types)
         if said:
             self._say(Arguments(as_json(value)))
@@ -355,17 +356,19 @@ class CallReader:
                 self._take()
                 parts.append(f"\\{quote}")
 
-    def _bare(self) -> Reading:
-        """Returns a value that has no quotes."""
+    def _bare(self, types: frozenset[str] | None) -> Reading:
+        """Returns a value that has no quotes. Where the model ends its text, it ends with it."""
         parts, opened = list[str](), list[str]()
         while True:
             text, sign = self._to(_BARE_SIGN)
             parts.append(text)
             if not sign:
-                if self._ended:
+                if not self._ended:
+                    yield
+                    continue
+                if self._was_cut or not _is_whole("".join(parts).strip(BLANK), types):
                     raise NoCall
-                yield
-                continue
+                break
             if sign == "<":
                 ends = (yield from self._ends()) or (yield from self._is(QUOTE))
             elif sign == ",":
@@ -433,6 +436,13 @@ class CallReader:
 def _last(parts: list[str]) -> str:
     """Returns the last letter that is no blank."""
     return next((solid[-1] for part in reversed(parts) if (solid := part.rstrip(BLANK))), ":")
+
+
+def _is_whole(text: str, types: frozenset[str] | None) -> bool:
+    """Says whether a text without quotes, with which all ends, is a value rather than prose or a part of one."""
+    if types is None or "string" in types:
+        return not _OF_MORE.search(text)
+    return not isinstance(_literal(text), str)
 
 
 def _literal(text: str) -> Any:

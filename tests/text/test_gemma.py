@@ -192,6 +192,21 @@ def test_a_calls_closer_may_be_missing_or_doubled_at_the_end(end):
     check(f"<|tool_call>call:put{{path:{Q}a{Q}}}{end}", [put(path="a")])
 
 
+@pytest.mark.parametrize("closed", ["", "<tool_call|>", "<|tool_response>"])
+@pytest.mark.parametrize(("body", "found"), [
+    ("put{n:5", put(n=5)), ("put{n:5 ", put(n=5)), ("put{n:5,", put(n=5)), ("put(n=5", put(n=5)),
+    ("put{on:true", put(on=True)), ("put{n:5,path:a.txt", put(n=5, path="a.txt")), ("put{list:[1,2", put(list=[1, 2])),
+    ("put{options:{a:1", put(options={"a": 1})), ("put{options:{a:[~b~", put(options={"a": ["b"]})),
+    ("put{path:~a~", put(path="a")), ("put{path:~a~}", put(path="a")),
+])  # fmt: skip
+def test_closers_of_arguments_may_be_missing_where_the_model_ends_its_text(body, found, closed):
+    """The token with which it ends is not in the text. Where the text was cut, more would have come."""
+    text = f"<|tool_call>call:{body}{closed}".replace("~", Q)
+    check(text, [found])
+    if not closed:
+        check(text, [], cut=True, was_cut=True)
+
+
 def test_a_calls_closer_may_be_missing_elsewhere():
     check(f"<|tool_call>call:put{{n:5}}{call('now')}", [put(n=5), NOW])
     check(f"<|tool_call>call:put{{path:{Q}a{Q}}}{call('now')}", [put(path="a"), NOW])
@@ -212,7 +227,9 @@ UNREAD = [
     f"<|tool_call>call:put{{path:{Q}a",
     "<|tool_call>call:put{n:}<tool_call|>", "<|tool_call>call:put{:5}<tool_call|>", "<|tool_call>call:put{n:5} or so",
     "<|tool_call>call:put{n 5}<tool_call|>", "<|tool_call>call:put[1]<tool_call|>", "<|tool_call>call:{{ name }}",
-    "<|tool_call>call:put{list:[1}<tool_call|>", "<|tool_call>call:put{n:5", "<tool_call|>", "so <tool_call|> there",
+    "<|tool_call>call:put{list:[1}<tool_call|>", "<|tool_call>call:put{path: is how", "<tool_call|>",
+    "<|tool_call>call:put{n:is", "<|tool_call>call:put{n:5,path", "<|tool_call>call:put{n:-",
+    "<|tool_call>call:put{n:5<", "so <tool_call|> there",
     "<|tool_calls> and <|tool_call >", "<tool_call>call:now{}</tool_call>", "<|channel> is a mark",
     "<|channel>Thought\nx",
     "<|channel>thought is", "<think>a</think>", "<|channe", "<|tool_", "call:now{}", "<|turn>", Q, "<channel|", "<|\"|",
