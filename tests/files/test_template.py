@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime
 
 import fake_core
 import pytest
@@ -156,6 +157,31 @@ def test_special_tokens_are_variables():
 
 def test_a_date_can_be_asked_for():
     assert re.fullmatch(r"\d{4}-\d\d", ChatTemplate("{{ strftime_now('%Y-%m') }}").render([]))
+
+
+# As Llama 3.1 and 3.2, gpt-oss, Mistral Small 3 and Granite 3 ask for it.
+DATES = [
+    ("{%- if not date_string is defined %}{%- if strftime_now is defined %}"
+     "{%- set date_string = strftime_now('%d %b %Y') %}{%- else %}{%- set date_string = '26 Jul 2024' %}{%- endif %}"
+     "{%- endif %}{{- 'Today Date: ' + date_string + '\n\n' }}", "Today Date: 04 Mar 2026\n\n"),
+    ("{{- 'Current date: ' + strftime_now('%Y-%m-%d') + '\n\n' }}", "Current date: 2026-03-04\n\n"),
+    ("{%- set today = strftime_now('%Y-%m-%d') %}{{- 'The current date is ' + today + '.' }}",
+     "The current date is 2026-03-04."),
+    ('{{- "Today\'s Date: " + strftime_now("%B %d, %Y") + "." }}', "Today's Date: March 04, 2026."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "said"), DATES)
+def test_published_templates_say_the_date_as_they_spell_it(source, said, monkeypatch):
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 3, 4, 5, 6, 7)
+
+    monkeypatch.setattr("luce.files.template.datetime", Clock)
+    assert ChatTemplate(source).render([]) == said
+    given = ChatTemplate(source).render([], date_string="1 Jan 2000")  # It is the template's own variable.
+    assert given == ("Today Date: 1 Jan 2000\n\n" if "date_string" in source else said)
 
 
 def test_a_file_without_a_template_is_refused():
