@@ -38,7 +38,7 @@ from luce.cli.options import (
     sampling_of,
 )
 from luce.cli.sampling_options import CHOICES, grammar_of, penalties_of
-from luce.cli.seeing import IMAGES, idle_images, marks, picture_of, sight_of, with_images, with_places
+from luce.cli.seeing import IMAGES, idle_images, marks, picture_of, sight_of, with_images
 from luce.cli.terminal import Display, devices_text, facts_text, printable, tensors_text
 from luce.cli.writer import Writer
 from luce.decode.request import Request
@@ -263,6 +263,8 @@ def prompt_of(files: Files, text: str, most: int, flags: Mapping[str, Any]) -> l
     if not flags["chat"]:
         ids = files.tokenizer.encode(text, special=flags["special"], add_bos=True, most=most)
         if n_images:
+            from luce.images.sight import with_places
+
             ids = with_places(ids, n_images, image, files.tokenizer.bos_id)
     else:
         from luce.text.prompt import chat_template, prompt_ids  # Only a chat needs these.

@@ -10,7 +10,7 @@ import click
 
 from luce.cli.command import FilePath, text_file
 from luce.cli.terminal import Display
-from luce.errors import ArgumentError, Error, about
+from luce.errors import ArgumentError, about
 from luce.files.tokenizer import Tokenizer
 from luce.images.fetching import Allowed
 from luce.images.opening import MAX_BYTES
@@ -80,17 +80,6 @@ def picture_of(sight: Sight, path: Path) -> Picture:
 def marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
     """Returns the tokens that begin an image, stand for a row of it, and end it; UnsupportedError where it has none."""
     return marks_of(tokenizer.control.get)
-
-
-def with_places(ids: list[int], n: int, image: tuple[int, int, int], bos: int | None) -> list[int]:
-    """Returns a raw prompt's tokens with places for n images: its own, or else n before it."""
-    places = ids.count(image[1])
-    if places == n:
-        return ids
-    if places:
-        raise Error(f"the prompt spells <|image_pad|> {places} times, and {n} images are given: give one for each")
-    first = 1 if bos is not None and ids[:1] == [bos] else 0
-    return [*ids[:first], *image * n, *ids[first:]]
 
 
 def with_images(text: str, n_images: int) -> str | list[dict[str, str]]:

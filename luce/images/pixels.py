@@ -20,8 +20,9 @@ MAX_RATIO = 200  # of the longer side to the shorter
 @dataclass(frozen=True)
 class Processor:
     """What a tower says of its pixels: `patch` pixels a side of a patch, `merge` patches a side of a row, and the mean
-    and deviation of each channel. Images are stretched into min_pixels..max_pixels, by default transformers', and may
-    then have most_rows rows."""
+    and deviation of each channel. Images are stretched into min_pixels..max_pixels, by default transformers', of which a
+    thin or a small image may miss max_pixels; it does not miss reduced_to rows. Those of more than most_rows are refused.
+    """
 
     patch: int = 16
     merge: int = 2
@@ -29,6 +30,7 @@ class Processor:
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     min_pixels: int = 65536
     max_pixels: int = 16777216
+    reduced_to: int | None = None
     most_rows: int | None = None
 
     @property
@@ -47,11 +49,14 @@ class Processor:
         if w * h > self.max_pixels:
             shrink = sqrt(height * width / self.max_pixels)
             w, h = (max(side, floor(length / shrink / side) * side) for length in (width, height))
-            most = self.max_pixels // side**2  # The shorter side may have become longer than it was to be.
-            w, h = min(w, max(1, most * side // h) * side), min(h, max(1, most * side // w) * side)
         elif w * h < self.min_pixels:
             grow = sqrt(self.min_pixels / (height * width))
             w, h = (ceil(length * grow / side) * side for length in (width, height))
+        if self.reduced_to is not None and w * h > self.reduced_to * side**2:  # Neither formula is within it.
+            shrink = sqrt(w * h / (self.reduced_to * side**2))
+            w, h = (max(1, floor(length / shrink / side)) for length in (w, h))
+            longer = self.reduced_to // min(w, h)
+            w, h = min(w, longer) * side, min(h, longer) * side
         if self.most_rows is not None and w * h // side**2 > self.most_rows:
             what = f"the image takes {w * h // side**2} tokens, as {w} x {h} pixels"
             raise ImageError(f"{what}: there is memory for {self.most_rows} at once, so reduce it", "image_tokens")

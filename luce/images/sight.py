@@ -222,7 +222,7 @@ def _processor(file: File, tower: Tower, tokens: int | None) -> Processor:
     if min(std) <= 0:
         raise FileError(f"key clip.vision.image_std: expected numbers above 0, found {list(std)}")
     made = Processor(tower.info.patch, tower.info.merge, mean, std, most_rows=tower.info.max_rows)
-    return made if tokens is None else replace(made, max_pixels=tokens * made.side**2)
+    return made if tokens is None else replace(made, max_pixels=tokens * made.side**2, reduced_to=tokens)
 
 
 def marks_of(control: Callable[[str], int | None]) -> tuple[int, int, int]:
@@ -235,3 +235,16 @@ def marks_of(control: Callable[[str], int | None]) -> tuple[int, int, int]:
     begin, pad, end = (token for _, token in found)
     assert begin is not None and pad is not None and end is not None
     return begin, pad, end
+
+
+def with_places(ids: list[int], n: int, image: tuple[int, int, int], bos: int | None) -> list[int]:
+    """Returns a raw prompt's tokens with places for n images: its own, or else n before it. `image` are the tokens of
+    marks_of. Raises ArgumentError where it has other places than images."""
+    places = ids.count(image[1])
+    if places == n:
+        return ids
+    if places:
+        said = f"the prompt spells <|image_pad|> {places} times, and {n} images are given: give one for each"
+        raise ArgumentError(said)
+    first = 1 if bos is not None and ids[:1] == [bos] else 0
+    return [*ids[:first], *image * n, *ids[first:]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
 from os import PathLike
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any, overload
 from luce.data import BOX, BOX_DRAFTER
 from luce.decode.scheduler import Happened, Job, put_all
 from luce.errors import ArgumentError, Busy, StateError, about
+from luce.images.sight import FEWEST_TOKENS, MOST_TOKENS, Sight
 from luce.model.answer import Answer
 from luce.model.defaults import with_defaults
 from luce.model.loaded import Loaded, Settings
 from luce.model.options import MAX_U32, How, HowChat, HowReply, Loading, Range, require, require_known
 from luce.model.prompting import Asked, Message, Prompting, Schema, tool_of
 from luce.model.stream import Stream
+from luce.planning import cpus
 from luce.planning.opened import Files
-from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, SPECS, Options, require_supported
+from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, MAX_THREADS, SPECS, Options, require_supported
 from luce.speculate.prices import MAX_ROWS
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ RANGES = {
     "threads": Range(1, 512, whole=True),
     "checkpoints": Range(0, 1024, whole=True),
     "max_waiting": Range(0, MAX_U32, whole=True),
+    "image_tokens": Range(FEWEST_TOKENS, MOST_TOKENS, whole=True),
 }
 
 
@@ -115,7 +118,10 @@ class Model:
         {"name", "description", "parameters"} each: `tool_choice` is "auto", "none", "required" or the name of
         one. `schema` is what the text has to fit, after all reasoning; `think` turns that on or off, and None
         leaves it to the template. Sampling is by default what the file asks for. Raises UnsupportedError where
-        the file has no chat template, and TemplateFailed where that refuses the messages."""
+        the file has no chat template, and TemplateFailed where that refuses the messages.
+
+        Content is a text, or parts: {"type": "text", "text"}, {"type": "image", "image"} with a file's path or its
+        bytes, and {"type": "image_url", "image_url": {"url"}} with a data URL."""
         return self.chat_stream(messages, **how).answer
 
     def chat_stream(self, messages: Sequence[Message], **how: Unpack[HowChat]) -> Stream:
@@ -198,12 +204,8 @@ class Model:
         self._require_open()
         if self.loaded.cache is None:
             raise ArgumentError("the model keeps no beginnings: load it with 1 or more checkpoints")
-        if isinstance(beginning, str):
-            ids = self._prompting.tokens(beginning)
-        else:
-            how = {"add_generation_prompt": False}
-            ids = self._prompting.messages(beginning, [tool_of(tool) for tool in tools], how)
-        return self.loaded.cache.pin(ids), self._prompting.text(ids, None, {"max_tokens": 0})
+        asked = self._prompting.beginning(beginning, [tool_of(tool) for tool in tools])
+        return self.loaded.cache.pin(list(asked.request.prompt)), asked
 
     def submit(self, job: Job, admitted: bool) -> None:
         """Runs a job. Raises Busy where too many wait, and StateError where the model is closed."""
@@ -306,6 +308,8 @@ def load(
     checkpoints: int = 8,
     max_waiting: int | None = None,
     progress: Progress | None = None,
+    mmproj: str | Path | None = None,
+    image_tokens: int | None = None,
 ) -> Model:
     """Opens the model of a GGUF, or the one that comes with luce where no path is given.
 
@@ -323,12 +327,16 @@ def load(
     checkpoints: keep so many beginnings of prompts on the device; 0 keeps none
     max_waiting: raise Busy where so many requests wait; None: any number may wait
     progress: is called with the part that is loaded, 0 to 1; Cancelled is raised where it returns what is true
+    mmproj: the file of a vision tower, with which the model sees images; it needs luce's extra vision
+    image_tokens: reduce images that take more tokens, 64 to 16384; None: none is reduced, and one that is too large for
+        memory is refused
 
     Raises FileError, UnsupportedError, ArgumentError, OutOfMemory and DeviceError."""
     given: Loading = {
         "device": device, "ctx": ctx, "parallel": parallel, "draft": draft, "drafter": drafter, "head": head,
         "gamma": gamma, "budget": budget, "kv_type": kv_type, "threads": threads, "cpu_experts": cpu_experts,
         "checkpoints": checkpoints, "max_waiting": max_waiting, "progress": progress,
+        "mmproj": mmproj, "image_tokens": image_tokens,
     }  # fmt: skip
     return opened(path, given)
 
@@ -341,7 +349,9 @@ def opened(
     for name, allowed in RANGES.items():
         if (value := given.get(name)) is not None or name in ("parallel", "checkpoints"):
             require(name, given.get(name, 1) if value is None else value, allowed)
-    _require_files(path=path, drafter=given.get("drafter"), head=given.get("head"))
+    _require_files(path=path, drafter=given.get("drafter"), head=given.get("head"), mmproj=given.get("mmproj"))
+    if given.get("image_tokens") is not None and given.get("mmproj") is None:
+        raise ArgumentError("image_tokens bounds images, which a model sees with mmproj: give both")
     cpu_experts = given.get("cpu_experts")
     if cpu_experts not in (None, "auto") and not Range(0, MAX_U32, whole=True).holds(cpu_experts):
         raise ArgumentError(f"cpu_experts is {cpu_experts!r:.80}: it is a number of layers, or 'auto'")
@@ -371,11 +381,20 @@ def opened(
             require_supported(files.facts)
         for line in files.warnings:
             warnings.warn(line, stacklevel=3)
+        sight = None
+        if (mmproj := given.get("mmproj")) is not None:
+            threads, say = asked.threads or min(cpus.usable(), MAX_THREADS), warnings.warn
+            sight = stack.enter_context(Sight(mmproj, threads, device, given.get("image_tokens"), say))
+            if misnamed := sight.misnamed(files.facts.name):
+                warnings.warn(misnamed, stacklevel=3)
         options = with_defaults(files, asked, shrink=True)
-        loaded = stack.enter_context(
-            Loaded(files, options, settings, given.get("progress"), hand_over=hand_over)
-        )
-        prompting = Prompting(files, loaded)
+        with sight.beside() if sight else nullcontext():
+            loaded = stack.enter_context(
+                Loaded(files, options, settings, given.get("progress"), hand_over=hand_over)
+            )
+        if sight:
+            sight.require_fit(loaded.engine.model)
+        prompting = Prompting(files, loaded, sight)
         stack.callback(prompting.close)
         return Model(files, loaded, prompting, stack.pop_all())
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from luce.errors import ArgumentError
@@ -15,6 +16,7 @@ from luce.native.structs import Penalties, Sampling
 if TYPE_CHECKING:
     from luce.native import Progress
 
+Image = str | bytes | PathLike[str]  # A file's path, or its bytes.
 MAX_U32 = 2**32 - 1
 MAX_LOGPROBS = 1 << 20  # No vocabulary has so many tokens.
 
@@ -36,6 +38,8 @@ class How(TypedDict, total=False):
     logprobs: log-probabilities of each token, and so many of the most probable ones beside it
     grammar: the text is of this grammar, in llguidance's form of Lark or in llama.cpp's GBNF
     ignore_eos: an end-of-text token is a token like any other
+    images: files of images, or their bytes, that stand before the prompt, in a chat before the text of the user's
+        newest message; the model was loaded with mmproj
     """
 
     max_tokens: int | None
@@ -52,6 +56,7 @@ class How(TypedDict, total=False):
     logprobs: int | None
     grammar: str | None
     ignore_eos: bool
+    images: Sequence[Image]
 
 
 class HowReply(How, total=False):
@@ -93,6 +98,8 @@ class Loading(TypedDict, total=False):
     checkpoints: int
     max_waiting: int | None
     progress: Progress | None
+    mmproj: Any
+    image_tokens: int | None
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Integral
+from os import PathLike
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from luce.decode.request import Request
-from luce.errors import ArgumentError, ContextFull, UnsupportedError, about
+from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError, about
+from luce.images.opening import MAX_BYTES
+from luce.images.pixels import Picture
+from luce.images.sight import Placed, Sight, marks_of, with_places
 from luce.model.defaults import penalties_of, sampling_of
 from luce.model.loaded import Loaded
-from luce.model.options import Chosen, How, HowChat, chosen
+from luce.model.options import Chosen, How, HowChat, Image, chosen
 from luce.planning.opened import Files
 from luce.text.conversation import arguments_of, ordered
 from luce.text.dialects import QWEN, Opening
@@ -41,8 +47,9 @@ class Asked:
 class Prompting:
     """Makes requests for one model, in any thread. It is a context manager."""
 
-    def __init__(self, files: Files, loaded: Loaded):
-        self._files, self._loaded, self._tokenizer = files, loaded, files.tokenizer
+    def __init__(self, files: Files, loaded: Loaded, sight: Sight | None = None):
+        self._files, self._loaded, self._tokenizer, self._sight = files, loaded, files.tokenizer, sight
+        self._closed = False
         self._template: BoundedTemplate | None = None
         self._turn = Lock()  # A template renders one prompt at a time.
         self._opened = ExitStack()
@@ -53,7 +60,20 @@ class Prompting:
         """Returns the request that continues a text, or tokens. Raises ArgumentError, ContextFull, and TypeError
         for an option that there is not."""
         options = chosen(how, self._tokenizer.n_vocab, MAX_TOKENS)
-        return Asked(self._request(self.tokens(prompt), options, Held(constraint=_constraint(schema, options))))
+        ids, images = self.tokens(prompt), _images_of(how)
+        if images:
+            ids = with_places(ids, len(images), self._marks(), self._tokenizer.bos_id)
+        placed = self._placed(ids, images)
+        return Asked(self._request(placed, options, Held(constraint=_constraint(schema, options))))
+
+    def beginning(self, beginning: str | Sequence[Message], tools: Sequence[Tool]) -> Asked:
+        """Returns the request that reads a beginning, of a text or of messages with `tools`."""
+        options = chosen({"max_tokens": 0}, self._tokenizer.n_vocab, MAX_TOKENS)
+        if isinstance(beginning, str):
+            return Asked(self._request(Placed(self.tokens(beginning), []), options, Held()))
+        said = said_of(beginning)
+        ids = self._rendered(said, tools, {"add_generation_prompt": False})
+        return Asked(self._request(self._placed(ids, images_among(said)), options, Held()))
 
     def tokens(self, prompt: str | Sequence[int]) -> list[int]:
         """Returns the tokens of a text, which begin with the model's first token where it has one, or tokens as
@@ -85,26 +105,54 @@ class Prompting:
             raise ArgumentError(f"tool_choice is {tool_choice}, and there are no tools")
         held = Held(declared, tool_choice, constraint=_constraint(how.get("schema"), options))
         shown = [] if tool_choice == "none" else declared
-        ids = self.messages(messages, shown, {} if think is None else {"enable_thinking": think})
-        if think is not None and ids == self.messages(messages, shown, {"enable_thinking": not think}):
+        said = said_of(messages, _images_of(how))
+        ids = self._rendered(said, shown, {} if think is None else {"enable_thinking": think})
+        if think is not None and ids == self._rendered(said, shown, {"enable_thinking": not think}):
             raise UnsupportedError(f"think is {think}, and the chat template has nothing to turn thinking on and off")
-        opening = opening_of(self._tokenizer, ids)
-        return Asked(self._request(ids, options, held, opening), held.parser(opening))
+        placed = self._placed(ids, images_among(said))
+        opening = opening_of(self._tokenizer, placed.tokens)
+        return Asked(self._request(placed, options, held, opening), held.parser(opening))
 
-    def messages(self, messages: Sequence[Message], tools: Sequence[Tool], how: Mapping[str, Any]) -> list[int]:
-        """Returns the tokens of a conversation, as the chat template writes it. `how` is as in prompt_ids."""
-        if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-            raise ArgumentError(f"the messages are {messages!r:.80}: they are a list of messages")
-        said, most = ordered([message_of(each) for each in messages]), self._loaded.info.n_ctx
-        if not said:
-            raise ArgumentError("there are no messages")
-        shown = [tool.as_template for tool in tools] or None
+    def _rendered(self, said: Sequence[Message], tools: Sequence[Tool], how: Mapping[str, Any]) -> list[int]:
+        """Returns the tokens of a conversation, as the chat template writes it, with one for each image. `how` is as in
+        prompt_ids."""
+        shown, most = [tool.as_template for tool in tools] or None, self._loaded.info.n_ctx
+        image = self._marks() if images_among(said) else ()
         with self._turn, about(self._files.file.path):
             if self._template is None:
                 self._template = chat_template(self._files.file.kv)
                 self._opened.callback(self._template.close)
-            ids = prompt_ids(self._template, self._tokenizer, said, shown, most, **how)
+            given = said, shown, most, False, True, image
+            ids = prompt_ids(self._template, self._tokenizer, *given, **how)
         return self._fitting(ids)
+
+    # ---- images
+
+    def _marks(self) -> tuple[int, int, int]:
+        if self._sight is None:
+            raise ArgumentError("the model was loaded without mmproj, the file of its vision tower: it sees no images")
+        return marks_of(self._tokenizer.control.get)
+
+    def _placed(self, ids: list[int], images: Sequence[Image]) -> Placed:
+        """Returns a prompt's tokens, with names in the places of images, which are opened."""
+        if self._sight is None or not images:
+            return Placed(ids, [])
+        placed = self._sight.placed(ids, self._marks()[1], [self._picture(image) for image in images])
+        self._fitting(placed.tokens)
+        return placed
+
+    def _picture(self, image: Image) -> Picture:
+        assert self._sight is not None
+        if isinstance(image, bytes):
+            return self._sight.picture(image)
+        path = Path(image)
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise FileError(f"{path}: {error.strerror}") from error
+        with about(path):
+            return self._sight.picture(data)
 
     def _recommended(self) -> dict[str, Any]:
         """Returns what the file says of sampling in a chat, else what Qwen recommends."""
@@ -114,10 +162,12 @@ class Prompting:
 
     # ---- both
 
-    def _request(self, ids: list[int], options: Chosen, held: Held, opening: Opening | None = None) -> Request:
+    def _request(self, placed: Placed, options: Chosen, held: Held, opening: Opening | None = None) -> Request:
+        """Returns a request, whose images are encoded here. Raises Cancelled where the model is closed meanwhile."""
+        images = self._sight.shown(placed, lambda part: self._closed) if self._sight else ()
         lark = None if held.is_free else held.lark(opening or Opening(QWEN))
         return Request(
-            tuple(ids),
+            tuple(placed.tokens),
             options.max_tokens,
             options.sampling,
             options.stops,
@@ -125,6 +175,7 @@ class Prompting:
             options.penalties,
             self._loaded.grammars.lark(lark) if lark else None,
             options.logprobs,
+            images=images,
         )
 
     def _fitting(self, ids: list[int]) -> list[int]:
@@ -140,6 +191,7 @@ class Prompting:
         return ids
 
     def close(self) -> None:
+        self._closed = True
         self._opened.close()
 
 
@@ -182,14 +234,87 @@ def message_of(given: Message) -> dict[str, Any]:
     if not isinstance(given, Mapping) or given.get("role") not in ROLES:
         raise ArgumentError(f"a message is {given!r:.80}: it is a mapping whose role is one of {', '.join(ROLES)}")
     content = given.get("content")
-    if content is not None and not isinstance(content, str):
-        raise ArgumentError(f"the content of a message is {content!r:.80}: it is a text")
+    if isinstance(content, list | tuple):
+        content = _parts_of(content, given["role"])
+    elif content is not None and not isinstance(content, str):
+        raise ArgumentError(f"the content of a message is {content!r:.80}: it is a text, or a list of parts")
     if content is None and given["role"] != "assistant":
         raise ArgumentError(f"a message is {given!r:.80}: it has no content, which is a text")
     found = {**given, "content": content or ""}
     if calls := given.get("tool_calls"):
         found["tool_calls"] = [_call(call) for call in calls]
     return found
+
+
+def said_of(messages: Sequence[Message], images: Sequence[Image] = ()) -> list[Message]:
+    """Returns messages as chat templates take them, with `images` before the text of the user's newest one."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise ArgumentError(f"the messages are {messages!r:.80}: they are a list of messages")
+    said = [message_of(each) for each in messages]
+    if not said:
+        raise ArgumentError("there are no messages")
+    if images:
+        newest = next((each for each in reversed(said) if each["role"] == "user"), None)
+        if newest is None:
+            raise ArgumentError("images are shown with a message of the user, and there is none")
+        content = newest["content"]
+        text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        newest["content"] = [*({"type": "image", "image": image} for image in images), *text]
+    return ordered(said)
+
+
+def images_among(said: Sequence[Message]) -> list[Image]:
+    """Returns the images of messages, in their order."""
+    contents = (message["content"] for message in said)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def _images_of(how: How) -> list[Image]:
+    """Returns the images among the options of a call."""
+    given = how.get("images", ())
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise ArgumentError(f"images is {given!r:.80}: it is a list of files, or of their bytes")
+    return [_image_of(each) for each in given]
+
+
+def _image_of(given: object) -> Image:
+    if not isinstance(given, str | bytes | PathLike):
+        raise ArgumentError(f"an image is {given!r:.80}: it is the path of a file, or its bytes")
+    return given
+
+
+def _parts_of(parts: Sequence[Any], role: str) -> str | list[dict[str, Any]]:
+    """Returns the parts of a content, or their text where there is no image among them."""
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        elif kind == "image":
+            found.append({"type": "image", "image": _image_of(part.get("image"))})
+        elif kind == "image_url":
+            found.append({"type": "image", "image": _data_of(part.get("image_url"))})
+        else:
+            known = "text with a text, image with an image, image_url with a data URL"
+            raise ArgumentError(f"a part of a content is {part!r:.80}: its type is one of {known}")
+    if not any(part["type"] == "image" for part in found):
+        return "".join(part["text"] for part in found)
+    if role not in ("user", "tool"):
+        raise ArgumentError(f"a message of the {role} has an image: those of users and tools may have some")
+    return found
+
+
+def _data_of(given: Any) -> bytes:
+    """Returns the bytes of a data URL, which may stand below "url", as OpenAI's clients write it."""
+    url = given.get("url") if isinstance(given, Mapping) else given
+    head, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    try:
+        if head.startswith("data:") and head.lower().endswith(";base64"):
+            return b64decode(data, validate=True)
+    except ValueError:
+        pass
+    raise ArgumentError(f"the URL of an image is {url!r:.60}: it is a data URL in base64; luce fetches none")
 
 
 def _call(given: Any) -> dict[str, Any]:

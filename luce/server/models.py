@@ -172,14 +172,15 @@ class Served:
         be."""
         found, left = list[bytes](), FETCHED_BYTES
         for n, part in enumerate(parts, 1):
-            data = part.get("data")
+            data: bytes | None = part.get("data")
             if data is None:
                 try:
                     data = await self._in(FETCHED, partial(self._allowed.fetch, part["url"]))
                 except Refused as error:
                     said = f"image {n} of {len(parts)}: {error.message}"
                     raise Refused(error.status, said, error.kind, "messages", error.retry_after) from error
-                if (left := left - len(data)) < 0:
+                left -= len(data)
+                if left < 0:
                     said = f"images that are fetched have more than {FETCHED_BYTES} bytes in all"
                     raise Refused(400, f"image {n} of {len(parts)}: {said}", param="messages")
             found.append(data)

@@ -50,6 +50,19 @@ def test_rows_of_known_sizes():
     assert {size: Processor().rows_of(*size) for size in known} == known
 
 
+def test_images_are_reduced_to_a_number_of_rows():
+    sides = np.random.default_rng(6).integers(1, 9000, (3000, 2)).tolist()
+    for n in (64, 80, 1000):
+        reduced = Processor(max_pixels=n * 1024, reduced_to=n)
+        for width, height in [(100, 40), (1000, 5), (20, 4000), *sides]:
+            if max(width, height) > 200 * min(width, height):
+                continue
+            w, h = reduced.size_of(width, height)
+            assert w > 0 and h > 0 and w % 32 == 0 and h % 32 == 0 and reduced.rows_of(width, height) <= n
+            whole = Processor().rows_of(width, height)
+            assert whole > n or (w, h) == Processor().size_of(width, height), "it has few enough"
+
+
 def test_a_thin_image_is_refused_with_its_size():
     with pytest.raises(ImageError, match="1 x 65535 pixels: a side may be 200 times"):
         Processor().rows_of(1, 65535)

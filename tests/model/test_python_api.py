@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import gc
+import importlib.util
 import json
 import re
 import runpy
@@ -16,6 +17,7 @@ import box_model
 import jsonschema
 import numpy as np
 import pytest
+import tiny_vision
 from checkout import ROOT
 from depth import deeper_but
 from serving import until
@@ -665,7 +667,14 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.S | re
 
 @pytest.fixture
 def example(tmp_path):
-    """Gives example(n), which writes the document's nth example beside the model in the box as model.gguf."""
+    """Gives example(n), which writes the document's nth example beside the model in the box as model.gguf, and a
+    tiny one that sees."""
+    if importlib.util.find_spec("PIL"):
+        from PIL import Image
+
+        tiny_vision.write_both(tmp_path)
+        (tmp_path / "model.gguf").rename(tmp_path / "qwen3.5-9b.gguf")
+        Image.fromarray(tiny_vision.image(100, 40, 1)).save(tmp_path / "shot.png")
     (tmp_path / "model.gguf").symlink_to(box_model.GGUF)
 
     def write(n):
