@@ -30,7 +30,7 @@ from luce.cli.options import (
     sampling,
     sampling_of,
 )
-from luce.cli.seeing import MMPROJ, idle_images, marks, picture_of, sight_of, with_images
+from luce.cli.seeing import MMPROJ, idle_images, marks, mmproj_of, picture_of, sight_of, with_images
 from luce.cli.terminal import Display
 from luce.decode.events import Failed, Finished, Tokens
 from luce.decode.request import Request
@@ -86,9 +86,10 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
       luce chat --hf OWNER/REPO --system "You are terse."
       luce chat --gguf model.gguf --mmproj mmproj.gguf
     """
-    if problem := misplaced(flags) or idle_sampling(flags) or idle_threads(flags) or idle_images(flags):
+    if problem := misplaced(flags) or idle_sampling(flags) or idle_threads(flags) or idle_images(flags, hf):
         raise click.UsageError(problem)
     path = model_path(gguf, hf)
+    flags["mmproj"] = mmproj_of(flags, hf)
     drafter = drafter_of(path, flags)
     with Files(path, flags["mtp_gguf"], flags["device"], drafter) as files, Display() as display:
         with about(path):

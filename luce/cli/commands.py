@@ -38,7 +38,7 @@ from luce.cli.options import (
     sampling_of,
 )
 from luce.cli.sampling_options import CHOICES, grammar_of, penalties_of
-from luce.cli.seeing import IMAGES, idle_images, marks, picture_of, sight_of, with_images
+from luce.cli.seeing import IMAGES, idle_images, marks, mmproj_of, picture_of, sight_of, with_images
 from luce.cli.terminal import Display, devices_text, facts_text, printable, tensors_text
 from luce.cli.writer import Writer
 from luce.decode.request import Request
@@ -166,6 +166,7 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
     stdout.put("")  # This fails where stdout is closed, before there is work to lose.
     with ExitStack() as opened, Display(flags["quiet"], flags["verbose"]) as display:
         model = model_path(gguf, flags["hf"])
+        flags["mmproj"] = mmproj_of(flags, flags["hf"])
         drafter = drafter_of(model, flags)
         files = opened.enter_context(Files(model, flags["mtp_gguf"], flags["device"], drafter))
         with about(files.file.path):
@@ -219,7 +220,7 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
         return "--quiet and --verbose: give one of them"
     if flags["special"] and flags["chat"]:
         return "--special is for --raw: in a chat only the template spells control tokens"
-    return misplaced(flags) or idle_sampling(flags) or idle_threads(flags) or idle_images(flags)
+    return misplaced(flags) or idle_sampling(flags) or idle_threads(flags) or idle_images(flags, flags["hf"])
 
 
 def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | None = None) -> str:

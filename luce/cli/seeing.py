@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -19,10 +19,18 @@ from luce.images.sight import FEWEST_TOKENS, MOST_TOKENS, Sight, marks_of
 from luce.planning import cpus
 from luce.planning.opened import Files
 
+class ProjectorPath(FilePath):
+    """The path of a file, or auto."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == AUTO else super().convert(value, param, ctx)
+
+
+AUTO = "auto"  # The vision tower beside the hub's model.
 MMPROJ = (
-    click.option("--mmproj", type=FilePath(path_type=Path),
-                 help="See images with the vision tower of this GGUF (qwen3vl_merger). It needs luce[vision], and a "
-                 "model that runs on the CPU."),
+    click.option("--mmproj", type=ProjectorPath(path_type=Path), metavar="FILE",
+                 help="See images with the vision tower of this GGUF (qwen3vl_merger), or with --hf of the one beside the "
+                 "model: auto. It needs luce[vision], and a model that runs on the CPU."),
     click.option("--image-tokens", type=click.IntRange(FEWEST_TOKENS, MOST_TOKENS), metavar="N",
                  help=f"Reduce images that take more tokens than N, {FEWEST_TOKENS} to {MOST_TOKENS}.  [default: none is "
                  "reduced, and one that is too large for memory is refused]"),
@@ -48,8 +56,11 @@ class ImagePrefix(click.ParamType):
         return value
 
 
-def idle_images(flags: Mapping[str, Any]) -> str | None:
-    """Says what is wrong with the options of images, where one would be ignored or cannot be met."""
+def idle_images(flags: Mapping[str, Any], hf: str | None) -> str | None:
+    """Says what is wrong with the options of images, where one would be ignored or cannot be met. `hf` is the place of
+    the model in the hub, where it is there."""
+    if flags["mmproj"] == AUTO and hf is None:
+        return "--mmproj auto is the vision tower beside the model of --hf: give both, or name the tower's file"
     for name, given in (("--image", flags.get("images")), ("--image-tokens", flags["image_tokens"])):
         if given and flags["mmproj"] is None:
             return f"{name} needs --mmproj, the file of the model's vision tower"
@@ -58,8 +69,17 @@ def idle_images(flags: Mapping[str, Any]) -> str | None:
     return None
 
 
+def mmproj_of(flags: Mapping[str, Any], hf: str | None) -> Path | None:
+    """Returns the file of the tower: the one that was named, or the hub's beside the model."""
+    if flags["mmproj"] != AUTO or hf is None:
+        return cast("Path | None", flags["mmproj"])
+    from luce.files.hub import fetch_projector
+
+    return fetch_projector(hf, warn=lambda line: click.echo(f"Warning: {line}", err=True))
+
+
 def sight_of(files: Files, flags: Mapping[str, Any], display: Display) -> Sight | None:
-    """Opens the tower that was named, and warns where its name is of another model."""
+    """Opens the tower of `mmproj`, and warns where its name is of another model."""
     if flags["mmproj"] is None:
         return None
     threads = flags["threads"] or min(cpus.usable(), 16)

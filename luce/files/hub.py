@@ -22,6 +22,7 @@ PREFERRED = (
     "Q6_K_XL", "Q8_K_XL", "Q4_1", "Q4_0", "IQ4_XS", "IQ4_NL", "MXFP4_MOE", "MXFP4", "NVFP4", "Q3_K_M",
     "Q3_K_L", "Q3_K_XL", "Q3_K_S", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS", "Q2_K", "BF16", "F16", "F32",
 )  # fmt: skip
+PROJECTORS = ("F16", "BF16", "Q8_0", "F32")  # Of vision towers, likewise.
 TYPE = re.compile(r"(?<![A-Z0-9])(I?Q\d_|TQ\d_|MXFP4|NVFP4|B?F16|F32)")
 # What repositories have beside their models is named so, in any place of a name, ...
 BESIDE = ("mmproj", "dflash", "dspark")
@@ -36,6 +37,7 @@ DOUBTFUL = BESIDE_FIRST | {"head", "medusa", "qlora", "speculator"}
 # Names that differ in these words alone are of one model.
 VARIANTS = {"ud", "i1", "imat", "imatrix", "mtp"}
 
+
 def fetch(
     reference: str, endpoint: str | None = None, warn: Callable[[str], object] = lambda line: None
 ) -> Path:
@@ -43,13 +45,32 @@ def fetch(
     stderr, unless the cache has it; where the hub cannot be reached, that is all there is, and `warn` gets a
     line of it. `endpoint` is another hub's address. Raises FileError where there is no such repository or
     file, and where what was not named as a file holds no model."""
+    _, _, name = reference.partition(":")
+    path, file, files = _taken(reference, endpoint, warn, lambda files, repo: named(files, repo, name))
+    if not _is_file(name):
+        _check_model(path, file, reference.partition(":")[0], files)
+    return path
+
+
+def fetch_projector(
+    reference: str, endpoint: str | None = None, warn: Callable[[str], object] = lambda line: None
+) -> Path:
+    """Returns the file of the vision tower beside the model of REPO[:TYPE|FILE], as fetch() does."""
+    _, _, name = reference.partition(":")
+    return _taken(reference, endpoint, warn, lambda files, repo: projector_beside(files, repo, named(files, repo, name)))[0]
+
+
+def _taken(
+    reference: str, endpoint: str | None, warn: Callable[[str], object], pick: Callable[[list[str], str], str]
+) -> tuple[Path, str, list[str]]:
+    """Returns where the file is that is picked of a repository, its path there, and those of all files."""
     try:
         import huggingface_hub
         import huggingface_hub.constants  # These are attributes only once they are imported.
         import huggingface_hub.utils
     except ModuleNotFoundError as error:
         raise UnsupportedError("the hub needs the package huggingface_hub", concerns="hub") from error
-    repo, _, name = reference.partition(":")
+    repo, _, _ = reference.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise FileError(f"{reference!r} is no REPO[:TYPE|FILE]: a repository is OWNER/NAME")
     lacking = ""
@@ -61,7 +82,7 @@ def fetch(
             lacking = f"the hub cannot be reached: {lacking}"
         files = _cached_files(huggingface_hub, repo)
     try:
-        file = named(files, repo, name)
+        file = pick(files, repo)
         how: dict[str, Any] = {"endpoint": endpoint, "local_files_only": bool(lacking)}
         paths = [Path(huggingface_hub.hf_hub_download(repo, each, **how)) for each in parts_of(file)]
     except Exception as error:
@@ -71,11 +92,9 @@ def fetch(
         if isinstance(error, Error):
             raise
         raise FileError(f"{reference}: {_one_line(error)}") from error
-    if not _is_file(name):
-        _check_model(paths[0], file, repo, files)
     if lacking and not huggingface_hub.constants.HF_HUB_OFFLINE:
         warn(f"{reference} is taken from the cache: {lacking}")
-    return paths[0]
+    return paths[0], file, files
 
 
 def _files(hub: Any, repo: str, endpoint: str | None) -> list[str]:
@@ -153,6 +172,29 @@ def chosen(files: Sequence[str], repo: str, kind: str = "") -> str:
         if found := _of_type(models, preferred):
             return _one_of(found, repo, preferred)
     raise FileError(f"{repo} has {len(models)} models, name one as {repo}:FILE: {listed(models)}")
+
+
+def projector_beside(files: Sequence[str], repo: str, model: str) -> str:
+    """Picks the vision tower that goes with a model of the repository: of those that are named mmproj the one whose
+    name has most in common with the model's, of the first preferred type. FileError names what there is."""
+    found = [f for f in sorted(files) if _is_file(f) and "mmproj" in f.lower()]
+    if not found:
+        raise FileError(f"{repo} has no vision tower: no file of it is named mmproj")
+
+    def words(file: str) -> frozenset[str]:
+        path = PurePosixPath(PART.sub("", file))
+        return frozenset(_words(path.name.removesuffix(".gguf"))) - {"mmproj", "model", "gguf"} - VARIANTS
+
+    def of_type(file: str) -> int:
+        return next((i for i, kind in enumerate(PROJECTORS) if _of_type([PurePosixPath(file).name], kind)), len(PROJECTORS))
+
+    nearest = max(len(words(f) & words(model)) for f in found)
+    near = [f for f in found if len(words(f) & words(model)) == nearest]
+    best = min(map(of_type, near))
+    picked = [f for f in near if of_type(f) == best]
+    if len({words(f) for f in picked}) > 1:
+        raise FileError(f"{repo} has several vision towers, download one: {listed(picked)}")
+    return min(picked, key=lambda f: (f.count("/"), f))
 
 
 def models_of(files: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ from luce.cli.options import (
     options,
     options_of,
 )
-from luce.cli.seeing import MMPROJ, ImagePrefix, idle_images
+from luce.cli.seeing import MMPROJ, ImagePrefix, idle_images, mmproj_of
 from luce.cli.terminal import printable
 from luce.data import BOX
 from luce.errors import Error, UnsupportedError
@@ -221,8 +221,9 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     if hf is not None:
         models = {**models, hf: fetched(hf)}
     models = models or {"box": BOX}
-    if problem := contradiction(models, flags):
+    if problem := contradiction(models, flags) or idle_sight(models, flags, hf):
         raise click.UsageError(problem)
+    flags["mmproj"] = mmproj_of(flags, hf)
     if flags["alias"]:
         models = {flags["alias"]: next(iter(models.values()))}
     try:  # --help does without these.
@@ -305,11 +306,16 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
         for name in ("cache_ram", "cache_dir"):
             if flags[name] is not None:
                 return f"--{name.replace('_', '-')} is for beginnings of prompts: --checkpoints 0 keeps none"
+    return misplaced(flags) or idle_threads(flags)
+
+
+def idle_sight(models: Mapping[str, Path], flags: Mapping[str, Any], hf: str | None) -> str | None:
+    """Says the same of options of images."""
     if flags["mmproj"] is not None and len(models) > 1:
         return "--mmproj is the tower of one model: serve that one alone"
     if flags["image_urls"] and flags["mmproj"] is None:
         return "--allow-image-urls needs --mmproj, the file of the model's vision tower"
-    return misplaced(flags) or idle_threads(flags) or idle_images(flags)
+    return idle_images(flags, hf)
 
 
 def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settings:

@@ -16,7 +16,7 @@ ALWAYS = {
     " --quiet",
     "generate": "--prompt --file --temp --repetition-penalty --presence-penalty --frequency-penalty"
     " --logit-bias --chat --stop --tree-budget",
-    "chat": "--system --temp --mmproj",
+    "chat": "--system --temp",
     "probe-gguf": "--tensors --json --hf",
     "devices": "--json",
     "doctor": "--mtp-gguf --draft --json",
@@ -51,6 +51,9 @@ IGNORED = [
     ("generate", "--mmproj", "x --mmproj m.gguf"),
     ("generate", "--image-tokens", "x --image-tokens 100"),
     ("generate", "--image-tokens", "x --mmproj m.gguf --image i.png --image-tokens 63"),
+    ("generate", "--mmproj", "x --mmproj auto --image i.png --model m.gguf"),
+    ("chat", "--mmproj", "--mmproj auto --model m.gguf"),
+    ("serve", "--mmproj", "--mmproj auto --gguf m=x"),
     ("chat", "--image-tokens", "--image-tokens 100"),
     ("generate", "--special", "x --special --chat"),
     ("generate", "--json", "x --json --jsonl"),

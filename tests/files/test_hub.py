@@ -20,7 +20,7 @@ import tiny
 from huggingface_hub import constants
 
 from luce.errors import FileError
-from luce.files.hub import chosen, fetch, named, parts_of
+from luce.files.hub import chosen, fetch, fetch_projector, named, parts_of, projector_beside
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -318,3 +318,40 @@ def test_each_command_takes_a_model_of_the_hub(hub, luce_, command, tiny_gguf, m
             shown += said.read(1000)
         process.terminate()
     assert b"m.gguf: 100%" in shown and b"luce serves owner/repo:m.gguf at http" in shown
+
+
+# Repositories as they are published, what was asked of them, and the tower that goes with that.
+TOWERS = [
+    (["Qwen3.5-9B-Q4_K_M.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"], "", "mmproj-F16.gguf"),
+    (["Qwen3.5-9B-Q4_K_M.gguf", "mmproj-Qwen3.5-9B-Q8_0.gguf", "mmproj-Qwen3.5-9B-bf16.gguf"], "",
+     "mmproj-Qwen3.5-9B-bf16.gguf"),
+    (["Qwen3.5-9B-Q8_0.gguf", "Qwen3.5-9B.mmproj-f16.gguf"], "", "Qwen3.5-9B.mmproj-f16.gguf"),
+    (["BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf", "mmproj/mmproj-model-f16.gguf"], "BF16",
+     "mmproj/mmproj-model-f16.gguf"),
+    (["a-4B-Q8_0.gguf", "a-9B-Q4_K_M.gguf", "mmproj-a-4B-F16.gguf", "mmproj-a-9B-F16.gguf"], "a-9B-Q4_K_M.gguf",
+     "mmproj-a-9B-F16.gguf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "name", "tower"), TOWERS)
+def test_the_tower_beside_a_model(files, name, tower):
+    for each in (files, files[::-1]):
+        assert projector_beside(each, "o/r", named(each, "o/r", name)) == tower
+        assert named(each, "o/r", name) != tower
+
+
+def test_a_tower_that_is_not_there_or_not_clear_is_told():
+    with pytest.raises(FileError, match="o/r has no vision tower: no file of it is named mmproj"):
+        projector_beside(["a-Q8_0.gguf", "mtp-a.gguf"], "o/r", "a-Q8_0.gguf")
+    with pytest.raises(FileError, match="several vision towers, download one: mmproj-b-F16.gguf, mmproj-c-F16.gguf"):
+        projector_beside(["a-Q8_0.gguf", "mmproj-b-F16.gguf", "mmproj-c-F16.gguf"], "o/r", "a-Q8_0.gguf")
+
+
+def test_a_tower_is_downloaded_once_and_taken_from_the_cache(hub, nobody, impatient):
+    url, asked = hub({"m-Q8_0.gguf": b"weights", "mmproj-F16.gguf": b"tower", "mmproj-F32.gguf": b"more"})
+    path = fetch_projector("owner/repo", url)
+    assert path.name == "mmproj-F16.gguf" and path.read_bytes() == b"tower"
+    assert not [each for each in asked if "m-Q8_0" in each[1] or "F32" in each[1]]
+    fetch("owner/repo", url)
+    told = []
+    assert fetch_projector("owner/repo:Q8_0", nobody, told.append) == path and len(told) == 1
