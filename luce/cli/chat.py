@@ -34,7 +34,7 @@ from luce.cli.seeing import MMPROJ, idle_images, marks, mmproj_of, picture_of, s
 from luce.cli.terminal import Display
 from luce.decode.events import Failed, Finished, Tokens
 from luce.decode.request import Request
-from luce.errors import ContextFull, Error, OutputError, about
+from luce.errors import Cancelled, ContextFull, Error, OutputError, about
 from luce.files.tokenizer import NFC_SHRINKS
 from luce.images.pixels import Picture
 from luce.images.sight import Placed, Sight
@@ -52,7 +52,7 @@ HELP = """\
 /think         switch thinking before the answer on or off
 /image FILE    show this image with the next message; it needs --mmproj
 /quit          end; so does Ctrl-D
-A line that ends with \\ goes on in the next one; pasted lines are one message. Ctrl-C stops an answer.
+A line that ends with \\ goes on in the next one; pasted lines are one message. Ctrl-C stops an answer, and the reading of its images.
 """
 QUOTE = '"""'
 
@@ -225,6 +225,9 @@ class Talk:
                 self._messages.pop()
                 del self._pictures[shown:]
                 self._shown = shown
+                if isinstance(error, Cancelled):  # Ctrl-C, while an image was encoded.
+                    stdout.put("stopped: the message and its images are forgotten\n")
+                    return True
                 more = "; /clear begins anew" if isinstance(error, ContextFull) else ""
                 click.echo(f"Error: {error}{more}", err=True)
         return True
@@ -271,10 +274,10 @@ class Talk:
         ids = placed.tokens
         if len(ids) >= n_ctx:
             raise ContextFull(f"{len(ids)} tokens were said, a context of {n_ctx}")
-        images = self._sight.shown(placed, lambda part: False) if self._sight else ()
         parser = parser_of(opening)
         thought, text, finished = "", "", None
         with CtrlC() as ctrl_c, quiet_keys():
+            images = self._sight.shown(placed, lambda part: ctrl_c.pressed) if self._sight else ()
             running = self._loaded.run(Request(tuple(ids), flags["max_tokens"], sampling_of(flags), images=images))
             ctrl_c.on_press = running.cancel
             if ctrl_c.pressed:

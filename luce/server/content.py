@@ -57,11 +57,16 @@ def text_of(content: Any, param: str, between: str = "") -> str:
     return said
 
 
-def content_of(content: Any, param: str, sees: bool, between: str = "") -> str | list[dict[str, Any]]:
+def content_of(
+    content: Any, param: str, sees: bool, between: str = "", role: Any = "user"
+) -> str | list[dict[str, Any]]:
     """Returns what text_of() does, or where the model `sees` and there are images, parts: {"type": "text", "text"}
-    and {"type": "image"} with the bytes of one as "data" or its address as "url". Raises Refused where it has neither.
-    """
+    and {"type": "image"} with the bytes of one as "data" or its address as "url". Raises Refused where it has neither,
+    and where the message is the system's. One of the assistant's is read as text."""
     content = [content] if sees and _is_image(content) else content
+    if sees and role in ("system", "developer") and isinstance(content, list) and any(map(_is_image, content)):
+        raise refuse(f"a message of the {role} has an image: those of users and tools may have some", param)
+    sees = sees and role in ("user", "tool", "function")
     if not sees or not isinstance(content, list) or not any(map(_is_image, content)):
         return text_of(content, param, between)
     parts: list[dict[str, Any]] = []
@@ -82,8 +87,7 @@ def told_of(output: Any, param: str, sees: bool) -> str | list[dict[str, Any]]:
 
 
 def _is_image(part: Any) -> bool:
-    """Says whether a part is an image whose bytes a request may bring."""
-    return isinstance(part, Mapping) and _kind(part) in ("image", "image_url", "input_image", "computer_screenshot")
+    return isinstance(part, Mapping) and KINDS.get(_kind(part)) == "image"
 
 
 def _source_of(part: Mapping[str, Any], param: str) -> dict[str, Any]:

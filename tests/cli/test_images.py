@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +13,9 @@ import tiny
 import tiny_vision
 from checkout import GOLDENS
 from tiny_vision import IMAGE_PAD, TEXT, TINY, VISION_END, VISION_START
+
+from luce.errors import Cancelled
+from luce.native import Tower
 
 Image = pytest.importorskip("PIL.Image")
 PICTURES = [(100, 40), (50, 110)]
@@ -113,6 +119,28 @@ def test_chat_shows_images_and_goes_on(chat, folder, generate):
     alone = generate("-n", "6", "--chat", "AB", images=("0.png",)).stdout
     first, again = result.stdout.split("it takes 78 tokens, as 416 x 192 pixels\n")[1:]
     assert first.startswith(alone) and again.startswith(alone)
+
+
+def test_ctrl_c_ends_the_encoding_of_an_image_and_not_the_chat(chat, folder, generate, foreground, monkeypatch):
+    encode, pressed = Tower.encode, []
+
+    def slow(self, patches, grid, threads, progress):
+        if pressed:
+            return encode(self, patches, grid, threads, progress)
+        pressed.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not progress(0.5):
+            time.sleep(0.01)
+        raise Cancelled("encoding an image was cancelled")
+
+    monkeypatch.setattr(Tower, "encode", slow)
+    show = f"/image {folder / '0.png'}\nAB\n"
+    result = chat("--temp", "0", "-n", "6", stdin=f"{show}{show}")
+    assert result.exit_code == 0 and not result.stderr, result.stderr
+    stopped, answered = result.stdout.split("stopped: the message and its images are forgotten\n")
+    assert stopped.endswith("pixels\n")
+    alone = generate("-n", "6", "--chat", "AB", images=("0.png",)).stdout
+    assert answered.partition("pixels\n")[2].startswith(alone)
 
 
 def test_chat_without_a_tower_says_what_images_need(chat, folder):

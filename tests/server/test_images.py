@@ -220,6 +220,42 @@ def test_addresses_below_an_allowed_prefix_are_fetched(folder, device, expected,
             assert "image 1 of 1" in response.json()["error"]["message"]
 
 
+UNREAD = {
+    "chat file": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_file", "image_file": {"file_id": "f"}}]}]}),
+    "chat system": ("/v1/chat/completions", {"messages": [{"role": "system", "content": openai(ONE)[0]["content"]}, *openai()]}),
+    "responses file": ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}),
+    "responses output": ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "c",
+                                                      "output": [{"type": "input_image", "file_id": "f"}]}]}),
+    "messages file": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}], "max_tokens": 4}),
+    "ollama system": ("/api/chat", {"messages": [{"role": "system", "content": "A", "images": [ONE]}, {"role": "user", "content": "B"}], "stream": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_images_that_are_not_read_are_refused_and_not_noted(server, what):
+    path, body = UNREAD[what]
+    response = server.post(path, model="m", **body)
+    error = response.json()["error"]
+    said = error if isinstance(error, str) else error["message"]
+    wanted = "a message of the system has an image" if "system" in what else "an image is neither base64 nor a URL"
+    assert response.status_code == 400 and wanted in said
+
+
+def test_an_image_of_the_assistant_is_noted(server):
+    made = [*openai(), {"role": "assistant", "content": openai(ONE)[0]["content"]}, *openai()]
+    assert chat(server, made)["usage"]["prompt_tokens"] < 200
+
+
+def test_a_tower_of_another_name_is_told(folder, tmp_path, device, monkeypatch, caplog):
+    weights = tiny_vision.layout(tiny_vision.TINY, tiny_vision.weights(tiny_vision.TINY, 5))
+    monkeypatch.setattr(tiny_vision, "NAME", "Another-9B")
+    path = tiny_vision.write(tmp_path / "other.gguf", tiny_vision.TINY, weights)
+    how = replace(settings(ctx=1024, device=device), mmproj=path)
+    with serving({"m": folder / "model.gguf"}, how) as other:
+        chat(other, openai(ONE))
+    assert any("is named Another-9B, and the model tiny-model" in line for line in caplog.messages)
+
+
 def test_an_image_that_has_no_room_is_refused_for_good(server, monkeypatch):
     sight = server.models.slots["m"].served._sight
     monkeypatch.setattr(sight, "processor", replace(sight.processor, most_rows=70))

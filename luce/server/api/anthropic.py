@@ -117,7 +117,7 @@ def _messages(message: Mapping[str, Any], sees: bool) -> list[Message]:
             answers.append({"role": "tool", "content": told_by, "tool_call_id": block.get("tool_use_id")})
         elif kind != "redacted_thinking":
             told.append(block)
-    found: Message = {"role": role, "content": content_of(told, "messages", sees and role == "user", "\n")}
+    found: Message = {"role": role, "content": content_of(told, "messages", sees, "\n", role)}
     if role == "assistant" and (thought := thoughts_of(told)):
         found["reasoning_content"] = thought
     if calls:

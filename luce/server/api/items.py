@@ -99,7 +99,7 @@ class _Messages:
 
     def _message(self, item: Item) -> None:
         role = item.get("role")
-        text = content_of(item.get("content"), "input", self._sees and role == "user")
+        text = content_of(item.get("content"), "input", self._sees, role=role)
         if role not in ROLES:
             raise refuse(f"{role!r} is no role", "input")
         if role != "assistant":

@@ -152,10 +152,10 @@ def _message(message: ChatMessage, sees: bool) -> Message:
     if message.role not in ROLES:
         raise refuse(f"{message.role!r} is no role", "messages")
     found: Message
-    if sees and message.images and message.role in ("user", "tool"):
+    if sees and message.images and message.role != "assistant":
         images = [{"type": "image", "data": image} for image in message.images]
         parts = [*images, {"type": "text", "text": message.content}]
-        found = {"role": message.role, "content": content_of(parts, "messages", sees)}
+        found = {"role": message.role, "content": content_of(parts, "messages", sees, role=message.role)}
     else:
         notes = [note_of("image") for _ in message.images or ()]
         found = {"role": message.role, "content": "\n".join(filter(None, [message.content, *notes]))}

@@ -309,8 +309,7 @@ def message_of(message: ChatMessage, sees: bool = False) -> Message:
     """Returns a message as templates take it."""
     if message.role not in ("system", "developer", "user", "assistant", "tool", "function"):
         raise refuse(f"{message.role!r} is no role", "messages")
-    sees = sees and message.role in ("user", "tool", "function")
-    found: Message = {"role": message.role, "content": content_of(message.content, "messages", sees)}
+    found: Message = {"role": message.role, "content": content_of(message.content, "messages", sees, role=message.role)}
     if message.role in ("tool", "function"):
         found["role"] = "tool"
         if message.name:
