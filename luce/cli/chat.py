@@ -52,7 +52,8 @@ HELP = """\
 /think         switch thinking before the answer on or off
 /image FILE    show this image with the next message; it needs --mmproj
 /quit          end; so does Ctrl-D
-A line that ends with \\ goes on in the next one; pasted lines are one message. Ctrl-C stops an answer, and the reading of its images.
+A line that ends with \\ goes on in the next one; pasted lines are one message. Ctrl-C stops an answer, or the
+encoding of an image.
 """
 QUOTE = '"""'
 

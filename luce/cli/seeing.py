@@ -19,6 +19,7 @@ from luce.images.sight import FEWEST_TOKENS, MOST_TOKENS, Sight, marks_of
 from luce.planning import cpus
 from luce.planning.opened import Files
 
+
 class ProjectorPath(FilePath):
     """The path of a file, or auto."""
 
@@ -29,11 +30,11 @@ class ProjectorPath(FilePath):
 AUTO = "auto"  # The vision tower beside the hub's model.
 MMPROJ = (
     click.option("--mmproj", type=ProjectorPath(path_type=Path), metavar="FILE",
-                 help="See images with the vision tower of this GGUF (qwen3vl_merger), or with --hf of the one beside the "
-                 "model: auto. It needs luce[vision], and a model that runs on the CPU."),
+                 help="See images with the vision tower of this GGUF (qwen3vl_merger), or with --hf of the one "
+                 "beside the model: auto. It needs luce[vision], and a model that runs on the CPU."),
     click.option("--image-tokens", type=click.IntRange(FEWEST_TOKENS, MOST_TOKENS), metavar="N",
-                 help=f"Reduce images that take more tokens than N, {FEWEST_TOKENS} to {MOST_TOKENS}.  [default: none is "
-                 "reduced, and one that is too large for memory is refused]"),
+                 help=f"Reduce images that take more tokens than N, {FEWEST_TOKENS} to {MOST_TOKENS}.  [default: none "
+                 "is reduced, and one that is too large for memory is refused]"),
 )  # fmt: skip
 IMAGES = (
     *MMPROJ,

@@ -57,7 +57,11 @@ def fetch_projector(
 ) -> Path:
     """Returns the file of the vision tower beside the model of REPO[:TYPE|FILE], as fetch() does."""
     _, _, name = reference.partition(":")
-    return _taken(reference, endpoint, warn, lambda files, repo: projector_beside(files, repo, named(files, repo, name)))[0]
+
+    def pick(files: list[str], repo: str) -> str:
+        return projector_beside(files, repo, named(files, repo, name))
+
+    return _taken(reference, endpoint, warn, pick)[0]
 
 
 def _taken(
@@ -186,7 +190,8 @@ def projector_beside(files: Sequence[str], repo: str, model: str) -> str:
         return frozenset(_words(path.name.removesuffix(".gguf"))) - {"mmproj", "model", "gguf"} - VARIANTS
 
     def of_type(file: str) -> int:
-        return next((i for i, kind in enumerate(PROJECTORS) if _of_type([PurePosixPath(file).name], kind)), len(PROJECTORS))
+        name = PurePosixPath(file).name
+        return next((i for i, kind in enumerate(PROJECTORS) if _of_type([name], kind)), len(PROJECTORS))
 
     nearest = max(len(words(f) & words(model)) for f in found)
     near = [f for f in found if len(words(f) & words(model)) == nearest]

@@ -26,7 +26,8 @@ SECONDS = 10.0  # An image comes within so many, redirects counted in.
 REDIRECTS = 3
 MOVED = (301, 302, 303, 307, 308)
 PORTS = {"http": 80, "https": 443}
-_ODD = re.compile(r"[\x00-\x20\x7f\\]|%2e|%2f|%5c|%00", re.IGNORECASE)  # Servers read a path with these in their own ways.
+# Servers read a path with these in their own ways.
+_ODD = re.compile(r"[\x00-\x20\x7f\\]|%2e|%2f|%5c|%00", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def _asked(place: SplitResult, end: float) -> bytes | str:
         late: Timer | None = None
         try:
             connection.connect()
-            late = Timer(end - monotonic(), _hang_up, [connection.sock])  # Who sends a byte now and then holds nobody up.
+            # Who sends a byte now and then holds nobody up.
+            late = Timer(end - monotonic(), _hang_up, [connection.sock])
             late.daemon = True
             late.start()
             target = (place.path or "/") + (f"?{place.query}" if place.query else "")

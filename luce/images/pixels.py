@@ -20,9 +20,9 @@ MAX_RATIO = 200  # of the longer side to the shorter
 @dataclass(frozen=True)
 class Processor:
     """What a tower says of its pixels: `patch` pixels a side of a patch, `merge` patches a side of a row, and the mean
-    and deviation of each channel. Images are stretched into min_pixels..max_pixels, by default transformers', of which a
-    thin or a small image may miss max_pixels; it does not miss reduced_to rows. Those of more than most_rows are refused.
-    """
+    and deviation of each channel. Images are stretched into min_pixels..max_pixels, by default transformers', of which
+    a thin or a small image may miss max_pixels; it does not miss reduced_to rows. Those of more than most_rows are
+    refused."""
 
     patch: int = 16
     merge: int = 2

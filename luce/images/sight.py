@@ -101,10 +101,11 @@ class Sight:
                 raise
             info = self.tower.info
             held = f"the vision tower holds {(info.weight_bytes + info.scratch_bytes) / 1e9:.1f} GB beside it"
-            raise OutOfMemory(f"{error}; {held}, for images of up to {info.max_rows} tokens", "image_tokens") from error
+            said = f"{error}; {held}, for images of up to {info.max_rows} tokens"
+            raise OutOfMemory(said, "image_tokens") from error
 
     def require_fit(self, model: Model) -> None:
-        """Raises FileError where the tower's rows do not fit the model, and UnsupportedError where it takes no images."""
+        """Raises FileError where the tower's rows do not fit the model, and UnsupportedError where it takes none."""
         self.tower.require_fit(model)
 
     def misnamed(self, model: str | None) -> str | None:

@@ -25,8 +25,8 @@ MAX_WAITING = 32  # So many may wait in a lane.
 
 
 class Lane:
-    """One thread, or a few for work that waits for others, and a bounded queue before it. `most` is what its work costs at
-    most."""
+    """One thread, or a few for work that waits for others, and a bounded queue before it. `most` is what its work costs
+    at most."""
 
     def __init__(self, name: str, most: float, threads: int = 1):
         self.most, self._pool, self._inside = most, ThreadPoolExecutor(threads, name), 0

@@ -113,7 +113,8 @@ def test_marks_that_users_spell_in_a_chat_are_text(generate):
 
 
 def test_chat_shows_images_and_goes_on(chat, folder, generate):
-    result = chat("--temp", "0", "-n", "6", stdin=f"/image {folder / '0.png'}\nAB\nCD\n/clear\n/image {folder / '0.png'}\nAB\n")
+    show = f"/image {folder / '0.png'}\nAB\n"
+    result = chat("--temp", "0", "-n", "6", stdin=f"{show}CD\n/clear\n{show}")
     assert result.exit_code == 0 and not result.stderr, result.stderr
     assert result.stdout.count("it takes 78 tokens, as 416 x 192 pixels\n") == 2
     alone = generate("-n", "6", "--chat", "AB", images=("0.png",)).stdout

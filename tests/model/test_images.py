@@ -61,7 +61,8 @@ def test_token_ids_have_their_own_places(model, folder):
     marks = model.encode("<|vision_start|><|image_pad|><|vision_end|>", special=True)
     ids = [*model.encode("A"), *marks, *model.encode("B")]
     answer = model.generate(ids, images=[folder / "0.png"], **HOW)
-    assert answer.prompt_tokens == len(ids) + 77 and answer.text != model.generate("AB", images=[folder / "0.png"], **HOW).text
+    before = model.generate("AB", images=[folder / "0.png"], **HOW)
+    assert answer.prompt_tokens == before.prompt_tokens == len(ids) + 77 and answer.text != before.text
 
 
 def parts(folder, kind):
@@ -84,8 +85,9 @@ def test_parts_of_a_chat(model, folder, said, kind):
 def test_images_of_a_chat_stand_before_the_newest_text(model, folder, said):
     wanted, given = said("--chat", "AB"), [folder / "0.png", folder / "1.png"]
     assert model.chat([{"role": "user", "content": "AB"}], images=given, **HOW).text == wanted
-    messages = [{"role": "user", "content": "AB"}, {"role": "assistant", "content": "C"}, {"role": "user", "content": "D"}]
-    spelled = [*messages[:2], {"role": "user", "content": [*parts(folder, "files"), {"type": "text", "text": "D"}]}]
+    before = [{"role": "user", "content": "AB"}, {"role": "assistant", "content": "C"}]
+    messages = [*before, {"role": "user", "content": "D"}]
+    spelled = [*before, {"role": "user", "content": [*parts(folder, "files"), {"type": "text", "text": "D"}]}]
     assert model.chat(messages, images=given, **HOW).text == model.chat(spelled, **HOW).text
     assert messages[2]["content"] == "D", "what was given is as it was"
 
@@ -94,7 +96,8 @@ def test_a_conversation_with_images_goes_on_and_encodes_none_twice(model, folder
     encoded, encode = [], Tower.encode
     monkeypatch.setattr(Tower, "encode", lambda self, *given: encoded.append(1) or encode(self, *given))
     Image.fromarray(tiny_vision.image(64, 300, 77)).save(folder / "new.png")
-    messages = [{"role": "user", "content": [{"type": "image", "image": folder / "new.png"}, {"type": "text", "text": "A"}]}]
+    content = [{"type": "image", "image": folder / "new.png"}, {"type": "text", "text": "A"}]
+    messages = [{"role": "user", "content": content}]
     answer = model.chat(messages, **HOW)
     messages += [answer.message, {"role": "user", "content": "B"}]
     again = model.chat(messages, **HOW)
@@ -115,7 +118,8 @@ def test_a_beginning_with_images_is_kept(model, folder):
 
 def test_asyncio(folder, device, said):
     async def ask():
-        async with luce.AsyncModel(folder / "model.gguf", mmproj=folder / "mmproj.gguf", device=device, threads=1) as model:
+        how = {"mmproj": folder / "mmproj.gguf", "device": device, "threads": 1}
+        async with luce.AsyncModel(folder / "model.gguf", **how) as model:
             return (await model.generate("AB", images=[folder / "0.png", folder / "1.png"], **HOW)).text
 
     assert asyncio.run(ask()) == said("AB")

@@ -210,8 +210,9 @@ def test_addresses_below_an_allowed_prefix_are_fetched(folder, device, expected,
         given = [{"role": "user", "content": parts}]
         answer = fetching.post("/v1/messages", model="m", messages=given, **GREEDY).json()
         assert answer["content"][0]["text"] == expected[0]
-        counts = [fetching.post("/v1/messages/count_tokens", model="m", messages=each) for each in (given, anthropic(ONE))]
-        assert counts[0].json()["input_tokens"] == counts[1].json()["input_tokens"] > 78
+        asked = given, anthropic(ONE)
+        counts = [fetching.post("/v1/messages/count_tokens", model="m", messages=each).json() for each in asked]
+        assert counts[0]["input_tokens"] == counts[1]["input_tokens"] > 78
         assert text_of(chat(fetching, openai(ONE))) == expected[0], "data URLs are always taken"
         for name, said in (("bad.png", "no PNG"), ("none.png", "No such file"), ("../a.png", "below no folder")):
             parts[0]["source"]["url"] = f"{tmp_path}/{name}"
@@ -220,15 +221,29 @@ def test_addresses_below_an_allowed_prefix_are_fetched(folder, device, expected,
             assert "image 1 of 1" in response.json()["error"]["message"]
 
 
+BY_ID = {
+    "chat": {"type": "image_file", "image_file": {"file_id": "f"}},
+    "responses": {"type": "input_image", "file_id": "f"},
+    "messages": {"type": "image", "source": {"type": "file", "file_id": "f"}},
+}
+OF_SYSTEM = {"role": "system", "content": openai(ONE)[0]["content"]}
 UNREAD = {
-    "chat file": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_file", "image_file": {"file_id": "f"}}]}]}),
-    "chat system": ("/v1/chat/completions", {"messages": [{"role": "system", "content": openai(ONE)[0]["content"]}, *openai()]}),
-    "responses file": ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}),
-    "responses output": ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "c",
-                                                      "output": [{"type": "input_image", "file_id": "f"}]}]}),
-    "messages file": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}], "max_tokens": 4}),
-    "ollama system": ("/api/chat", {"messages": [{"role": "system", "content": "A", "images": [ONE]}, {"role": "user", "content": "B"}], "stream": False}),
-}  # fmt: skip
+    "chat, a file": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [BY_ID["chat"]]}]}),
+    "chat, the system": ("/v1/chat/completions", {"messages": [OF_SYSTEM, *openai()]}),
+    "responses, a file": ("/v1/responses", {"input": [{"role": "user", "content": [BY_ID["responses"]]}]}),
+    "responses, a tool's file": (
+        "/v1/responses",
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [BY_ID["responses"]]}]},
+    ),
+    "messages, a file": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": [BY_ID["messages"]]}], "max_tokens": 4},
+    ),
+    "ollama, the system": (
+        "/api/chat",
+        {"messages": [{"role": "system", "content": "A", "images": [ONE]}, {"role": "user", "content": "B"}]},
+    ),
+}
 
 
 @pytest.mark.parametrize("what", UNREAD)
