@@ -75,12 +75,14 @@ class ImageSpan(NamedTuple):
 
 class Prompt(NamedTuple):
     """The next `tokens` (n,) of a sequence's prompt, n >= 1, at most a chunk: the `last` ones, or more follow. Those
-    below -1 are names of rows of `images`."""
+    below -1 are names of rows of `images`. Of each (at, n) of `gaps` n positions are left out ahead of token `at`, in
+    engines of such params."""
 
     sequence: Sequence
     tokens: IntArray
     last: bool = True
     images: tuple[ImageSpan, ...] = ()
+    gaps: tuple[tuple[int, int], ...] = ()
 
 
 class Verified(NamedTuple):
@@ -183,6 +185,10 @@ class Engine(Handle):
         for struct, item, rows in zip(made, items, tokens, strict=False):
             struct.sequence, struct.tokens, struct.n, struct.last = item.sequence.handle, rows, len(rows), item.last
         kept = [self._spans(struct, item.images) for struct, item in zip(made, items, strict=False) if item.images]
+        for struct, item in zip(made, items, strict=False):
+            if item.gaps:
+                kept.append(gaps := new("luce_gap[]", item.gaps))
+                struct.gaps, struct.n_gaps = gaps, len(item.gaps)
         choices, statuses = new("int32_t[]", len(items)), new("luce_status[]", len(items))
         status = self.library.lib.luce_engine_prefill(self.handle, made, len(items), choices, statuses)
         del kept
@@ -411,6 +417,17 @@ class Sequence(Handle):
         out = np.empty(self.engine.n_embd, np.float32)
         data = self.library.ffi.from_buffer("float[]", out)
         self.library.check(self.library.lib.luce_sequence_get_hidden(self.handle, row, data, out.size))
+        return out
+
+    def scores(self, n: int, n_best: int = 0) -> np.ndarray:
+        """Returns F32 (n,) how much of the attention of the last verify's rows each of the first n positions had: the mean
+        of the `n_best` layers and heads that gave it most, or with 0 of all. ArgumentError: the engine has no `scores`.
+        Raises StateError where the engine has run another step since."""
+        import numpy as np
+
+        out = np.empty(n, np.float32)
+        data = self.library.ffi.from_buffer("float[]", out)
+        self.library.check(self.library.lib.luce_sequence_get_scores(self.handle, n_best, data, n))
         return out
 
     def choose(self, row: int = 0, mask: bytes | None = None) -> int:

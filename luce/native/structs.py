@@ -179,7 +179,8 @@ class EngineParams:
     step, `n_top` the candidates that are kept of each draft, and `n_chunk` the rows of a prefill step.
     `drafters` is the engine's list of drafters. Before these, the list has what three fields ask for: the model's
     first head, where `n_draft` counts its most drafts of a round, with `n_part` once more, among so many
-    first tokens, and where `blocks` is 1 its first DFlash drafter.
+    first tokens, and where `blocks` is 1 its first DFlash drafter. With `gaps` 1 prompts may leave text out, and with
+    `scores` 1 verifies say what their rows give each position (Sequence.scores).
     """
 
     n_ctx: int = 0
@@ -195,6 +196,8 @@ class EngineParams:
     n_threads: int = 0
     kv_type: str | None = None
     drafters: tuple[DrafterParams, ...] = ()
+    gaps: int = 0
+    scores: int = 0
 
 
 @dataclass(frozen=True)

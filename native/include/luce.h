@@ -228,6 +228,10 @@ typedef struct luce_engine_params {
     uint32_t n_chunk;
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
     const char *kv_type; /* "f16" (= NULL), "q8_0", "q4_0", "f32" */
+    int32_t gaps; /* 1: prompts may leave text out (luce_gap) */
+    /* 1: verifies also keep what their rows give each position (luce_sequence_get_scores); n_sequences is then 1. E_UNSUPPORTED:
+     * no layer sees all positions, or the model's device has no such kernel. */
+    int32_t scores;
 } luce_engine_params;
 
 typedef struct luce_memory {
@@ -409,6 +413,15 @@ typedef struct luce_image_span {
     uint32_t n_embd; /* the model's */
 } luce_image_span;
 
+/* A place of a prompt from which text was left out: n positions are skipped ahead of the item's token `at`. RoPE turns that
+ * token, and all that follows it, to n positions more; all else counts what is there: the context, pages, a window, the noise of
+ * sampling. A recurrent layer has no positions, and sees the tokens that are there in their order. E_ARG: the engine was opened
+ * without gaps, they are not in order, or the prompt's positions pass 2^30. */
+typedef struct luce_gap {
+    uint32_t at; /* one of the item's tokens */
+    uint32_t n; /* >= 1 */
+} luce_gap;
+
 /* The next tokens of one sequence's prompt, as luce_sequence_prefill takes them. E_UNSUPPORTED: the model takes no images. */
 typedef struct luce_prompt_item {
     luce_sequence *sequence; /* each at most once */
@@ -417,6 +430,8 @@ typedef struct luce_prompt_item {
     int32_t last; /* 1: the prompt ends with them; 0: more of it follows */
     const luce_image_span *images; /* (n_images), in the order of the tokens */
     uint32_t n_images;
+    uint32_t n_gaps;
+    const luce_gap *gaps; /* (n_gaps), in the order of the tokens */
 } luce_prompt_item;
 
 /* Does luce_sequence_prefill of 1..LUCE_MAX_ROWS sequences, with the same bits, and waits. They share steps, each of which
@@ -699,6 +714,16 @@ LUCE_API luce_status luce_op_run(const char *device, const char *op, luce_array 
 /* Reads the F32 hidden state of one row of the engine's last verify, after the output norm: what the logits are a product
  * of. n must be n_embd. It waits for the device. E_STATE when the engine has run another step since. */
 LUCE_API luce_status luce_sequence_get_hidden(luce_sequence *sequence, uint32_t row, float *out, uint32_t n);
+
+/* Reads how much of the attention of the engine's last verify, whose rows are this sequence's, each position had. In every
+ * head h of the layers l that see all positions, a row's softmax gives the positions that it sees shares, which add up to 1;
+ * s(l, h, p) is the mean of position p's over the rows. out[p] is the mean of the n_best largest of s(.., .., p), of all where
+ * n_best is 0. out is F32 (n): n_past, and n_past + depth of the rows that are not committed yet, are the most that n may be.
+ *
+ * It waits for the device. E_ARG: n, or the engine was opened without scores. E_STATE when the engine has run another step
+ * since, or its last step was no verify. */
+LUCE_API luce_status luce_sequence_get_scores(luce_sequence *sequence, uint32_t n_best, float *out,
+                                              uint32_t n);
 
 /* Writes the committed state as bytes, for tests and inspection: KV, recurrent state, the drafters' KV, the hidden
  * state, tokens. Sequences with the same committed tokens give the same bytes, however their rounds went. data NULL:

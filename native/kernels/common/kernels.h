@@ -254,6 +254,23 @@ struct KvStoreArgs {
     const int32_t *pages;
 };
 
+// row_scores says how much of the attention of a step's rows each position has: of each head the mean over the rows of the one
+// sequence of softmax(q.k * scale), over the cells and rows that a row sees. Positions behind the last row keep what they had.
+struct RowScoresArgs {
+    KvPool pool; // k alone
+    int32_t T, H;
+    float scale;
+    float softcap; // as in AttentionArgs
+    int64_t n; // positions that `scores` has room for
+    const float *q; // [T][H][D], normalised and rotated
+    const StepCtl *ctl;
+    const int32_t *pages;
+    float *scores; // [H][n]
+    float *partials; // on CUDA [row_scores_partials(args)] sums of blocks
+};
+// Returns the values of RowScoresArgs.partials.
+int64_t row_scores_partials(const RowScoresArgs &args);
+
 // nextn_pack packs the NextN head's input [RMS(e) * e_norm ; RMS(h) * h_norm] as matmul/quantised.h takes rows of 2 E values, where e
 // of row t is its token's row of the table, whose tokens are those of row_tokens, and h is row hidden_from[t] of
 // `hidden`. E is a multiple of 256.

@@ -162,12 +162,17 @@ luce_status luce_engine_prefill(luce_engine *engine, const luce_prompt_item *ite
             if (item.n_images > 0) {
                 need(item.images, "images");
             }
+            if (item.n_gaps > 0) {
+                need(item.gaps, "gaps");
+            }
             list[i] = {sequence_of(item.sequence, e, i, list.data()),
                        item.tokens,
                        item.n,
                        item.last != 0,
                        item.images,
-                       item.n_images};
+                       item.n_images,
+                       item.gaps,
+                       item.n_gaps};
         }
         e->rounds().settle();
         read_prompts(*e, list.data(), n_items, choices, status);
@@ -311,7 +316,7 @@ luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens
             fail(LUCE_E_ARG, "prefill needs at least one token");
         }
         locked(s, [&](Sequence &one) {
-            const PromptItem item{s, tokens, n, choice != nullptr, nullptr, 0};
+            const PromptItem item{s, tokens, n, choice != nullptr, nullptr, 0, nullptr, 0};
             int32_t chosen = 0;
             luce_status status = LUCE_OK;
             read_prompts(*one.engine(), &item, 1, &chosen, &status);
@@ -367,6 +372,14 @@ luce_status luce_sequence_get_hidden(luce_sequence *sequence, uint32_t row, floa
             fail(LUCE_E_ARG, "n is %u, a hidden state has %u", n, s->engine()->n_embd());
         }
         locked(s, [&](Sequence &one) { one.read_hidden(row, out); });
+    });
+}
+
+luce_status luce_sequence_get_scores(luce_sequence *sequence, uint32_t n_best, float *out, uint32_t n) {
+    return guarded([&] {
+        const auto s = g_sequences.get(sequence);
+        need(out, "out");
+        locked(s, [&](Sequence &one) { one.read_scores(n_best, out, n); });
     });
 }
 

@@ -434,6 +434,56 @@ void cpu_kv_gather(const KvGatherArgs &a, int ith, int nth) {
     }
 }
 
+// A unit is a query head. What a row does not see is 0.
+void cpu_row_scores(const RowScoresArgs &a, int ith, int nth) {
+    static thread_local std::vector<float> tile, scores;
+    const int D = a.pool.D;
+    tile.resize(size_t(TILE) * D);
+    for (int s = 0; s < a.ctl->n_seqs; s++) {
+        const SeqCtl &seq = a.ctl->seqs[s];
+        const int64_t end = std::min<int64_t>(a.n, seq.n_past + seq.n_rows); // of cells
+        scores.resize(size_t(end));
+        for (int h = ith; h < a.H && seq.n_rows > 0; h += nth) {
+            const HeadRows rows(a.pool, 0, a.pages, seq, h / (a.H / a.pool.Hkv));
+            float *out = a.scores + h * a.n;
+            std::fill(out, out + end, 0.0f);
+            for (int r = 0; r < seq.n_rows; r++) {
+                // Its own position and its ancestors' are seen beside all that is committed.
+                bool seen[MAX_ROWS] = {};
+                for (int row = seq.row0 + r; row >= 0; row = a.ctl->rows[row].parent) {
+                    seen[row - seq.row0] = true;
+                }
+                const float *q = a.q + (int64_t(seq.row0 + r) * a.H + h) * D;
+                float most = -INFINITY;
+                for (int64_t at = 0, n; at < end; at += n) {
+                    n = std::min({end - at, int64_t(TILE), int64_t(PAGE) - at % PAGE});
+                    to_float(ggml_type(a.pool.type), rows.at(int32_t(at)), tile.data(), n * D);
+                    dots_of<1>(q, tile.data(), int(n), D, scores.data() + at, TILE);
+                    for (int64_t i = at; i < at + n; i++) {
+                        float x = scores[size_t(i)] * a.scale;
+                        x = a.softcap > 0 ? a.softcap * std::tanh(x / a.softcap) : x;
+                        x = i < seq.n_past || seen[i - seq.n_past] ? x : -INFINITY;
+                        scores[size_t(i)] = x;
+                        most = std::max(most, x);
+                    }
+                }
+                double sum = 0;
+                for (int64_t i = 0; i < end; i++) {
+                    scores[size_t(i)] =
+                        scores[size_t(i)] == -INFINITY ? 0.0f : exponential(scores[size_t(i)] - most);
+                    sum += scores[size_t(i)];
+                }
+                const float share = float(1.0 / (sum * seq.n_rows));
+                for (int64_t i = 0; i < end; i++) {
+                    const int64_t position =
+                        i < seq.n_past ? i : a.ctl->rows[seq.row0 + i - seq.n_past].position;
+                    out[position] += scores[size_t(i)] * share;
+                }
+            }
+        }
+    }
+}
+
 void cpu_prefill_mask(const MaskArgs &a, int ith, int nth) {
     const uint16_t hidden = 0xfc00; // this is -inf in F16
     for (int t = ith; t < a.T; t += nth) {

@@ -11,6 +11,7 @@ void cpu_kv_move(const KvMoveArgs &args, int ith, int nth);
 void cpu_kv_store(const KvStoreArgs &args, int ith, int nth);
 void cpu_attention(const AttentionArgs &args, int ith, int nth); // it does not touch args.scratch
 void cpu_kv_gather(const KvGatherArgs &args, int ith, int nth);
+void cpu_row_scores(const RowScoresArgs &args, int ith, int nth); // it does not touch args.partials
 void cpu_prefill_mask(const MaskArgs &args, int ith, int nth);
 void cpu_row_tokens(const TokensArgs &args, int ith, int nth);
 

@@ -108,6 +108,14 @@ Cache::Cache(const Model &model, const CacheParams &params)
         stage.kv_bytes += ggml_nbytes(kv.k) + ggml_nbytes(kv.v);
         return kv;
     };
+    // Of a layer of the trunk, a tensor of its own in the place of the third that a layer may have.
+    const auto score = [&](Stage &stage, const AttentionShape &s, KvCells &kv) {
+        if (params.scores && kv.k != nullptr && s.window == 0) {
+            kv.scores =
+                ggml_new_tensor_2d(stage.tensors.get(), GGML_TYPE_F32, int64_t(max_pages_) * PAGE, s.n_head);
+            stage.state_bytes += ggml_nbytes(kv.scores);
+        }
+    };
     for (Stage &stage : stages_) {
         for (uint32_t il = stage.first; il < stage.end; il++) {
             const Block &block = model.weights().blocks[il];
@@ -116,6 +124,7 @@ Cache::Cache(const Model &model, const CacheParams &params)
                                                          : KvCells{});
             DeltaState &d = delta_.emplace_back();
             if (a != nullptr) {
+                score(stage, a->shape, kv_.back());
                 continue;
             }
             const DeltaNetShape &s = block.deltanet()->shape;

@@ -51,6 +51,9 @@ struct KvCells {
     ggml_tensor *k; // {D, PAGE, Hkv, pages of its kind}
     ggml_tensor *v; // {D, PAGE, Hkv, pages of its kind}
     bool sliding; // its pages are window pages
+    // {positions, H} F32: what a verify's rows give each position in this layer (RowScoresArgs). It is null in engines without
+    // scores, and in layers that do not see all positions.
+    ggml_tensor *scores = nullptr;
 };
 
 // The pages of a timeline or checkpoint, by kind: entry i has positions PAGE * i and on. Where layers have no windows there
@@ -86,6 +89,8 @@ struct DrafterUse {
 
 struct CacheParams {
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_chunk;
+    bool gaps = false; // prompts may leave text out, so that RoPE's positions lie ahead of the index
+    bool scores = false; // verifies keep what their rows give each position
     uint32_t n_top = 0; // so many candidates are kept of each draft; 0 means the draft alone
     std::vector<DrafterUse> drafters;
     ggml_type kv_type;
@@ -249,8 +254,8 @@ public:
 
     // These are the committed ones. A row of an image has a name below -1 in the place of a token.
     const std::vector<int32_t> &tokens() const { return tokens_; }
-    // The position that RoPE turns the next row to is n_past() plus this, which images make less than 0: one of h x w rows
-    // takes max(h, w) positions.
+    // The position that RoPE turns the next row to is n_past() plus this. Images make it less, since one of h x w rows takes
+    // max(h, w) positions; text that was left out makes it more.
     int32_t delta() const { return delta_; }
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
     uint32_t n_verified() const {

@@ -514,9 +514,10 @@ std::shared_ptr<Checkpoint> Checkpoint::load(std::shared_ptr<Engine> engine, con
     std::vector<int32_t> tokens(h.n_past);
     memcpy(tokens.data(), data + sizeof(h), h.n_past * sizeof(int32_t));
     engine->check_tokens(tokens.data(), h.n_past, /*images=*/true);
-    if (h.delta > 0 || int64_t(h.n_past) + h.delta < 0) {
-        fail(LUCE_E_ARG, "the saved checkpoint's %u tokens take %d positions", h.n_past,
-             int(h.n_past) + h.delta);
+    const int64_t positions = int64_t(h.n_past) + h.delta;
+    if (positions < 0 || positions > 1 << 30 || (h.delta > 0 && !engine->params().cache.gaps)) {
+        fail(LUCE_E_ARG, "the saved checkpoint's %u tokens take %lld positions", h.n_past,
+             (long long) positions);
     }
     std::shared_ptr<Checkpoint> made(new Checkpoint(std::move(engine), std::move(tokens), h.delta),
                                      DeleteLocked());

@@ -34,6 +34,27 @@ uint32_t in_range(const char *what, uint32_t value, uint32_t fallback, uint32_t 
     return v;
 }
 
+constexpr bool GPU_SCORES = false; // a GPU has a kernel for row_scores
+
+// Fails where a model's verifies can keep no scores.
+void check_scores(const Model &model, uint32_t n_sequences) {
+    const char *path = model.file().path().c_str();
+    if (n_sequences != 1) {
+        fail(LUCE_E_ARG, "scores are of one sequence, and n_sequences is %u", n_sequences);
+    }
+    if (model.gpu() && !GPU_SCORES) {
+        fail(LUCE_E_UNSUPPORTED, "%s: scores of positions have no kernel on a GPU", path);
+    }
+    const std::vector<Block> &blocks = model.weights().blocks;
+    const bool any = std::any_of(blocks.begin(), blocks.end(), [](const Block &block) {
+        const Attention *a = block.attention();
+        return a != nullptr && a->has_cells() && a->shape.window == 0;
+    });
+    if (!any) {
+        fail(LUCE_E_UNSUPPORTED, "%s: no layer sees all positions, so that none can score them", path);
+    }
+}
+
 // Returns the engine's list of drafters as the caller asks for it.
 std::vector<DrafterUse> resolve_drafters(const Model &model, const luce_engine_params &params) {
     const std::vector<std::shared_ptr<const Drafter>> &known = model.weights().drafters;
@@ -82,6 +103,11 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     c.n_checkpoints = p->n_checkpoints;
     c.drafters = resolve_drafters(model, *p);
     c.n_top = p->n_top;
+    c.gaps = in_range("gaps", uint32_t(p->gaps), 0, 1) != 0;
+    c.scores = in_range("scores", uint32_t(p->scores), 0, 1) != 0;
+    if (c.scores) {
+        check_scores(model, c.n_sequences);
+    }
     c.n_rows = in_range("n_rows", p->n_rows, c.most_drafts() + 1, LUCE_MAX_ROWS);
     c.n_chunk = in_range("n_chunk", p->n_chunk, model.gpu() ? 2048 : 512, 4096);
     c.kv_type = kv_type_of(p->kv_type);

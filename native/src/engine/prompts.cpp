@@ -28,6 +28,7 @@ public:
 private:
     void check(const PromptItem &item) const;
     void check_images(const PromptItem &item) const;
+    void check_gaps(const PromptItem &item) const;
     std::vector<PromptPlace> places(const Piece &piece) const;
     void read(const std::vector<Piece> &pieces, bool tails);
     void step(StepKind kind, const Piece *pieces, size_t n);
@@ -48,6 +49,9 @@ void Prompts::check(const PromptItem &item) const {
     item.sequence->check_usable();
     if (item.n_images > 0) {
         check_images(item);
+    }
+    if (item.n_gaps > 0) {
+        check_gaps(item);
     }
     engine_.check_tokens(item.tokens, item.n, item.n_images > 0);
     if (item.n > c.n_chunk) {
@@ -99,14 +103,41 @@ void Prompts::check_images(const PromptItem &item) const {
     all_text(item.n);
 }
 
+void Prompts::check_gaps(const PromptItem &item) const {
+    constexpr int64_t MOST = 1 << 30;
+    const Timeline &line = item.sequence->line();
+    if (!engine_.params().cache.gaps) {
+        fail(LUCE_E_ARG, "the engine was opened without gaps: its prompts leave nothing out");
+    }
+    int64_t end = int64_t(line.n_past()) + line.delta() + item.n;
+    for (uint32_t i = 0; i < item.n_gaps; i++) {
+        const luce_gap &gap = item.gaps[i];
+        end += gap.n;
+        if (gap.at >= item.n || gap.n < 1 || (i > 0 && gap.at <= item.gaps[i - 1].at) || end > MOST) {
+            fail(LUCE_E_ARG,
+                 "gap %u leaves %u positions out ahead of token %u, expected 1 or more ahead of one of %u "
+                 "tokens, "
+                 "in order, and %lld positions at most",
+                 i, gap.n, gap.at, item.n, (long long) MOST);
+        }
+    }
+}
+
 // An image at p stands at time p; its rows have heights and widths from p on, and what follows stands behind the longer side.
 std::vector<PromptPlace> Prompts::places(const Piece &piece) const {
     const PromptItem &item = items_[piece.item];
     const Timeline &line = of(piece).line();
     std::vector<PromptPlace> places;
     const luce_image_span *span = item.images, *const end = span + item.n_images;
+    const luce_gap *gap = item.gaps, *const last_gap = gap + item.n_gaps;
+    while (gap < last_gap && gap->at < piece.first) { // an earlier piece has left them out
+        gap++;
+    }
     int32_t delta = line.delta();
-    for (uint32_t at = piece.first; item.n_images > 0 && at < piece.first + piece.n; at++) {
+    for (uint32_t at = piece.first; item.n_images + item.n_gaps > 0 && at < piece.first + piece.n; at++) {
+        if (gap < last_gap && gap->at == at) {
+            delta += int32_t((gap++)->n);
+        }
         const int32_t index = int32_t(line.n_past() + at - piece.first);
         while (span < end && at >= span->at + span->n) {
             span++;

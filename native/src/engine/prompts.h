@@ -12,6 +12,8 @@ struct PromptItem {
     bool last; // the prompt ends here
     const luce_image_span *images; // (n_images): what of the tokens is of images
     uint32_t n_images;
+    const luce_gap *gaps; // (n_gaps): where text was left out
+    uint32_t n_gaps;
 };
 
 // Does what luce.h says of luce_engine_prefill.

@@ -192,6 +192,21 @@ void Sequence::read_hidden(uint32_t row, float *out) {
     engine_->step().read_hidden(row_of_step(row), out);
 }
 
+void Sequence::read_scores(uint32_t n_best, float *out, uint32_t n) {
+    if (!engine_->params().cache.scores) {
+        fail(LUCE_E_ARG, "the engine was opened without scores");
+    }
+    row_of_step(0);
+    if (rows_ != Rows::verified) {
+        fail(LUCE_E_STATE, "the engine's last step was no verify: only that gives scores");
+    }
+    if (n < 1 || n > line_.n_past() + line_.n_verified()) {
+        fail(LUCE_E_ARG, "scores of %u positions, of which there are 1 to %u", n,
+             line_.n_past() + line_.n_verified());
+    }
+    engine_->step().read_scores(n_best, out, n);
+}
+
 const float *Sequence::logits(uint32_t row) {
     logits_.resize(engine_->n_vocab());
     read_logits(row, logits_.data());

@@ -27,6 +27,7 @@ public:
     void commit(const int32_t *path, uint32_t n);
     void read_logits(uint32_t row, float *out);
     void read_hidden(uint32_t row, float *out);
+    void read_scores(uint32_t n_best, float *out, uint32_t n); // luce_sequence_get_scores
     // Returns the logits in memory of the sequence's own, which the next call overwrites.
     const float *logits(uint32_t row);
     // does what luce.h says of luce_sequence_choose

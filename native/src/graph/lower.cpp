@@ -498,6 +498,15 @@ void Lowering::emit(int32_t node) {
                                 : attention(block ? ops::block_attention : ops::attention, n, nullptr, 0));
             break;
         }
+        case Op::row_scores: {
+            const Attends &attends = std::get<Attends>(n.params);
+            RowScoresArgs a{};
+            a.scale = attends.scale;
+            a.softcap = attends.shape->softcap;
+            const KvCells &cells = attends.kv.cells;
+            expand(ops::row_scores(ctx, {flat(n.in[0]), cells.k, in->ctl, pages_of(cells), n.w[0]}, a));
+            break;
+        }
         case Op::attend_committed: set(attention(ops::committed_attention, n, nullptr, 0)); break;
         case Op::conv: {
             const Recurs &r = std::get<Recurs>(n.params);

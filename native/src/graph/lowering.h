@@ -69,9 +69,11 @@ protected:
     // Prompts' cells in a pool, K or V of these cells, side by side {D*Hkv, n_kv}, of the type. With a window those that no row
     // sees may be missing.
     ggml_tensor *gathered(const KvCells &cells, ggml_tensor *pool, ggml_type type, uint32_t window = 0);
-    // The positions that RoPE turns a layer's rows to, where they have one each.
+    // The positions that RoPE turns a layer's rows to, where they have one each. A layer without axes turns rows of images by
+    // the index.
     ggml_tensor *positions_of(const AttentionShape &s) const {
-        return s.has_axes() && in->rope_positions != nullptr ? in->rope_positions : in->positions;
+        const bool others = in->rope_positions != nullptr && (s.has_axes() || plain.cache.params().gaps);
+        return others ? in->rope_positions : in->positions;
     }
     ggml_tensor *pages_of(const KvCells &cells) const { return cells.sliding ? in->window_pages : in->pages; }
     ggml_tensor *last_rows(ggml_tensor *x); // {n, T} -> {n, prompts}

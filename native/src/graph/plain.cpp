@@ -8,6 +8,7 @@ namespace luce {
 static int traits_of(Op op) {
     switch (op) {
         case Op::kv_write:
+        case Op::row_scores:
         case Op::norm_rope:
         case Op::compute:
         case Op::choose:
@@ -192,7 +193,15 @@ static float score_scale(const AttentionShape &s) {
 }
 Val attend(Val q, Val kv, const AttentionShape &s, bool block, ggml_tensor *sinks) {
     const KvLayer &layer = std::get<KvLayer>(kv.graph->at(kv).params);
-    return like(Op::attend, q, {q, kv}, one_or_none(sinks), Attends{&s, layer, score_scale(s), block});
+    const Attends attends{&s, layer, score_scale(s), block};
+    const std::vector<int32_t> readers = kv.graph->readers(kv.node);
+    const bool first = std::none_of(readers.begin(), readers.end(), [&](int32_t r) {
+        return kv.graph->nodes[size_t(r)].op == Op::row_scores; // of a layer that others share, its own
+    });
+    if (layer.cells.scores != nullptr && kv.graph->kind == StepKind::verify && first) {
+        like(Op::row_scores, q, {q, kv}, {layer.cells.scores}, attends);
+    }
+    return like(Op::attend, q, {q, kv}, one_or_none(sinks), attends);
 }
 Val attend_committed(Val q, const KvLayer &kv, const AttentionShape &s) {
     return like(Op::attend_committed, q, {q}, {}, AttendsCommitted{{&s, kv, score_scale(s), false}});

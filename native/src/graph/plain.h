@@ -61,6 +61,7 @@ enum class Op : uint8_t {
     // with a weight frequency i is divided by its value i
     kv_write, // k and v go into their cells. Its value stands for the cells, so that attention comes after it
     attend, // softmax(q K) V over what a row sees; with a weight its value h is one score more of head h, without a V
+    row_scores, // what each position has of its attention goes into the layer's scores
     attend_committed, // the same over committed positions alone, in cells that the step does not write
     conv, // DeltaNet's short convolution with SiLU, and its l2 norms
     delta_rule, // the gated delta rule over (qkv, alpha, beta)

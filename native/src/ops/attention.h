@@ -120,6 +120,19 @@ inline const auto &committed_attention = row<AttentionArgs>("committed_attention
     op.runs(cpu_attention, LUCE_CUDA(attention));
 });
 
+// What each position has of the attention of a step's rows.
+inline const auto &row_scores = row<RowScoresArgs>("row_scores", [](auto &op, auto &a) {
+    op.in(FIELD(q), {D * H, T});
+    op.matrix(FIELD(pool.k), {D, PAGE, Hkv, pages}).type(a.pool.type);
+    op.in(FIELD(ctl));
+    op.in(FIELD(pages), {ANY});
+    op.in(FIELD(scores), {cells, H});
+    op.dims(a.pool.Hkv, Hkv, a.pool.D, D, a.T, T, a.H, H, a.n, cells);
+    op.derive([](auto &args) { args.pool.v = args.pool.k; });
+    op.params(FIELD(scale), FIELD(softcap));
+    op.runs(cpu_row_scores, nullptr);
+});
+
 // Cells of a prefill's sequences, of k or of v, in order: in F16 on a GPU, in F16 or F32 on a CPU.
 inline const auto &kv_gather = row<KvGatherArgs>("kv_gather", [](auto &op, auto &a) {
     op.matrix(FIELD(pool.k), {D, PAGE, Hkv, pages}).type(a.pool.type);

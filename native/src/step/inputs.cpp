@@ -136,7 +136,8 @@ Batch::Batch(Region::Host host, const Cache &cache) : h_(host), cache_(cache) {
     h_.ctl->n_rows = 0;
 }
 
-// All that counts rows goes by the index: pages, masks, noise. RoPE alone goes by less behind an image.
+// All that counts rows goes by the index: pages, masks, noise. RoPE alone goes by less behind an image, and by more behind a
+// gap.
 void Batch::put_position(int32_t row, int32_t index, const Timeline &line) {
     h_.positions[row] = index;
     if (h_.rope_positions != nullptr) {
@@ -238,12 +239,16 @@ void Batch::add_prompt(const Timeline &line, const ChoiceCtl &choice, const int3
     for (uint32_t i = 0; i < n; i++) {
         h_.tokens[seq.row0 + int32_t(i)] = std::max(tokens[i], 0); // the names of rows of images are below -1
         put_position(seq.row0 + int32_t(i), seq.n_past + int32_t(i), line);
+        if (h_.rope_positions != nullptr && !places.empty()) {
+            h_.rope_positions[seq.row0 + int32_t(i)] = places[i].time;
+        }
     }
     for (uint32_t i = 0; i < n && h_.axes != nullptr; i++) {
         const int32_t at = seq.n_past + int32_t(i) + line.delta();
         places_.push_back(places.empty() ? PromptPlace{at, at, at, nullptr, line.delta()} : places[i]);
     }
-    images_ = images_ || !places.empty();
+    const auto of_image = [](const PromptPlace &place) { return place.row != nullptr; };
+    images_ = images_ || std::any_of(places.begin(), places.end(), of_image);
     h_.hidden_from[index] = line.hidden();
     h_.hidden_to[index] = cache_.keeps_hidden() ? line.next_hidden(0) : 0;
     h_.first_rows[index] = seq.row0;

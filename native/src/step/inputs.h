@@ -8,7 +8,8 @@
 
 namespace luce {
 
-// What a region has for images in prompts: nothing, positions of RoPE that lag behind the index, or of prompts' rows all axes.
+// What a region has for images and gaps in prompts: nothing, positions of RoPE that are not the index, or of prompts' rows all
+// axes.
 enum class Images { none, positions, rows };
 
 // A region holds the inputs of one kind of step: at most `rows` rows and `n_pages` page entries.
@@ -97,7 +98,7 @@ struct Regions {
     }
 };
 
-// Where a row of a prompt with images stands: its axes of RoPE, and the values of a row of an image, else null. Behind it
+// Where a row of a prompt with images or gaps stands: its axes of RoPE, and the values of a row of an image, else null. Behind it
 // positions of RoPE are the index plus `delta`.
 struct PromptPlace {
     int32_t time, height, width;
@@ -127,7 +128,8 @@ public:
     // Adds rows that only fill the step's width.
     void fill_up(uint32_t width);
     // Adds the next n tokens of a prompt, of at most MAX_PROMPTS. Its last row's choice is kept as the verify's of this
-    // index is: that of the first prompt as that of row 0. With images there is a place of each row; else places is empty.
+    // index is: that of the first prompt as that of row 0. With images or gaps there is a place of each row; else places is
+    // empty.
     void add_prompt(const Timeline &line, const ChoiceCtl &choice, const int32_t *tokens, uint32_t n,
                     const std::vector<PromptPlace> &places);
     // Comes behind the last prompt. Returns whether any has images. Their rows, of E values, are copied to `room`, which has

@@ -5,8 +5,10 @@
 
 #include <ggml-backend.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 namespace luce {
@@ -106,6 +108,32 @@ void Step::read_hidden(uint32_t row, float *out) {
     const float scale = float(1 / std::sqrt(squares / double(n) + model_.hparams().rms_eps));
     for (size_t i = 0; i < n; i++) {
         out[i] *= scale * weight[i];
+    }
+}
+
+void Step::read_scores(uint32_t n_best, float *out, uint32_t n) {
+    std::vector<std::vector<float>> heads; // of all layers, each of n positions
+    for (const Stage &stage : cache_.stages()) {
+        for (uint32_t il = stage.first; il < stage.end; il++) {
+            const ggml_tensor *scores = cache_.kv(il).scores;
+            for (int64_t h = 0; scores != nullptr && h < scores->ne[1]; h++) {
+                heads.emplace_back(n);
+                ggml_backend_tensor_get_async(stage.steps.get(), scores, heads.back().data(),
+                                              size_t(h) * scores->nb[1], n * sizeof(float));
+            }
+        }
+    }
+    synchronize();
+    const size_t best = n_best == 0 ? heads.size() : std::min<size_t>(n_best, heads.size());
+    std::vector<float> at(heads.size());
+    for (uint32_t p = 0; p < n; p++) {
+        std::transform(heads.begin(), heads.end(), at.begin(), [&](const auto &head) { return head[p]; });
+        std::partial_sort(at.begin(), at.begin() + long(best), at.end(), std::greater<float>());
+        double sum = 0;
+        for (size_t i = 0; i < best; i++) {
+            sum += at[i];
+        }
+        out[p] = float(sum / double(best));
     }
 }
 

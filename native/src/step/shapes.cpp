@@ -173,9 +173,10 @@ uint32_t Step::feed_width(uint32_t rows) const {
     return feed_bucket(rows, params_.cache.n_rows);
 }
 
-// Steps behind images want positions of RoPE, and prompts with them all axes.
+// Steps behind images or gaps want positions of RoPE, and prompts with images all axes.
 static Images images_of(const Cache &cache, bool prompts) {
-    return !cache.takes_images() ? Images::none : prompts ? Images::rows : Images::positions;
+    const Images steps = cache.takes_images() || cache.params().gaps ? Images::positions : Images::none;
+    return prompts && cache.takes_images() ? Images::rows : steps;
 }
 
 Regions::Regions(const Cache &cache, const EngineParams &p)

@@ -135,6 +135,9 @@ public:
     void read_logits(uint32_t row, float *out);
     // Reads the hidden state of a row of the last verify, after the output norm. It waits for the device.
     void read_hidden(uint32_t row, float *out);
+    // Reads the mean of the n_best largest scores of each of n positions, over the layers and heads of the last verify. It
+    // waits for the device.
+    void read_scores(uint32_t n_best, float *out, uint32_t n);
     uint64_t serial() const { return steps_; } // it numbers the last step
 
     // Every wait of an engine for its devices is one of these two: for all that is enqueued, or for an event, which is the
