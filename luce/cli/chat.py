@@ -13,6 +13,7 @@ import click
 
 from luce.cli import stdout
 from luce.cli.command import MAX_U32, CtrlC, Utf8, with_remedy
+from luce.cli.keeping import KEEPING, idle_keeping, scorer_of
 from luce.cli.options import (
     DRAFTING,
     EXPERTS,
@@ -41,6 +42,7 @@ from luce.images.sight import Placed, Sight
 from luce.model.loaded import Loaded, Settings
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
+from luce.prompts.scorer import Scorer
 from luce.text.parsers import parser_of
 from luce.text.pieces import Reasoning, Text
 from luce.text.prompt import BoundedTemplate, chat_template, opening_of, prompt_ids, thinks
@@ -77,7 +79,7 @@ QUOTE = '"""'
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens.  [default: 8192, or what was trained]",
 )
-@options(RUN, EXPERTS, MMPROJ, DRAFTING)
+@options(RUN, EXPERTS, MMPROJ, KEEPING, DRAFTING)
 def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     """Talk with a model. /help says what else can be done.
 
@@ -87,7 +89,8 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
       luce chat --hf OWNER/REPO --system "You are terse."
       luce chat --gguf model.gguf --mmproj mmproj.gguf
     """
-    if problem := misplaced(flags) or idle_sampling(flags) or idle_threads(flags) or idle_images(flags, hf):
+    idle = idle_sampling(flags) or idle_threads(flags) or idle_images(flags, hf) or idle_keeping(flags)
+    if problem := misplaced(flags) or idle:
         raise click.UsageError(problem)
     path = model_path(gguf, hf)
     flags["mmproj"] = mmproj_of(flags, hf)
@@ -99,18 +102,19 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
         for warning in files.warnings:
             display.warn(warning)
         ctx = flags["ctx"] or min(8192, files.facts.context_length or 8192)
-        asked = options_of(flags | {"ctx": ctx}, checkpoints=8)
+        asked = options_of(flags | {"ctx": ctx}, checkpoints=8, gaps=flags["prefill_keep"] is not None)
         with closing(template), ExitStack() as opened:
             if problem := idle_thinking(template, [{"role": "user", "content": "Hello"}], flags["think"]):
                 raise click.UsageError(problem)
             sight = opened.enter_context(seeing) if (seeing := sight_of(files, flags, display)) else None
             display.spin("loading the model")
+            scorer = opened.enter_context(found) if (found := scorer_of(files, flags, None)) else None
             with sight.beside() if sight else nullcontext():
                 loaded = opened.enter_context(Loaded(files, asked, Settings(asked, host_bytes=0), display.loading))
             display.clear()
             if sight:
                 sight.require_fit(loaded.engine.model)
-            talk = Talk(loaded, template, flags, display, sight)
+            talk = Talk(loaded, template, flags, display, sight, scorer)
             display.note(f"{files.facts.name or path.name}, a context of {loaded.info.n_ctx} tokens; /help")
             for said in lines(loaded.info.n_ctx * loaded.tokenizer.longest * NFC_SHRINKS):
                 if not talk.hear(said):
@@ -189,8 +193,10 @@ class Talk:
         flags: dict[str, Any],
         display: Display,
         sight: Sight | None = None,
+        scorer: Scorer | None = None,
     ):
         self._loaded, self._template, self._flags, self._display, self._sight = loaded, template, flags, display, sight
+        self._scorer = scorer
         self._pictures: list[Picture] = []  # of all messages, and then those of the next one
         self._shown = 0  # So many of them stand in messages.
         self._think: bool | None = flags["think"]
@@ -273,13 +279,17 @@ class Talk:
         if self._sight and self._pictures:
             placed = self._sight.placed(ids, image[1], self._pictures)
         ids = placed.tokens
+        kept = self._scorer.compressed(ids, flags["prefill_keep"]) if self._scorer else None
+        if kept:
+            ids = list(kept.of(ids))
         if len(ids) >= n_ctx:
             raise ContextFull(f"{len(ids)} tokens were said, a context of {n_ctx}")
         parser = parser_of(opening)
         thought, text, finished = "", "", None
         with CtrlC() as ctrl_c, quiet_keys():
             images = self._sight.shown(placed, lambda part: ctrl_c.pressed) if self._sight else ()
-            running = self._loaded.run(Request(tuple(ids), flags["max_tokens"], sampling_of(flags), images=images))
+            asked = tuple(ids), flags["max_tokens"], sampling_of(flags)
+            running = self._loaded.run(Request(*asked, images=images, compressed=kept))
             ctrl_c.on_press = running.cancel
             if ctrl_c.pressed:
                 running.cancel()

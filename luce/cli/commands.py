@@ -16,6 +16,7 @@ import luce
 from luce import native as _native
 from luce.cli import stdout
 from luce.cli.command import MAX_U32, Commands, CtrlC, FilePath, Utf8, text_file
+from luce.cli.keeping import KEEPING, compressed, idle_keeping
 from luce.cli.options import (
     DEVICE,
     DRAFTING,
@@ -128,7 +129,7 @@ def cli(version: bool) -> None:
 @click.option(
     "--special", is_flag=True, help="Take control tokens that PROMPT spells, like <|im_end|>, as such."
 )
-@options(IMAGES, DRAFTING)
+@options(IMAGES, KEEPING, DRAFTING)
 @click.option("--stop", "stops", multiple=True, type=Utf8(), help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one object at the end instead of the text.")
 @click.option("--jsonl", is_flag=True, help="Print an object for each event as it happens, a line each.")
@@ -173,7 +174,10 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
             require_supported(files.facts)
         for warning in files.warnings:
             display.warn(warning)
-        most = flags["ctx"] or files.facts.context_length or MAX_U32
+        trained = files.facts.context_length or MAX_U32
+        most = flags["ctx"] or trained
+        if flags["prefill_keep"] is not None:  # Only what is kept of it has to fit into --ctx.
+            most = trained
         text = read_prompt(prompt, most * files.tokenizer.longest * NFC_SHRINKS, flags["prompt_file"])
         sight = opened.enter_context(seeing) if (seeing := sight_of(files, flags, display)) else None
         pictures = [picture_of(sight, path) for path in flags["images"]] if sight else []
@@ -182,8 +186,12 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         display.spin("loading the model")
         ids = prompt_of(files, text, most, flags)
         placed = sight.placed(ids, marks(files.tokenizer)[1], pictures) if sight else None
-        request = make_request(files, fitting(placed.tokens if placed else ids, most, files, flags), flags)
-        asked, n_prompt = options_of(flags), len(request.prompt)
+        ids = fitting(placed.tokens if placed else ids, most, files, flags)
+        display.spin("choosing what is read") if flags["prefill_keep"] is not None else None
+        kept = compressed(files, ids, flags)
+        request = make_request(files, fitting(list(kept.of(ids)) if kept else ids, flags["ctx"] or most, files, flags), flags)
+        request = replace(request, compressed=kept)
+        asked, n_prompt = options_of(flags, gaps=kept is not None), len(request.prompt)
         how = Settings(asked), display.loading, n_prompt, request.max_tokens
         with sight.beside() if sight else nullcontext():
             loaded = opened.enter_context(Loaded(files, asked, *how))
@@ -220,7 +228,8 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
         return "--quiet and --verbose: give one of them"
     if flags["special"] and flags["chat"]:
         return "--special is for --raw: in a chat only the template spells control tokens"
-    return misplaced(flags) or idle_sampling(flags) or idle_threads(flags) or idle_images(flags, flags["hf"])
+    idle = idle_sampling(flags) or idle_threads(flags) or idle_images(flags, flags["hf"]) or idle_keeping(flags)
+    return misplaced(flags) or idle
 
 
 def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | None = None) -> str:

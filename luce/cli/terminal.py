@@ -152,16 +152,18 @@ _TRUNCATED = {"max_tokens": "cut at -n tokens", "context": "cut where the contex
 
 
 def summary_line(result: Finished) -> str:
-    """Returns "read 12 tokens in 0.30 s; wrote 64 in 2.10 s, 30.0 a second; 40 of 54 drafted tokens were
+    """Returns "read 12 tokens in 0.30 s, left 108 out; wrote 64 in 2.10 s, 30.0 a second; 40 of 54 drafted tokens were
     right; cut at -n tokens"."""
     stats = result.stats
     speed = "" if stats.tok_per_s is None else f", {stats.tok_per_s:.1f} a second"
     drafted = "nothing drafted"
     if stats.drafted:
         drafted = f"{stats.accepted} of {stats.drafted} drafted tokens were right"
+    kept = result.compressed
+    left_out = f", left {kept.total - kept.read} out (lossy)" if kept else ""
     end = _TRUNCATED.get(result.truncated_by or "", _ENDS.get(result.reason, result.reason))
     return (
-        f"read {result.prompt_tokens} tokens in {stats.prefill_s:.2f} s; "
+        f"read {result.prompt_tokens} tokens in {stats.prefill_s:.2f} s{left_out}; "
         f"wrote {len(result.tokens)} in {stats.decode_s:.2f} s{speed}; {drafted}; {end}"
     )
 

@@ -91,4 +91,4 @@ def _as_json(result: Finished, engine: Engine, options: Options) -> Mapping[str,
         "finish_reason": result.reason,
         "truncated_by": result.truncated_by,
         "stats": stats,
-    }
+    } | ({"prefill": result.compressed.as_json()} if result.compressed else {})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from luce.decode.request import Compressed
 from luce.decode.stats import Stats
 from luce.native.structs import Logprobs
 from luce.speculate.drafting import Round
@@ -75,7 +76,8 @@ class Finished:
     "context".
 
     `tokens` end with the end-of-text token or with the one that completed the stop string; `text` does not.
-    `cached` counts the prompt's tokens that a checkpoint held.
+    `cached` counts the prompt's tokens that a checkpoint held. `prompt_tokens` were read; `compressed` says what of the
+    whole prompt they are, where text was left out.
     """
 
     reason: str
@@ -85,6 +87,7 @@ class Finished:
     stats: Stats
     truncated_by: str | None = None
     cached: int = 0
+    compressed: Compressed | None = None
 
 
 @dataclass(frozen=True)

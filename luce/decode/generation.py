@@ -88,6 +88,7 @@ class Generation:
         self._tally = Tally(source.name if source else "plain")
         self._cached = self._read = 0  # So many tokens of the prompt a checkpoint held, and are committed.
         self._chunk_end = 0  # The chunk that is being read ends there.
+        self._gaps = request.gaps
         self._ends: Items[int] = ()  # Chunks have to end there, and at the prompt's end.
         self._events = list[Event]()  # They are of the call that runs.
         self._limits = Limits(0, 0)
@@ -117,7 +118,8 @@ class Generation:
         if not tokens:
             return None
         spans = (image.span(begin, self._chunk_end) for image in self._request.images)
-        return Prompt(self.sequence, tokens, self._chunk_end == len(prompt), tuple(filter(None, spans)))
+        gaps = tuple((at - begin, n) for at, n in self._gaps if begin <= at < self._chunk_end)
+        return Prompt(self.sequence, tokens, self._chunk_end == len(prompt), tuple(filter(None, spans)), gaps)
 
     @property
     def drafts(self) -> Drafts | None:
@@ -236,7 +238,7 @@ class Generation:
             raise ContextFull(f"a prompt of {len(prompt)} tokens, a context of {n_ctx}")
         self._tally.began = self._clock()
         if self._prefixes:
-            self._cached = self._read = self._prefixes.resume(self.sequence, prompt)
+            self._cached = self._read = self._prefixes.resume(self.sequence, self._request.key)
         else:
             self.sequence.reset()
         self._chooser.begin()
@@ -254,7 +256,7 @@ class Generation:
         prompt, end = self._request.prompt, self._chunk_end
         self._read = end
         if self._prefixes and end in self._ends:
-            self._prefixes.reached(self.sequence, prompt)
+            self._prefixes.reached(self.sequence, self._request.key)
         self._events.append(Prefilled(end, len(prompt)))
         if end < len(prompt):
             return State.PREFILL
@@ -361,7 +363,8 @@ class Generation:
         output, prompt = self._output, len(self._request.prompt)
         stats = self._tally.stats(self._clock(), max(len(output.tokens) - 1, 0))
         tokens = tuple(output.tokens)
-        return Finished(output.reason, output.text, tokens, prompt, stats, output.truncated_by, self._cached)
+        ended = output.reason, output.text, tokens, prompt, stats, output.truncated_by
+        return Finished(*ended, self._cached, self._request.compressed)
 
 
 def _require_within(draft: Draft, limits: Limits) -> None:

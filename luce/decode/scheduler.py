@@ -229,7 +229,7 @@ class Scheduler:
                 job = self._waiting[0]
             try:
                 cache = None if job.request.reads else self._cache  # Else no kept beginning is of use.
-                if cache and not cache.fetch(job.request.prompt, wait=not self._jobs):
+                if cache and not cache.fetch(job.request.key, wait=not self._jobs):
                     return
             except Exception as error:
                 self._turn_away(job, _defect(error))

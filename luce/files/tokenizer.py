@@ -122,6 +122,11 @@ class Tokenizer:
         """Returns the vocabulary's own spelling of an id: "<|im_end|>", "Ġthe"."""
         return str(self._tokens[self._checked(token)])
 
+    @property
+    def added_ids(self) -> list[int]:
+        """Returns the ids of control and user-defined tokens, which no text is cut into."""
+        return [index for index, kind in enumerate(self._types) if kind in _ADDED]
+
     def added(self, spelled: str) -> int | None:
         """Returns the id of a control or user-defined token, or None where there is none spelled so."""
         token = self._bpe.token_to_id(spelled)
@@ -190,6 +195,22 @@ class Tokenizer:
         if not 0 <= token < self.n_vocab:
             raise ArgumentError(f"token {token} is not one of {self.n_vocab}")
         return token
+
+
+def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """Says where the tokenizers of two files differ, in what decides which ids a text has; None where they do not."""
+    for name in ("model", "pre", "tokens", "token_type", "merges"):
+        key = f"tokenizer.ggml.{name}"
+        a, b = ours.get(key), theirs.get(key)
+        if a == b:
+            continue
+        if isinstance(a, list) and isinstance(b, list):
+            if len(a) != len(b):
+                return f"key {key} has {len(b)} entries, and {len(a)} in the model's file"
+            at = next(at for at, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
+            return f"entry {at} of key {key} is {b[at]!r:.40}, and {a[at]!r:.40} in the model's file"
+        return f"key {key} is {b!r:.40}, and {a!r:.40} in the model's file"
+    return None
 
 
 def _token_types(metadata: Mapping[str, Any], count: int) -> list[int]:

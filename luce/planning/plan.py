@@ -48,7 +48,7 @@ class Options:
 
     `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
     or assistant in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree,
-    1..MAX_BUDGET. With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
+    1..MAX_BUDGET. With `gaps` prompts may leave text out. With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
     """
 
     device: str | None = None
@@ -65,6 +65,7 @@ class Options:
     gamma: int | None = None
     budget: int | None = None
     part: int = 0
+    gaps: bool = False
 
     @property
     def resolved_spec(self) -> str:
@@ -199,6 +200,7 @@ class Plan:
     cpu_experts: int
     draft: Drafting
     reasons: Mapping[str, str]
+    gaps: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reasons", MappingProxyType(dict(self.reasons)))
@@ -233,6 +235,7 @@ class Plan:
             n_chunk=self.chunk,
             n_threads=self.threads,
             kv_type=self.kv_type,
+            gaps=int(self.gaps),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -279,6 +282,7 @@ def plan(
         pages=options.pages or 0,
         cpu_experts=cpu_experts,
         draft=drafting,
+        gaps=options.gaps,
         reasons={
             "device": asked if options.device else "a CUDA device if there is one, else the CPU",
             "ctx": why_ctx,

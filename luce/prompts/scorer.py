@@ -1,0 +1,133 @@
+"""A small model that says how important each position of a long prompt is to what follows it.
+
+It reads the whole prompt, and a few tokens that it would answer itself. What the last rows of the prompt and those tokens
+attend to, in the layers that see all positions, is what an answer is likely to need. So does "Speculative Prefill" (Liu,
+Chen, Zhang; 2025), which takes the largest share that any layer and head gives a position; that a few tokens of a draft
+answer tell more than the prompt's end alone is what "SpecKV" (Galim and others; 2025) and "Lookahead Q-Cache" (Wang and
+others; 2025) found of caches that drop entries. luce takes the mean of the HEADS largest shares (luce.h:
+luce_sequence_get_scores), since the largest alone is often that of one head which looks for something else.
+
+The scorer has an engine of its own, so the model that answers needs to know nothing of it but the positions that it
+leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from luce.decode.request import Compressed
+from luce.errors import ArgumentError, ContextFull, UnsupportedError, about
+from luce.files.tokenizer import Tokenizer, difference
+from luce.native import Engine, File, Model, Rows
+from luce.native.structs import EngineParams
+from luce.prompts.spans import Marks, budget_of, chosen, marked, pooled
+from luce.text.dialects import dialect_of_turns
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ROWS = 16  # So many last tokens of the prompt are asked what they attend to,
+AHEAD = 8  # and so many that follow it.
+HEADS = 8  # A position is as important as the mean of so many heads says that find it most so.
+
+
+class Scorer:
+    """The scorer of the file at `path`, for prompts of `ctx` tokens at most (None: as long as it was trained for), whose
+    tokens are those of `tokenizer`, which `metadata` describes. It is a context manager, and any thread may use it, one
+    at a time. Raises what opening the file raises, and UnsupportedError where its tokenizer is another."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        metadata: Mapping[str, Any],
+        ctx: int | None = None,
+        device: str | None = None,
+        threads: int = 0,
+    ):
+        with ExitStack() as opened:
+            file = opened.enter_context(File(path))
+            with about(file.path):
+                if found := difference(metadata, file.kv):
+                    raise UnsupportedError(f"it cannot score prompts of this model: {found}")
+            model = opened.enter_context(Model(file, device or "auto"))
+            trained = model.info.n_ctx_train
+            if ctx is not None and ctx > trained:
+                said = f"{path} was trained for {trained} tokens, and the prompt has {ctx}"
+                raise ContextFull(f"{said}: a scorer has to read all of it")
+            params = EngineParams(
+                n_ctx=min((ctx or trained) + AHEAD, trained), n_rows=ROWS + AHEAD, n_threads=threads, scores=1
+            )
+            self._engine = opened.enter_context(Engine(model, params))
+            self._sequence = opened.enter_context(self._engine.sequence())
+            self._opened = opened.pop_all()
+        self.name, self.n_ctx = Path(path).name, self._engine.info.n_ctx
+        self._tokenizer, self._lock = tokenizer, Lock()
+        dialect = dialect_of_turns(tokenizer.control)
+        self._marks = Marks(
+            frozenset(tokenizer.added_ids),
+            tokenizer.control.get(dialect.turn[0], -1),
+            frozenset(token for token in range(tokenizer.n_vocab) if b"\n" in tokenizer.bytes_of(token)),
+        )
+
+    def compressed(self, tokens: Sequence[int], keep: float) -> Compressed:
+        """Returns what of a prompt is read where that is to be the share `keep` of it, above 0 and at most 1. Raises
+        ContextFull where it is too long for the scorer, and what a step raises."""
+        if not 0 < keep <= 1:
+            raise ArgumentError(f"the share of a prompt that is kept is {keep:g}: it is above 0 and at most 1")
+        budget = budget_of(len(tokens), keep)
+        lines = marked(tokens, self._marks, self._messages(tokens), budget)
+        spans = [(0, len(tokens))]
+        if budget < len(tokens) and not all(line.stays for line in lines):
+            spans = chosen(lines, pooled(self.scores(tokens).tolist()), budget)
+        return Compressed(self.name, keep, len(tokens), tuple(spans))
+
+    def scores(self, tokens: Sequence[int]) -> np.ndarray:
+        """Returns how important each token of a prompt is: F32 (n,)."""
+        if len(tokens) > self.n_ctx:
+            raise ContextFull(f"a prompt of {len(tokens)} tokens, and a scorer with a context of {self.n_ctx}")
+        if min(tokens) < 0:
+            raise UnsupportedError("a prompt with images cannot be compressed: the scorer sees none")
+        with self._lock:
+            sequence, chunk = self._sequence, self._engine.info.n_chunk
+            sequence.reset()
+            first = max(len(tokens) - ROWS, 0)
+            for at in range(0, first, chunk):
+                sequence.prefill(tokens[at : min(at + chunk, first)], last=False)
+            rows = list(tokens[first:])
+            most = min(AHEAD, self.n_ctx - len(tokens))
+            for _ in range(most + 1):  # Nothing is committed: each step has all rows again.
+                (choices,) = self._engine.verify([Rows(sequence, rows)])
+                if isinstance(choices, Exception):
+                    raise choices
+                if choices[-1] in self._tokenizer.eos_ids or len(rows) == ROWS + most:
+                    break
+                rows.append(choices[-1])
+            return sequence.scores(len(tokens), HEADS)
+
+    def cancel(self) -> None:
+        """Makes what runs raise Cancelled. A signal handler may call it."""
+        self._engine.cancel()
+
+    def _messages(self, tokens: Sequence[int]) -> list[int]:
+        """Returns where messages of users begin, and of tools."""
+        begins = (at for at, token in enumerate(tokens) if token == self._marks.turn)
+        return [at for at in begins if self._names_user(tokens[at + 1 : at + 5])]
+
+    def _names_user(self, tokens: Sequence[int]) -> bool:
+        said = self._tokenizer.decode(tokens)
+        return said.startswith(("user", "tool"))
+
+    def close(self) -> None:
+        """Frees all of it; a second call does nothing."""
+        self._opened.close()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
