@@ -187,10 +187,11 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         ids = prompt_of(files, text, most, flags)
         placed = sight.placed(ids, marks(files.tokenizer)[1], pictures) if sight else None
         ids = fitting(placed.tokens if placed else ids, most, files, flags)
-        display.spin("choosing what is read") if flags["prefill_keep"] is not None else None
-        kept = compressed(files, ids, flags)
-        request = make_request(files, fitting(list(kept.of(ids)) if kept else ids, flags["ctx"] or most, files, flags), flags)
-        request = replace(request, compressed=kept)
+        if flags["prefill_keep"] is not None:
+            display.spin("choosing what is read")
+        if kept := compressed(files, ids, flags):
+            ids = fitting(list(kept.of(ids)), flags["ctx"] or trained, files, flags)
+        request = replace(make_request(files, ids, flags), compressed=kept)
         asked, n_prompt = options_of(flags, gaps=kept is not None), len(request.prompt)
         how = Settings(asked), display.loading, n_prompt, request.max_tokens
         with sight.beside() if sight else nullcontext():

@@ -85,7 +85,8 @@ class Request:
     `reads` asks for the prompt alone, and no token follows: "scores" are the logprobs of its own tokens,
     "vector" is the mean of its hidden states.
 
-    `compressed` says that the prompt is what is read of a longer one: each token keeps the position that it had there."""
+    `compressed` says that the prompt is what is read of a longer one: each token keeps the position that it had
+    there."""
 
     prompt: tuple[int, ...]
     max_tokens: int | None = None

@@ -34,9 +34,10 @@ class Settings:
     options: Options = field(default_factory=Options)
     head: Path | None = None
     drafter: Path | None = None
-    mmproj: Path | None = None  # Of the server alone, as what follows: others open towers themselves.
+    mmproj: Path | None = None  # Of the server alone, as what follows: others open towers and scorers themselves.
     image_tokens: int | None = None
     image_urls: tuple[str, ...] = ()
+    scorer: Path | None = None
     host_bytes: int | None = None
     cache_dir: Path | None = None
     disk_bytes: int = 32 << 30

@@ -420,9 +420,9 @@ class Sequence(Handle):
         return out
 
     def scores(self, n: int, n_best: int = 0) -> np.ndarray:
-        """Returns F32 (n,) how much of the attention of the last verify's rows each of the first n positions had: the mean
-        of the `n_best` layers and heads that gave it most, or with 0 of all. ArgumentError: the engine has no `scores`.
-        Raises StateError where the engine has run another step since."""
+        """Returns F32 (n,) how much of the attention of the last verify's rows each of the first n positions had: the
+        mean of the `n_best` layers and heads that gave it most, or with 0 of all. ArgumentError: the engine has no
+        `scores`. Raises StateError where the engine has run another step since."""
         import numpy as np
 
         out = np.empty(n, np.float32)

@@ -48,7 +48,8 @@ class Options:
 
     `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
     or assistant in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree,
-    1..MAX_BUDGET. With `gaps` prompts may leave text out. With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
+    1..MAX_BUDGET. With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
+    With `gaps` prompts may leave text out.
     """
 
     device: str | None = None

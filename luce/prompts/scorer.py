@@ -1,11 +1,11 @@
 """A small model that says how important each position of a long prompt is to what follows it.
 
-It reads the whole prompt, and a few tokens that it would answer itself. What the last rows of the prompt and those tokens
-attend to, in the layers that see all positions, is what an answer is likely to need. So does "Speculative Prefill" (Liu,
-Chen, Zhang; 2025), which takes the largest share that any layer and head gives a position; that a few tokens of a draft
-answer tell more than the prompt's end alone is what "SpecKV" (Galim and others; 2025) and "Lookahead Q-Cache" (Wang and
-others; 2025) found of caches that drop entries. luce takes the mean of the HEADS largest shares (luce.h:
-luce_sequence_get_scores), since the largest alone is often that of one head which looks for something else.
+It reads the whole prompt, and a few tokens that it would answer itself. What the last rows of the prompt and those
+tokens attend to, in the layers that see all positions, is what an answer is likely to need. "Speculative Prefill"
+(Liu, Chen, Zhang; 2025) does so, and takes the largest share that any layer and head gives a position. That a draft of
+the answer tells more than the prompt's end alone is what "SpecKV" (Galim and others; 2025) and "Lookahead Q-Cache" (Wang
+and others; 2025) found of caches that drop entries. luce takes the mean of the HEADS largest shares (luce.h:
+luce_sequence_get_scores), since the largest alone is often of one head that looks for something else.
 
 The scorer has an engine of its own, so the model that answers needs to know nothing of it but the positions that it
 leaves out.
@@ -13,14 +13,14 @@ leaves out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from luce.decode.request import Compressed
-from luce.errors import ArgumentError, ContextFull, UnsupportedError, about
+from luce.errors import ArgumentError, Cancelled, ContextFull, UnsupportedError, about
 from luce.files.tokenizer import Tokenizer, difference
 from luce.native import Engine, File, Model, Rows
 from luce.native.structs import EngineParams
@@ -36,9 +36,9 @@ HEADS = 8  # A position is as important as the mean of so many heads says that f
 
 
 class Scorer:
-    """The scorer of the file at `path`, for prompts of `ctx` tokens at most (None: as long as it was trained for), whose
-    tokens are those of `tokenizer`, which `metadata` describes. It is a context manager, and any thread may use it, one
-    at a time. Raises what opening the file raises, and UnsupportedError where its tokenizer is another."""
+    """The scorer of the file at `path`, for prompts of `ctx` tokens at most (None: as long as it was trained for),
+    whose tokens are those of `tokenizer`, which `metadata` describes. It is a context manager, and any thread may use
+    it, one at a time. Raises what opening the file raises, and UnsupportedError where its tokenizer is another."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Scorer:
             self._opened = opened.pop_all()
         self.name, self.n_ctx = Path(path).name, self._engine.info.n_ctx
         self._tokenizer, self._lock = tokenizer, Lock()
+        self._last: tuple[tuple[int, ...], np.ndarray] | None = None  # Several answers to one prompt need them once.
         dialect = dialect_of_turns(tokenizer.control)
         self._marks = Marks(
             frozenset(tokenizer.added_ids),
@@ -74,29 +75,37 @@ class Scorer:
             frozenset(token for token in range(tokenizer.n_vocab) if b"\n" in tokenizer.bytes_of(token)),
         )
 
-    def compressed(self, tokens: Sequence[int], keep: float) -> Compressed:
-        """Returns what of a prompt is read where that is to be the share `keep` of it, above 0 and at most 1. Raises
-        ContextFull where it is too long for the scorer, and what a step raises."""
+    def compressed(
+        self, tokens: Sequence[int], keep: float, cancelled: Callable[[], bool] = lambda: False
+    ) -> Compressed:
+        """Returns what of a prompt is read where that is to be the share `keep` of it, above 0 and at most 1.
+        `cancelled` is asked between steps. Raises ContextFull where it is too long for the scorer, Cancelled, and what
+        a step raises."""
         if not 0 < keep <= 1:
             raise ArgumentError(f"the share of a prompt that is kept is {keep:g}: it is above 0 and at most 1")
         budget = budget_of(len(tokens), keep)
         lines = marked(tokens, self._marks, self._messages(tokens), budget)
         spans = [(0, len(tokens))]
         if budget < len(tokens) and not all(line.stays for line in lines):
-            spans = chosen(lines, pooled(self.scores(tokens).tolist()), budget)
+            spans = chosen(lines, pooled(self.scores(tokens, cancelled).tolist()), budget)
         return Compressed(self.name, keep, len(tokens), tuple(spans))
 
-    def scores(self, tokens: Sequence[int]) -> np.ndarray:
+    def scores(self, tokens: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> np.ndarray:
         """Returns how important each token of a prompt is: F32 (n,)."""
         if len(tokens) > self.n_ctx:
             raise ContextFull(f"a prompt of {len(tokens)} tokens, and a scorer with a context of {self.n_ctx}")
         if min(tokens) < 0:
             raise UnsupportedError("a prompt with images cannot be compressed: the scorer sees none")
         with self._lock:
+            asked = tuple(tokens)
+            if self._last and self._last[0] == asked:
+                return self._last[1]
             sequence, chunk = self._sequence, self._engine.info.n_chunk
             sequence.reset()
             first = max(len(tokens) - ROWS, 0)
             for at in range(0, first, chunk):
+                if cancelled():
+                    raise Cancelled("cancelled")
                 sequence.prefill(tokens[at : min(at + chunk, first)], last=False)
             rows = list(tokens[first:])
             most = min(AHEAD, self.n_ctx - len(tokens))
@@ -107,11 +116,8 @@ class Scorer:
                 if choices[-1] in self._tokenizer.eos_ids or len(rows) == ROWS + most:
                     break
                 rows.append(choices[-1])
-            return sequence.scores(len(tokens), HEADS)
-
-    def cancel(self) -> None:
-        """Makes what runs raise Cancelled. A signal handler may call it."""
-        self._engine.cancel()
+            self._last = asked, sequence.scores(len(tokens), HEADS)
+            return self._last[1]
 
     def _messages(self, tokens: Sequence[int]) -> list[int]:
         """Returns where messages of users begin, and of tools."""

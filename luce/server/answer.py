@@ -13,13 +13,13 @@ from time import monotonic
 from typing import Any
 
 from luce.decode.events import Embedded, Event, Failed, Finished, Scored, Started, Tokens
-from luce.decode.request import Request
+from luce.decode.request import Compressed, Request
 from luce.decode.scheduler import Job
 from luce.errors import ArgumentError, Busy, Cancelled, ContextFull, Error
 from luce.images.sight import Placed
 from luce.model.answer import stop_of
 from luce.native.structs import Logprobs, Penalties, Sampling
-from luce.server.ask import Ask, Refused, TooLong
+from luce.server.ask import Ask, Refused, TooLong, refuse
 from luce.server.models import Served
 from luce.server.watch import Watch
 from luce.text.dialects import QWEN, Opening
@@ -49,13 +49,15 @@ class Silence:
 @dataclass
 class Usage:
     """These are the tokens of a request. `cached` counts those of its prompt that were not read again, and `again`
-    those that were, although an earlier prompt began with them too."""
+    those that were, although an earlier prompt began with them too. Beside `prompt` `left_out` tokens of it were not
+    read at all; None: all are."""
 
     prompt: int = 0
     cached: int = 0
     again: int = 0
     completion: int = 0
     reasoning: int = 0
+    left_out: int | None = None
 
 
 class Answer:
@@ -72,6 +74,7 @@ class Answer:
         self.stop_string: str | None = None
         self.created = int(time.time())
         self.finished: Finished | None = None
+        self._compressed: Compressed | None = None
         self._watch = watch
         self._began = time.perf_counter()
         self._first = self._last = 0.0  # Its first and its last tokens came at these times.
@@ -100,6 +103,8 @@ class Answer:
         n_ctx, new = self.model.info.n_ctx, self.ask.max_tokens
         if not prompt:
             raise Refused(400, "the prompt is empty", param=self._param)
+        if self.ask.keep is not None:
+            prompt = await self._compress(prompt)
         if len(prompt) > n_ctx:
             raise TooLong(len(prompt), n_ctx)
         self.usage.prompt = len(prompt)
@@ -127,6 +132,7 @@ class Answer:
                     grammar=grammar,
                     logprobs=self.ask.logprobs,
                     images=images,
+                    compressed=self._compressed,
                 )
                 self._requests.append(request)
         except Error as error:
@@ -150,6 +156,19 @@ class Answer:
             self._holds = False
             self.model.users -= 1
 
+    async def _compress(self, prompt: list[int]) -> list[int]:
+        """Returns what is read of the prompt. Raises Refused where nothing can choose it."""
+        ask = self.ask
+        if ask.embeds or ask.scored is not None or ask.echo:
+            raise refuse("prefill: what is said of the whole prompt is said of a prompt that is read whole", "prefill")
+        kept = self._compressed = await self.model.compressed(prompt, ask.keep or 1.0, ask.scorer)
+        self.usage.left_out = kept.total - kept.read
+        return list(kept.of(prompt))
+
+    def prefill(self) -> dict[str, Any]:
+        """Returns {"prefill": what of the prompt was read}, or nothing where that is all of it."""
+        return {"prefill": self._compressed.as_json()} if self._compressed else {}
+
     @property
     def _param(self) -> str:
         """Returns the field that has the prompt."""
@@ -163,7 +182,7 @@ class Answer:
             if isinstance(ask.prompt, str):
                 return await self.model.raw_prompt(ask.prompt, ask.special, ask.add_bos)
             n_vocab = self.model.tokenizer.n_vocab
-            if len(ask.prompt) > self.model.info.n_ctx:
+            if len(ask.prompt) > self.model.info.n_ctx and ask.keep is None:
                 raise TooLong(len(ask.prompt), self.model.info.n_ctx)
             if ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < n_vocab:
                 raise Refused(400, f"a token is none of {n_vocab}", param=self._param)

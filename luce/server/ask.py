@@ -74,7 +74,9 @@ class Ask:
     ended the text in it. Thoughts have at most `budget` tokens before they are ended; None leaves it to the
     model; `thoughts` says where they are told. With `continues`, the last message is the assistant's, and the
     answer goes on behind it. Thinking that is asked for `outright` is on or off whatever the template reads
-    (text/thinking.py). `size` is that of its body in bytes, which says about how long its prompt takes to make.
+    (text/thinking.py). `keep` is the share of the
+    prompt that is read, and None reads it whole; `scorer` is the model that has to choose it, where one is named.
+    `size` is that of its body in bytes, which says about how long its prompt takes to make.
     """
 
     model: str
@@ -94,6 +96,8 @@ class Ask:
     stream: bool = False
     ignore_eos: bool = False
     budget: int | None = None
+    keep: float | None = None
+    scorer: str | None = None
     continues: bool = False
     outright: bool = True
     size: int = 0
@@ -106,6 +110,17 @@ class Ask:
     embeds: bool = False
     keeps_stop: bool = False
     thoughts: Thoughts = "apart"
+
+
+def keep_of(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns what an Ask has of a body's `prefill`, whose `model` is the only one that there is."""
+    if given is None:
+        return {}
+    keep: Any = given.get("keep")
+    if type(keep) not in (int, float) or not 0 < keep <= 1:
+        raise refuse(f"prefill.keep is {keep!r}: it is the share of the prompt that is read, above 0 and at most 1",
+                     "prefill.keep")  # fmt: skip
+    return {"keep": float(keep), "scorer": typed(given.get("model"), str | None, "prefill.model")}
 
 
 def budget_of(given: Any, param: str) -> int | None:

@@ -16,6 +16,7 @@ import click
 
 from luce import native as _native
 from luce.cli.command import MAX_U32, FilePath, Finite, Interrupted
+from luce.cli.keeping import PREFILL_MODEL
 from luce.cli.options import (
     DRAFTING,
     EXPERTS,
@@ -190,7 +191,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     metavar="SECONDS",
     help="Let requests end for so long after SIGTERM, while no others are taken.",
 )
-@options(RUN, EXPERTS, MMPROJ, DRAFTING)
+@options(RUN, EXPERTS, MMPROJ, PREFILL_MODEL, DRAFTING)
 @click.option(
     "--allow-image-urls",
     "image_urls",
@@ -221,7 +222,7 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     if hf is not None:
         models = {**models, hf: fetched(hf)}
     models = models or {"box": BOX}
-    if problem := contradiction(models, flags) or idle_sight(models, flags, hf):
+    if problem := contradiction(models, flags) or beside_one(models, flags, hf):
         raise click.UsageError(problem)
     flags["mmproj"] = mmproj_of(flags, hf)
     if flags["alias"]:
@@ -309,10 +310,14 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
     return misplaced(flags) or idle_threads(flags)
 
 
-def idle_sight(models: Mapping[str, Path], flags: Mapping[str, Any], hf: str | None) -> str | None:
-    """Says the same of options of images."""
+def beside_one(models: Mapping[str, Path], flags: Mapping[str, Any], hf: str | None) -> str | None:
+    """Says the same of what is opened beside a model: towers and scorers."""
     if flags["mmproj"] is not None and len(models) > 1:
         return "--mmproj is the tower of one model: serve that one alone"
+    if flags["prefill_model"] is not None and flags["mmproj"] is not None:
+        return "--mmproj and --prefill-model: give one of them, since a prompt with images is read whole"
+    if flags["prefill_model"] is not None and len(models) > 1:
+        return "--prefill-model reads for one model: serve that one alone"
     if flags["image_urls"] and flags["mmproj"] is None:
         return "--allow-image-urls needs --mmproj, the file of the model's vision tower"
     return idle_images(flags, hf)
@@ -327,6 +332,7 @@ def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settin
         checkpoints=flags["checkpoints"],
         pages=flags["pages"],
         chunk=flags["chunk"],
+        gaps=flags["prefill_model"] is not None,
     )
     ram = flags["cache_ram"]
     return Settings(
@@ -336,6 +342,7 @@ def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settin
         mmproj=flags["mmproj"],
         image_tokens=flags["image_tokens"],
         image_urls=flags["image_urls"],
+        scorer=flags["prefill_model"],
         host_bytes=None if ram is None else int(ram * GIB),
         cache_dir=flags["cache_dir"],
         disk_bytes=int(flags["cache_disk"] * GIB),

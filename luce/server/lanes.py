@@ -60,6 +60,7 @@ GRAMMARS = (Lane("luce-grammar", SHORT), Lane("luce-large-grammar", float("inf")
 FETCHED = Lane("luce-fetched", float("inf"), threads=8)  # Images come from elsewhere.
 PICTURES = Lane("luce-pictures", float("inf"))  # Images are opened.
 IMAGES = Lane("luce-images", float("inf"))  # One is encoded after the other, on all of a model's threads.
+SCORES = Lane("luce-scores", float("inf"))  # A scorer reads one prompt after the other.
 
 
 def fitting(lanes: Sequence[Lane], cost: float) -> Lane:

@@ -15,17 +15,20 @@ from threading import Event as Flag
 from typing import Any, TypeVar
 
 from luce.decode.events import Event, Failed, Finished
+from luce.decode.request import Compressed
 from luce.errors import ArgumentError, Cancelled, DeviceError, Error, OutOfMemory, about
 from luce.images.fetching import Allowed
 from luce.images.opening import ImageError, image_size
 from luce.images.sight import Placed, Shown, Sight, marks_of
 from luce.model.defaults import penalties_of, sampling_of, with_defaults
 from luce.model.loaded import Loaded, Settings, in_thread_of
+from luce.model.options import MAX_U32
 from luce.planning import cpus
 from luce.planning.opened import Files
 from luce.prompts.cache import PrefixCache
-from luce.server.ask import Ask, Message, Refused, TooLong
-from luce.server.lanes import FETCHED, GRAMMARS, IMAGES, LARGE, MESSAGE, PICTURES, SHORT, Lane, fitting
+from luce.prompts.scorer import Scorer
+from luce.server.ask import Ask, Message, Refused, TooLong, refuse
+from luce.server.lanes import FETCHED, GRAMMARS, IMAGES, LARGE, MESSAGE, PICTURES, SCORES, SHORT, Lane, fitting
 from luce.text.conversation import ordered
 from luce.text.infill import Gap, infill_ids
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
@@ -82,6 +85,13 @@ class Served:
                     log.warning(warning)
                 with about(path):
                     self._image = marks_of(files.tokenizer.control.get)
+            self._scorer: Scorer | None = None
+            if settings.scorer is not None:
+                longest = min(files.facts.context_length or MAX_U32, COUNTED * loaded.info.n_ctx)
+                how = options.device, options.threads or 0
+                self._scorer = opened.enter_context(
+                    Scorer(settings.scorer, files.tokenizer, files.file.kv, longest, *how)
+                )
             self.cache: PrefixCache | None = loaded.cache
             self.engine, self.scheduler = loaded.engine, loaded.scheduler
             self.info, self.tokenizer, self.facts = loaded.info, loaded.tokenizer, loaded.facts
@@ -132,6 +142,20 @@ class Served:
             return await self._in(IMAGES, lambda: sight.shown(placed, lambda part: gone.is_set()))
         finally:
             gone.set()  # Where the client left, or the server ends, the encode ends too.
+
+    async def compressed(self, prompt: Sequence[int], keep: float, name: str | None) -> Compressed:
+        """Returns what is read of a prompt. Raises Refused where the server has no scorer, or none of that name."""
+        scorer, gone = self._scorer, Flag()
+        if scorer is None:
+            raise refuse("prefill: the server was started without --prefill-model, and reads prompts whole", "prefill")
+        if name not in (None, scorer.name):
+            raise refuse(f"prefill.model is {name!r}: the server has {scorer.name}", "prefill.model")
+        if len(prompt) > scorer.n_ctx:
+            raise TooLong(len(prompt), scorer.n_ctx)
+        try:
+            return await self._in(SCORES, lambda: scorer.compressed(prompt, keep, gone.is_set))
+        finally:
+            gone.set()
 
     async def seen(self, ask: Ask) -> Placed:
         """Returns the tokens of a conversation, with names for rows of images, and these images, which are opened and

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from luce.server.answer import Answer
 from luce.server.api.fields import MESSAGES
-from luce.server.api.openai import Form, held_to, stops_of, tool_of, within
-from luce.server.ask import Ask, Message, Refused, TooLong, budget_of, continued, refuse
+from luce.server.api.openai import Form, held_to, left_out, stops_of, tool_of, within
+from luce.server.ask import Ask, Message, Refused, TooLong, budget_of, continued, keep_of, refuse
 from luce.server.ask import thinking as thinking_of
 from luce.server.body import Body
 from luce.server.content import content_of, require_readable, text_of, thoughts_of, told_of
@@ -44,6 +44,7 @@ class MessagesBody(Body, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    prefill: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # It is the older place of output_config's format.
 
 
@@ -87,6 +88,7 @@ def messages_ask(body: MessagesBody, sees: bool = False) -> Ask:
         stream=bool(body.stream),
         continues=continues,
         outright=body.thinking is not None,
+        **keep_of(body.prefill),
         **held,
     )
 
@@ -168,6 +170,7 @@ class MessagesForm(Form):
             "stop_reason": self._reason() if ended else None,
             "stop_sequence": self.answer.stop_string,
             "usage": self._usage(),
+            **self.answer.prefill(),
         }
 
     def _reason(self) -> str:
@@ -183,6 +186,7 @@ class MessagesForm(Form):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached,
             "output_tokens": usage.completion,
+            **left_out(usage),
         }
 
     def whole(self, all: Whole) -> dict[str, Any]:

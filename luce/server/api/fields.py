@@ -162,6 +162,12 @@ CONVERSATION = (
              "web", {"web_search_options": ({"search_context_size": "low"},)}),
     *refused(TALK, "texts are not judged", {"moderation": ({"model": "a"},)}),
     *harmless(TALK, "luce tells models nothing of it", {"verbosity": "low"}),
+    honoured((CHAT, COMPLETIONS, MESSAGES), "prefill.keep", "Only this share of the prompt is read, above 0 and at most "
+             "1: lines that the model of `luce serve --prefill-model` chooses. It is lossy.", 0.1),
+    honoured((CHAT, COMPLETIONS, MESSAGES), "prefill.model", "The model that has to choose them, by its file's name.",
+             "small.gguf"),
+    *refused((RESPONSES, INFILL, *OLLAMA), f"prompts are read whole here: {CHAT} has it",
+             {"prefill": ({"keep": 0.1},)}),
     *harmless((RESPONSES,), "luce tells models nothing of it", {"text.verbosity": "low"}),
     *harmless((RESPONSES,), _CONTEXT, {"truncation": "auto", "context_management": [{"type": "compaction"}]}),
     *harmless((MESSAGES,), _CONTEXT, {"context_management": {"edits": []}, "compaction": {"type": "auto"}}),

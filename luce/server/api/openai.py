@@ -20,6 +20,7 @@ from luce.server.ask import (
     Thoughts,
     budget_of,
     continued,
+    keep_of,
     refuse,
     thinking,
     typed,
@@ -83,6 +84,7 @@ class Sampled(Held, kw_only=True):
     response_format: Any = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    prefill: dict[str, Any] | None = None
 
 
 class Talk(Sampled, kw_only=True):
@@ -154,6 +156,7 @@ def sampled(body: Sampled) -> dict[str, Any]:
         "n": body.n or 1,
         "stream": bool(body.stream),
         "ignore_eos": bool(body.ignore_eos),
+        **keep_of(body.prefill),
     }  # fmt: skip
 
 
@@ -353,12 +356,17 @@ def error_body(refused: Refused) -> dict[str, Any]:
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": code}}
 
 
+def left_out(usage: Usage) -> dict[str, int]:
+    """Returns how many tokens of the prompt were left out, where some may be."""
+    return {} if usage.left_out is None else {"left_out_tokens": usage.left_out}
+
+
 def usage_body(usage: Usage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached, "audio_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": usage.cached, "audio_tokens": 0, **left_out(usage)},
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning,
             "accepted_prediction_tokens": 0,
@@ -470,7 +478,7 @@ class ChatForm(ChoiceForm):
         choice = {"index": self.index, "message": message, "logprobs": self._logprobs(),
                   "finish_reason": reason}  # fmt: skip
         usage, timings = usage_body(self.answer.usage), self.answer.timings()
-        told = {"choices": [choice], "usage": usage, "timings": timings}
+        told = {"choices": [choice], "usage": usage, "timings": timings, **self.answer.prefill()}
         return self._head(self.KIND) | told | self._scored()
 
     def _scored(self) -> dict[str, Any]:
@@ -527,7 +535,8 @@ class ChatForm(ChoiceForm):
                 self._calls += 1
 
     def finish(self) -> Iterator[bytes]:
-        yield self._chunk({}, REASONS[self.answer.reason], timings=self.answer.timings(), **self._scored())
+        told = {**self.answer.prefill(), **self._scored()}
+        yield self._chunk({}, REASONS[self.answer.reason], timings=self.answer.timings(), **told)
 
 
 def _call(name: str, arguments: str = "") -> dict[str, Any]:
@@ -575,7 +584,8 @@ class CompletionForm(ChoiceForm):
         choice = {"index": self.index, "text": self._echo() + all.text, "logprobs": self._logprobs(),
                   "finish_reason": REASONS[self.answer.reason]}  # fmt: skip
         usage, timings = usage_body(self.answer.usage), self.answer.timings()
-        return self._head(self.KIND) | {"choices": [choice], "usage": usage, "timings": timings}
+        told = {"choices": [choice], "usage": usage, "timings": timings, **self.answer.prefill()}
+        return self._head(self.KIND) | told
 
     def _chunk(self, text: str, reason: str | None = None, **more: Any) -> bytes:
         return self._event({"text": text, "logprobs": self._logprobs()}, reason, **more)
@@ -589,7 +599,8 @@ class CompletionForm(ChoiceForm):
             yield self._chunk(self._echo() + piece.text)
 
     def finish(self) -> Iterator[bytes]:
-        yield self._chunk(self._echo(), REASONS[self.answer.reason], timings=self.answer.timings())
+        told = {"timings": self.answer.timings(), **self.answer.prefill()}
+        yield self._chunk(self._echo(), REASONS[self.answer.reason], **told)
 
 
 def chat_ask(body: ChatBody, sees: bool = False) -> Ask:
