@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 POOL = 13  # A position's importance is the mean of so many around it.
-FIRST = 32  # Lines of so many first tokens stay where no message begins the prompt.
+FIRST = 32  # Lines of so many first tokens stay.
 LAST = 128  # Lines of so many last tokens stay of a last message that is too long to stay whole.
 LONGEST = 128  # A longer line is cut into pieces of so many tokens: minified text has no others.
 
