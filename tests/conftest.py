@@ -118,9 +118,10 @@ def untimed(native):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def seeing(native, device):
-    """Lets models on GPUs take images where tests run there, also while luce refuses that."""
+def switched_on(native, device):
+    """Lets models on GPUs take images and score where tests run there, also while luce refuses that."""
     op_run.show_gpus_images(native, device != "cpu")
+    op_run.score_on_gpus(native, device != "cpu")
 
 
 @pytest.fixture

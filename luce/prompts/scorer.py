@@ -2,9 +2,9 @@
 
 It reads the whole prompt, and a few tokens that it would answer itself. What the last rows of the prompt and those
 tokens attend to, in the layers that see all positions, is what an answer is likely to need. "Speculative Prefill"
-(Liu, Chen, Zhang; 2025) does so, and takes the largest share that any layer and head gives a position. That a draft of
-the answer tells more than the prompt's end alone is what "SpecKV" (Galim and others; 2025) and "Lookahead Q-Cache" (Wang
-and others; 2025) found of caches that drop entries. luce takes the mean of the HEADS largest shares (luce.h:
+(Liu, Chen, Zhang; 2025) does so, and takes the largest share that any layer and head gives a position. That a draft
+of the answer tells more than the prompt's end alone is what "SpecKV" (Galim and others; 2025) and "Lookahead Q-Cache"
+(Wang and others; 2025) found of caches that drop entries. luce takes the mean of the HEADS largest shares (luce.h:
 luce_sequence_get_scores), since the largest alone is often of one head that looks for something else.
 
 The scorer has an engine of its own, so the model that answers needs to know nothing of it but the positions that it
@@ -24,7 +24,7 @@ from luce.errors import ArgumentError, Cancelled, ContextFull, UnsupportedError,
 from luce.files.tokenizer import Tokenizer, difference
 from luce.native import Engine, File, Model, Rows
 from luce.native.structs import EngineParams
-from luce.prompts.spans import Marks, budget_of, chosen, marked, pooled
+from luce.prompts.spans import Marks, Span, budget_of, chosen, lines_of, marked, pooled
 from luce.text.dialects import dialect_of_turns
 
 if TYPE_CHECKING:
@@ -89,6 +89,10 @@ class Scorer:
         if budget < len(tokens) and not all(line.stays for line in lines):
             spans = chosen(lines, pooled(self.scores(tokens, cancelled).tolist()), budget)
         return Compressed(self.name, keep, len(tokens), tuple(spans))
+
+    def lines(self, tokens: Sequence[int]) -> list[Span]:
+        """Returns a prompt's lines."""
+        return lines_of(tokens, self._marks)
 
     def scores(self, tokens: Sequence[int], cancelled: Callable[[], bool] = lambda: False) -> np.ndarray:
         """Returns how important each token of a prompt is: F32 (n,)."""

@@ -63,8 +63,8 @@ def lines_of(tokens: Sequence[int], marks: Marks) -> list[Span]:
 
 def marked(tokens: Sequence[int], marks: Marks, users: Sequence[int], budget: int) -> list[Line]:
     """Returns a prompt's lines, of which those stay that are kept whatever they are worth. `users` are the places
-    where messages of users begin, and of tools, which templates write like theirs. The last message stays whole where it takes
-    half of the budget at most."""
+    where messages of users begin, and of tools, which templates write like theirs. The last message stays whole where
+    it takes half of the budget at most."""
     spans, n = lines_of(tokens, marks), len(tokens)
     first = users[0] if users else 0
     last = users[-1] if users else n

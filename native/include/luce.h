@@ -718,7 +718,8 @@ LUCE_API luce_status luce_sequence_get_hidden(luce_sequence *sequence, uint32_t 
 /* Reads how much of the attention of the engine's last verify, whose rows are this sequence's, each position had. In every
  * head h of the layers l that see all positions, a row's softmax gives the positions that it sees shares, which add up to 1;
  * s(l, h, p) is the mean of position p's over the rows. out[p] is the mean of the n_best largest of s(.., .., p), of all where
- * n_best is 0. out is F32 (n): n_past, and n_past + depth of the rows that are not committed yet, are the most that n may be.
+ * n_best is 0. out is F32 (n). Behind the positions that were committed come the verify's own rows, in their order: there are
+ * n_past of them, with rows that are not committed yet n_past + n_verified.
  *
  * It waits for the device. E_ARG: n, or the engine was opened without scores. E_STATE when the engine has run another step
  * since, or its last step was no verify. */

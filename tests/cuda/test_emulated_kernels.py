@@ -129,6 +129,7 @@ CHECKED = {
         ["attention/block.cu", "attention/kv_pages.cu"],
     ),
     "image_rows_check.cu": ("check_image_rows(false)", ["common/image_rows.cu"]),
+    "row_scores_check.cu": ("check_row_scores(false)", ["attention/row_scores.cu", "attention/kv_pages.cu"]),
     "kv_pages_check.cu": ("check_kv_pages(false)", ["attention/kv_pages.cu"]),
     "deltanet_check.cu": (
         "check_deltanet_rows(), check_deltanet_prompts(), check_deltanet_chunks(), lay_out_deltanet()",

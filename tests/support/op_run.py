@@ -42,6 +42,7 @@ luce_status luce_cut_models(uint32_t layer);
 luce_status luce_time_steps(int on);
 luce_status luce_show_gpus_images(int32_t on);
 luce_status luce_block_towers(uint64_t bytes);
+luce_status luce_score_on_gpus(int on);
 """
 # These are ggml's blocks of 32 values. The innermost dimension of an array counts blocks.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # Values i and i + 16 are the halves of byte i.
@@ -219,6 +220,12 @@ def blocked_towers(native: Library, n_bytes: int) -> Iterator[None]:
         yield
     finally:
         native.check(lib.luce_block_towers(0))
+
+
+def score_on_gpus(native: Library, on: bool) -> None:
+    """Lets engines that are opened on a GPU from now on keep scores, or refuses them."""
+    _, lib = core(native.path)
+    native.check(lib.luce_score_on_gpus(on))
 
 
 def leave_device(native: Library, index: int = -1) -> None:

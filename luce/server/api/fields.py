@@ -162,8 +162,8 @@ CONVERSATION = (
              "web", {"web_search_options": ({"search_context_size": "low"},)}),
     *refused(TALK, "texts are not judged", {"moderation": ({"model": "a"},)}),
     *harmless(TALK, "luce tells models nothing of it", {"verbosity": "low"}),
-    honoured((CHAT, COMPLETIONS, MESSAGES), "prefill.keep", "Only this share of the prompt is read, above 0 and at most "
-             "1: lines that the model of `luce serve --prefill-model` chooses. It is lossy.", 0.1),
+    honoured((CHAT, COMPLETIONS, MESSAGES), "prefill.keep", "Only this share of the prompt is read, above 0 and at "
+             "most 1: lines that the model of `luce serve --prefill-model` chooses. It is lossy.", 0.1),
     honoured((CHAT, COMPLETIONS, MESSAGES), "prefill.model", "The model that has to choose them, by its file's name.",
              "small.gguf"),
     *refused((RESPONSES, INFILL, *OLLAMA), f"prompts are read whole here: {CHAT} has it",

@@ -254,21 +254,23 @@ struct KvStoreArgs {
     const int32_t *pages;
 };
 
-// row_scores says how much of the attention of a step's rows each position has: of each head the mean over the rows of the one
-// sequence of softmax(q.k * scale), over the cells and rows that a row sees. Positions behind the last row keep what they had.
+// row_scores says how much of the attention of a step's rows each cell has: of each head the mean over the rows of the one
+// sequence of softmax(q.k * scale), over the cells that a row sees, those of its ancestors among them. Cells behind the step's
+// last row keep what they had.
 struct RowScoresArgs {
     KvPool pool; // k alone
     int32_t T, H;
+    int32_t on_gpu; // 1: there are partials
     float scale;
     float softcap; // as in AttentionArgs
-    int64_t n; // positions that `scores` has room for
+    int64_t n; // cells that `scores` has room for, in whole pages
     const float *q; // [T][H][D], normalised and rotated
     const StepCtl *ctl;
     const int32_t *pages;
     float *scores; // [H][n]
-    float *partials; // on CUDA [row_scores_partials(args)] sums of blocks
+    float *partials; // on CUDA [row_scores_partials(args)] the rows' sums of each page, and then of all
 };
-// Returns the values of RowScoresArgs.partials.
+// Returns the values of RowScoresArgs.partials. It needs T, H and n alone.
 int64_t row_scores_partials(const RowScoresArgs &args);
 
 // nextn_pack packs the NextN head's input [RMS(e) * e_norm ; RMS(h) * h_norm] as matmul/quantised.h takes rows of 2 E values, where e
@@ -577,6 +579,7 @@ int norm_rope(const NormRopeArgs &args, void *stream);
 int image_rows(const ImageRowsArgs &args, void *stream);
 int kv_move(const KvMoveArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
+int row_scores(const RowScoresArgs &args, void *stream);
 int nextn_pack(const NextnPackArgs &args, void *stream);
 int keep_hidden(const KeepHiddenArgs &args, void *stream);
 int attention_heads(const AttentionHeadsArgs &args, void *stream);

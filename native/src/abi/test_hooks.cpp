@@ -2,6 +2,7 @@
 
 #include "abi/abi.h"
 #include "cpu/sampler.h"
+#include "engine/engine.h"
 #include "engine/lookup.h"
 #include "engine/penalties.h"
 #include "graph/rules.h"
@@ -250,4 +251,8 @@ luce_status luce_show_gpus_images(int32_t on) {
 
 luce_status luce_block_towers(uint64_t bytes) {
     return luce::guarded([&] { luce::VisionTower::block_bytes_on_cpu = bytes; });
+}
+
+luce_status luce_score_on_gpus(int32_t on) {
+    return luce::guarded([&] { luce::scores_on_gpus = on != 0; });
 }

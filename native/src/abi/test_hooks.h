@@ -61,4 +61,7 @@ LUCE_API luce_status luce_block_towers(uint64_t bytes);
 // Engines that are opened on a CPU from now on take made-up costs instead of timing their steps, which is most of what
 // an opening takes; with 1 they time them again.
 LUCE_API luce_status luce_time_steps(int32_t on);
+
+// Engines that are opened on a GPU from now on keep scores, or with 0 refuse them again.
+LUCE_API luce_status luce_score_on_gpus(int32_t on);
 }

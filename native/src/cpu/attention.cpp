@@ -475,9 +475,7 @@ void cpu_row_scores(const RowScoresArgs &a, int ith, int nth) {
                 }
                 const float share = float(1.0 / (sum * seq.n_rows));
                 for (int64_t i = 0; i < end; i++) {
-                    const int64_t position =
-                        i < seq.n_past ? i : a.ctl->rows[seq.row0 + i - seq.n_past].position;
-                    out[position] += scores[size_t(i)] * share;
+                    out[i] += scores[size_t(i)] * share;
                 }
             }
         }

@@ -10,6 +10,8 @@
 #include <thread>
 
 namespace luce {
+
+std::atomic<bool> scores_on_gpus{SCORES_ON_GPUS};
 namespace {
 
 ggml_type kv_type_of(const char *name) {
@@ -34,16 +36,15 @@ uint32_t in_range(const char *what, uint32_t value, uint32_t fallback, uint32_t 
     return v;
 }
 
-constexpr bool GPU_SCORES = false; // a GPU has a kernel for row_scores
-
 // Fails where a model's verifies can keep no scores.
 void check_scores(const Model &model, uint32_t n_sequences) {
     const char *path = model.file().path().c_str();
     if (n_sequences != 1) {
         fail(LUCE_E_ARG, "scores are of one sequence, and n_sequences is %u", n_sequences);
     }
-    if (model.gpu() && !GPU_SCORES) {
-        fail(LUCE_E_UNSUPPORTED, "%s: scores of positions have no kernel on a GPU", path);
+    if (model.gpu() && !scores_on_gpus) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: what verifies give positions is not kept on a GPU yet: a model on a CPU scores", path);
     }
     const std::vector<Block> &blocks = model.weights().blocks;
     const bool any = std::any_of(blocks.begin(), blocks.end(), [](const Block &block) {

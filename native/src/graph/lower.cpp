@@ -503,8 +503,9 @@ void Lowering::emit(int32_t node) {
             RowScoresArgs a{};
             a.scale = attends.scale;
             a.softcap = attends.shape->softcap;
+            a.on_gpu = gpu;
             const KvCells &cells = attends.kv.cells;
-            expand(ops::row_scores(ctx, {flat(n.in[0]), cells.k, in->ctl, pages_of(cells), n.w[0]}, a));
+            expand(ops::row_scores(ctx, {flat(n.in[0]), cells.k, in->ctl, pages_of(cells), n.w[0]}, a).node);
             break;
         }
         case Op::attend_committed: set(attention(ops::committed_attention, n, nullptr, 0)); break;

@@ -120,7 +120,16 @@ inline const auto &committed_attention = row<AttentionArgs>("committed_attention
     op.runs(cpu_attention, LUCE_CUDA(attention));
 });
 
-// What each position has of the attention of a step's rows.
+#ifdef LUCE_USE_CUDA
+inline int64_t row_scores_bytes(const RowScoresArgs &args) {
+    return args.on_gpu == 0 ? 0 : row_scores_partials(args) * int64_t(sizeof(float));
+}
+#else
+inline int64_t row_scores_bytes(const RowScoresArgs &) {
+    return 0;
+}
+#endif
+// What each cell has of the attention of a step's rows.
 inline const auto &row_scores = row<RowScoresArgs>("row_scores", [](auto &op, auto &a) {
     op.in(FIELD(q), {D * H, T});
     op.matrix(FIELD(pool.k), {D, PAGE, Hkv, pages}).type(a.pool.type);
@@ -129,8 +138,12 @@ inline const auto &row_scores = row<RowScoresArgs>("row_scores", [](auto &op, au
     op.in(FIELD(scores), {cells, H});
     op.dims(a.pool.Hkv, Hkv, a.pool.D, D, a.T, T, a.H, H, a.n, cells);
     op.derive([](auto &args) { args.pool.v = args.pool.k; });
-    op.params(FIELD(scale), FIELD(softcap));
-    op.runs(cpu_row_scores, nullptr);
+    op.params(FIELD(on_gpu), FIELD(scale), FIELD(softcap));
+    op.lacks([](const auto &args) {
+        return args.on_gpu != 0 ? attention_lacks(args.pool.D, args.H, args.pool.Hkv) : std::string();
+    });
+    op.room(FIELD(partials), row_scores_bytes);
+    op.runs(cpu_row_scores, LUCE_CUDA(row_scores));
 });
 
 // Cells of a prefill's sequences, of k or of v, in order: in F16 on a GPU, in F16 or F32 on a CPU.
