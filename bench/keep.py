@@ -170,7 +170,7 @@ def main() -> None:
                 "needles": needles(scorer, reader, tokenizer, say),
             }
     command = command_text(["bench/keep.py", *sys.argv[1:]])
-    print_row(origin("keep", "cpu", BOX, command, args.threads) | {"method": METHOD} | found, args.save, "keep-box-cpu")
+    print_row(origin("keep", "cpu", BOX, command, args.threads, None) | {"method": METHOD} | found, args.save, "keep-box-cpu")
 
 
 if __name__ == "__main__":

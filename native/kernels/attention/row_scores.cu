@@ -16,7 +16,7 @@ constexpr int WARPS = THREADS / 32;
 constexpr int ROWS = 16; // so many rows of a head are in shared memory at once
 constexpr int MOST_D = 256;
 
-// A row's largest score, and the sum of e^(score - largest).
+// A row's largest score, and the sum of e^(score - largest); of all pages together, 1 / the sum / the number of rows.
 struct Sum {
     float most, sum;
 };
@@ -30,8 +30,8 @@ __device__ Sum joined(Sum a, Sum b) {
 }
 
 // Returns where a head's sums of a page are, one a row: behind those of all pages are the whole ones.
-__device__ float2 *sums_of(const RowScoresArgs &a, int page, int head) {
-    return reinterpret_cast<float2 *>(a.partials) + (int64_t(page) * a.H + head) * a.T;
+__device__ Sum *sums_of(const RowScoresArgs &a, int page, int head) {
+    return reinterpret_cast<Sum *>(a.partials) + (int64_t(page) * a.H + head) * a.T;
 }
 
 // What rows 0 .. n_rows - 1 of a sequence see of its own step's rows, in bits.
@@ -132,7 +132,7 @@ template <int TYPE> __global__ void __launch_bounds__(THREADS) sums_kernel(RowSc
                 for (int w = 1; w < WARPS; w++) {
                     sum = joined(sum, warps[threadIdx.x][w]);
                 }
-                sums_of(a, page, h)[first + threadIdx.x] = make_float2(sum.most, sum.sum);
+                sums_of(a, page, h)[first + threadIdx.x] = {sum.most, sum.sum};
             }
             __syncthreads();
         }
@@ -149,15 +149,15 @@ __global__ void __launch_bounds__(32) join_kernel(RowScoresArgs a) {
     const int n_pages = int(min(int64_t(seq.n_past + seq.n_rows + PAGE - 1), a.n) / PAGE);
     Sum sum = {-INFINITY, 0.0f};
     for (int page = lane; page < n_pages; page += 32) {
-        const float2 part = sums_of(a, page, h)[row];
-        sum = joined(sum, {part.x, part.y});
+        const Sum part = sums_of(a, page, h)[row];
+        sum = joined(sum, part);
     }
     for (int apart = 16; apart > 0; apart /= 2) {
         sum = joined(
             sum, {__shfl_xor_sync(0xffffffff, sum.most, apart), __shfl_xor_sync(0xffffffff, sum.sum, apart)});
     }
     if (lane == 0) {
-        sums_of(a, int(a.n / PAGE), h)[row] = make_float2(sum.most, 1.0f / (sum.sum * float(seq.n_rows)));
+        sums_of(a, int(a.n / PAGE), h)[row] = {sum.most, 1.0f / (sum.sum * float(seq.n_rows))};
     }
 }
 
@@ -174,7 +174,7 @@ template <int TYPE> __global__ void __launch_bounds__(THREADS) shares_kernel(Row
     const uint8_t *k = cell_of<TYPE>(a, seq, cell);
     const int G = a.H / a.pool.Hkv;
     for (int h = blockIdx.y * G; h < int(blockIdx.y + 1) * G; h++) {
-        const float2 *whole = sums_of(a, int(a.n / PAGE), h);
+        const Sum *whole = sums_of(a, int(a.n / PAGE), h);
         float share = 0;
         for (int first = 0; first < seq.n_rows; first += ROWS) {
             float x[ROWS];
@@ -182,7 +182,7 @@ template <int TYPE> __global__ void __launch_bounds__(THREADS) shares_kernel(Row
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 if (x[r] != -INFINITY) {
-                    share = fmaf(expf(x[r] - whole[first + r].x), whole[first + r].y, share);
+                    share = fmaf(expf(x[r] - whole[first + r].most), whole[first + r].sum, share);
                 }
             }
         }
@@ -190,6 +190,14 @@ template <int TYPE> __global__ void __launch_bounds__(THREADS) shares_kernel(Row
             a.scores[h * a.n + cell] = share;
         }
     }
+}
+
+template <int TYPE> int run(const RowScoresArgs &a, cudaStream_t stream) {
+    const dim3 pages(unsigned(a.n / PAGE), unsigned(a.pool.Hkv)), rows(unsigned(a.T), unsigned(a.H));
+    sums_kernel<TYPE><<<pages, THREADS, 0, stream>>>(a);
+    join_kernel<<<rows, 32, 0, stream>>>(a);
+    shares_kernel<TYPE><<<pages, THREADS, 0, stream>>>(a);
+    return int(cudaGetLastError());
 }
 
 } // namespace
@@ -205,13 +213,8 @@ int cuda::row_scores(const RowScoresArgs &a, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    const dim3 pages(unsigned(a.n / PAGE), unsigned(a.pool.Hkv)), rows(unsigned(a.T), unsigned(a.H));
-    return KvTypes::with(a.pool.type, int(cudaErrorInvalidValue), [&](auto type) {
-        sums_kernel<type()><<<pages, THREADS, 0, st>>>(a);
-        join_kernel<<<rows, 32, 0, st>>>(a);
-        shares_kernel<type()><<<pages, THREADS, 0, st>>>(a);
-        return int(cudaGetLastError());
-    });
+    return KvTypes::with(a.pool.type, int(cudaErrorInvalidValue),
+                         [&](auto type) { return run<type()>(a, st); });
 }
 
 } // namespace luce
