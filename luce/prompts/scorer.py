@@ -35,6 +35,16 @@ AHEAD = 8  # and so many that follow it.
 HEADS = 8  # A position is as important as the mean of so many heads says that find it most so.
 
 
+class _Breaks:
+    """The tokens whose text has a line break."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def __contains__(self, token: object) -> bool:
+        return isinstance(token, int) and b"\n" in self._tokenizer.bytes_of(token)
+
+
 class Scorer:
     """The scorer of the file at `path`, for prompts of `ctx` tokens at most (None: as long as it was trained for),
     whose tokens are those of `tokenizer`, which `metadata` describes. It is a context manager, and any thread may use
@@ -72,7 +82,7 @@ class Scorer:
         self._marks = Marks(
             frozenset(tokenizer.added_ids),
             tokenizer.control.get(dialect.turn[0], -1),
-            frozenset(token for token in range(tokenizer.n_vocab) if b"\n" in tokenizer.bytes_of(token)),
+            _Breaks(tokenizer),
         )
 
     def compressed(

@@ -11,7 +11,7 @@ void check_step(const KvShape &s, int n_past, const Ints &parents, int n_pages) 
     const Floats rows = normals(size_t(n_past) * s.width());
     kv.append(c, rows, normals(rows.size()));
     std::vector<Work> works = {{&c, parents, {}}};
-    const int n = int(parents.size()), T = n + pick(3);
+    const int n = int(parents.size()), T = std::min(n + pick(3), MAX_ROWS);
     Inputs in = random_inputs(s, n);
     Ints table;
     kv.write(works, in, T, table);

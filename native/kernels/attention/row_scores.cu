@@ -14,7 +14,7 @@ namespace {
 constexpr int THREADS = PAGE;
 constexpr int WARPS = THREADS / 32;
 constexpr int ROWS = 16; // so many rows of a head are in shared memory at once
-constexpr int MOST_D = 256;
+constexpr int MOST_D = 512;
 
 // A row's largest score, and the sum of e^(score - largest); of all pages together, 1 / the sum / the number of rows.
 struct Sum {
