@@ -169,8 +169,8 @@ def main() -> None:
                 "losses": losses(scorer, reader, tokenizer, say),
                 "needles": needles(scorer, reader, tokenizer, say),
             }
-    command = command_text(["bench/keep.py", *sys.argv[1:]])
-    print_row(origin("keep", "cpu", BOX, command, args.threads, None) | {"method": METHOD} | found, args.save, "keep-box-cpu")
+    head = origin("keep", "cpu", BOX, command_text(["bench/keep.py", *sys.argv[1:]]), args.threads, None)
+    print_row(head | {"method": METHOD} | found, args.save, "keep-box-cpu")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from luce.decode.events import Event, Failed, Finished, Tokens, Warned
-from luce.decode.request import Request
+from luce.decode.request import Compressed, Request
 from luce.decode.stats import Stats, Tally
 from luce.errors import Cancelled
 from luce.files.tokenizer import Tokenizer
@@ -46,7 +46,8 @@ class Answer:
 
     `tokens` are ids, up to the one that ended the text, which `text` does not show. `logprobs` has one entry
     for each of them where they were asked for. `prompt_tokens` counts the prompt's, and `cached_tokens` those
-    of them that were not read again. `stats` say what it took: stats.drafted, stats.accepted, stats.tok_per_s
+    of them that were not read again; `prefill` says what of the whole prompt they are, where `prefill_keep` left some
+    out: its `read`, `gaps` and `spans`. `stats` say what it took: stats.drafted, stats.accepted, stats.tok_per_s
     and others. `warnings` name what was lost meanwhile that changes no token, as a drafter that failed."""
 
     text: str
@@ -60,6 +61,7 @@ class Answer:
     cached_tokens: int
     stats: Stats = field(repr=False)
     warnings: tuple[str, ...] = ()
+    prefill: Compressed | None = None
 
     @property
     def message(self) -> dict[str, Any]:
@@ -156,6 +158,7 @@ class Reader:
             cached_tokens=last.cached,
             stats=last.stats,
             warnings=tuple(self._warnings),
+            prefill=last.compressed,
         )
 
 

@@ -306,6 +306,7 @@ def load(
     threads: int | None = None,
     cpu_experts: int | str | None = None,
     checkpoints: int = 8,
+    prefill_model: str | Path | None = None,
     max_waiting: int | None = None,
     progress: Progress | None = None,
     mmproj: str | Path | None = None,
@@ -325,6 +326,7 @@ def load(
     threads: CPU threads; None: one for each usable CPU, to 16
     cpu_experts: keep the experts of so many layers in host memory, or "auto"
     checkpoints: keep so many beginnings of prompts on the device; 0 keeps none
+    prefill_model: the file of a small model that chooses what is read of prompts with `prefill_keep`
     max_waiting: raise Busy where so many requests wait; None: any number may wait
     progress: is called with the part that is loaded, 0 to 1; Cancelled is raised where it returns what is true
     mmproj: the file of a vision tower, with which the model sees images; it needs luce's extra vision
@@ -335,8 +337,8 @@ def load(
     given: Loading = {
         "device": device, "ctx": ctx, "parallel": parallel, "draft": draft, "drafter": drafter, "head": head,
         "gamma": gamma, "budget": budget, "kv_type": kv_type, "threads": threads, "cpu_experts": cpu_experts,
-        "checkpoints": checkpoints, "max_waiting": max_waiting, "progress": progress,
-        "mmproj": mmproj, "image_tokens": image_tokens,
+        "checkpoints": checkpoints, "prefill_model": prefill_model, "max_waiting": max_waiting,
+        "progress": progress, "mmproj": mmproj, "image_tokens": image_tokens,
     }  # fmt: skip
     return opened(path, given)
 
@@ -349,8 +351,11 @@ def opened(
     for name, allowed in RANGES.items():
         if (value := given.get(name)) is not None or name in ("parallel", "checkpoints"):
             require(name, given.get(name, 1) if value is None else value, allowed)
-    _require_files(path=path, drafter=given.get("drafter"), head=given.get("head"), mmproj=given.get("mmproj"))
-    if given.get("image_tokens") is not None and given.get("mmproj") is None:
+    scorer, mmproj = given.get("prefill_model"), given.get("mmproj")
+    _require_files(
+        path=path, drafter=given.get("drafter"), head=given.get("head"), mmproj=mmproj, prefill_model=scorer
+    )
+    if given.get("image_tokens") is not None and mmproj is None:
         raise ArgumentError("image_tokens bounds images, which a model sees with mmproj: give both")
     cpu_experts = given.get("cpu_experts")
     if cpu_experts not in (None, "auto") and not Range(0, MAX_U32, whole=True).holds(cpu_experts):
@@ -373,6 +378,7 @@ def opened(
         spec=draft,
         gamma=given.get("gamma"),
         budget=given.get("budget"),
+        gaps=scorer is not None,
     )
     settings = Settings(asked, host_bytes=0, max_waiting=given.get("max_waiting"))
     with ExitStack() as stack:
@@ -382,7 +388,7 @@ def opened(
         for line in files.warnings:
             warnings.warn(line, stacklevel=3)
         sight = None
-        if (mmproj := given.get("mmproj")) is not None:
+        if mmproj is not None:
             threads, say = asked.threads or min(cpus.usable(), MAX_THREADS), warnings.warn
             sight = stack.enter_context(Sight(mmproj, threads, device, given.get("image_tokens"), say))
             if misnamed := sight.misnamed(files.facts.name):
@@ -394,7 +400,7 @@ def opened(
             )
         if sight:
             sight.require_fit(loaded.engine.model)
-        prompting = Prompting(files, loaded, sight)
+        prompting = Prompting(files, loaded, sight, scorer)
         stack.callback(prompting.close)
         return Model(files, loaded, prompting, stack.pop_all())
 

@@ -40,6 +40,8 @@ class How(TypedDict, total=False):
     ignore_eos: an end-of-text token is a token like any other
     images: files of images, or their bytes, that stand before the prompt, in a chat before the text of the user's
         newest message; the model was loaded with mmproj
+    prefill_keep: only this share of the prompt is read, above 0 and at most 1, which the model's scorer chooses;
+        None reads it whole. This is lossy
     """
 
     max_tokens: int | None
@@ -57,6 +59,7 @@ class How(TypedDict, total=False):
     grammar: str | None
     ignore_eos: bool
     images: Sequence[Image]
+    prefill_keep: float | None
 
 
 class HowReply(How, total=False):
@@ -96,6 +99,7 @@ class Loading(TypedDict, total=False):
     threads: int | None
     cpu_experts: int | str | None
     checkpoints: int
+    prefill_model: Any
     max_waiting: int | None
     progress: Progress | None
     mmproj: Any
@@ -142,9 +146,10 @@ RANGES = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "logprobs": Range(0, MAX_LOGPROBS, whole=True),
+    "prefill_keep": Range(0, 1, open="low"),
 }
 BIAS = Range(-100, 100)
-NONE_MEANS = ("max_tokens", "logprobs", "grammar")  # These may be None, which is none of their values.
+NONE_MEANS = ("max_tokens", "logprobs", "grammar", "prefill_keep")  # These may be None, which is none of their values.
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,7 @@ class Chosen:
     logprobs: int | None
     grammar: str | None
     ignore_eos: bool
+    keep: float | None
 
 
 def chosen(
@@ -199,6 +205,7 @@ def chosen(
         logprobs=None if logprobs is None else int(logprobs),
         grammar=grammar,
         ignore_eos=bool(value.get("ignore_eos", False)),
+        keep=value.get("prefill_keep"),
     )
 
 

@@ -22,6 +22,7 @@ from luce.model.defaults import penalties_of, sampling_of
 from luce.model.loaded import Loaded
 from luce.model.options import Chosen, How, HowChat, Image, chosen
 from luce.planning.opened import Files
+from luce.prompts.scorer import Scorer
 from luce.text.conversation import arguments_of, ordered
 from luce.text.dialects import QWEN, Opening
 from luce.text.held import Held
@@ -47,12 +48,21 @@ class Asked:
 class Prompting:
     """Makes requests for one model, in any thread. It is a context manager."""
 
-    def __init__(self, files: Files, loaded: Loaded, sight: Sight | None = None):
+    def __init__(
+        self, files: Files, loaded: Loaded, sight: Sight | None = None, scorer: str | Path | None = None
+    ):
         self._files, self._loaded, self._tokenizer, self._sight = files, loaded, files.tokenizer, sight
         self._closed = False
         self._template: BoundedTemplate | None = None
         self._turn = Lock()  # A template renders one prompt at a time.
         self._opened = ExitStack()
+        self._scorer: Scorer | None = None
+        if scorer is not None:
+            how = loaded.engine.plan
+            longest = files.facts.context_length
+            self._scorer = self._opened.enter_context(
+                Scorer(scorer, files.tokenizer, files.file.kv, longest, files.device, how.threads)
+            )
 
     # ---- text
 
@@ -60,7 +70,7 @@ class Prompting:
         """Returns the request that continues a text, or tokens. Raises ArgumentError, ContextFull, and TypeError
         for an option that there is not."""
         options = chosen(how, self._tokenizer.n_vocab, MAX_TOKENS)
-        ids, images = self.tokens(prompt), _images_of(how)
+        ids, images = self.tokens(prompt, self._longest(options.keep)), _images_of(how)
         if images:
             ids = with_places(ids, len(images), self._marks(), self._tokenizer.bos_id)
         placed = self._placed(ids, images)
@@ -75,12 +85,12 @@ class Prompting:
         ids = self._rendered(said, tools, {"add_generation_prompt": False})
         return Asked(self._request(self._placed(ids, images_among(said)), options, Held()))
 
-    def tokens(self, prompt: str | Sequence[int]) -> list[int]:
+    def tokens(self, prompt: str | Sequence[int], most: int | None = None) -> list[int]:
         """Returns the tokens of a text, which begin with the model's first token where it has one, or tokens as
-        they are."""
-        n_ctx, n_vocab = self._loaded.info.n_ctx, self._tokenizer.n_vocab
+        they are: at most so many, or a context."""
+        most, n_vocab = most or self._loaded.info.n_ctx, self._tokenizer.n_vocab
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt, special=False, add_bos=True, most=n_ctx)
+            ids = self._tokenizer.encode(prompt, special=False, add_bos=True, most=most)
         elif isinstance(prompt, bytes | bytearray) or not _is_of(Integral, prompt):
             raise ArgumentError(f"the prompt is {prompt!r:.80}: it is a text, or token ids")
         else:
@@ -88,7 +98,7 @@ class Prompting:
             for token in ids:
                 if not 0 <= token < n_vocab:
                     raise ArgumentError(f"the prompt has the token {token}, which is none of the model's {n_vocab}")
-        return self._fitting(ids)
+        return self._fitting(ids, most)
 
     # ---- conversations
 
@@ -105,18 +115,20 @@ class Prompting:
             raise ArgumentError(f"tool_choice is {tool_choice}, and there are no tools")
         held = Held(declared, tool_choice, constraint=_constraint(how.get("schema"), options))
         shown = [] if tool_choice == "none" else declared
-        said = said_of(messages, _images_of(how))
-        ids = self._rendered(said, shown, {} if think is None else {"enable_thinking": think})
-        if think is not None and ids == self._rendered(said, shown, {"enable_thinking": not think}):
+        said, most = said_of(messages, _images_of(how)), self._longest(options.keep)
+        ids = self._rendered(said, shown, {} if think is None else {"enable_thinking": think}, most)
+        if think is not None and ids == self._rendered(said, shown, {"enable_thinking": not think}, most):
             raise UnsupportedError(f"think is {think}, and the chat template has nothing to turn thinking on and off")
         placed = self._placed(ids, images_among(said))
         opening = opening_of(self._tokenizer, placed.tokens)
         return Asked(self._request(placed, options, held, opening), held.parser(opening))
 
-    def _rendered(self, said: Sequence[Message], tools: Sequence[Tool], how: Mapping[str, Any]) -> list[int]:
-        """Returns the tokens of a conversation, as the chat template writes it, with one for each image. `how` is as in
-        prompt_ids."""
-        shown, most = [tool.as_template for tool in tools] or None, self._loaded.info.n_ctx
+    def _rendered(
+        self, said: Sequence[Message], tools: Sequence[Tool], how: Mapping[str, Any], most: int | None = None
+    ) -> list[int]:
+        """Returns the tokens of a conversation, as the chat template writes it, with one for each image: at most so
+        many, or a context. `how` is as in prompt_ids."""
+        shown, most = [tool.as_template for tool in tools] or None, most or self._loaded.info.n_ctx
         image = self._marks() if images_among(said) else ()
         with self._turn, about(self._files.file.path):
             if self._template is None:
@@ -124,7 +136,7 @@ class Prompting:
                 self._opened.callback(self._template.close)
             given = said, shown, most, False, True, image
             ids = prompt_ids(self._template, self._tokenizer, *given, **how)
-        return self._fitting(ids)
+        return self._fitting(ids, most)
 
     # ---- images
 
@@ -138,7 +150,7 @@ class Prompting:
         if self._sight is None or not images:
             return Placed(ids, [])
         placed = self._sight.placed(ids, self._marks()[1], [self._picture(image) for image in images])
-        self._fitting(placed.tokens)
+        self._fitting(placed.tokens, self._loaded.info.n_ctx)
         return placed
 
     def _picture(self, image: Image) -> Picture:
@@ -166,8 +178,15 @@ class Prompting:
         """Returns a request, whose images are encoded here. Raises Cancelled where the model is closed meanwhile."""
         images = self._sight.shown(placed, lambda part: self._closed) if self._sight else ()
         lark = None if held.is_free else held.lark(opening or Opening(QWEN))
+        ids, kept = placed.tokens, None
+        if options.keep is not None:
+            assert self._scorer is not None  # _longest() has asked.
+            if images:
+                raise ArgumentError("prefill_keep: a prompt with images is read whole")
+            kept = self._scorer.compressed(ids, options.keep)
+            ids = self._fitting(list(kept.of(ids)), self._loaded.info.n_ctx)
         return Request(
-            tuple(placed.tokens),
+            tuple(ids),
             options.max_tokens,
             options.sampling,
             options.stops,
@@ -176,12 +195,21 @@ class Prompting:
             self._loaded.grammars.lark(lark) if lark else None,
             options.logprobs,
             images=images,
+            compressed=kept,
         )
 
-    def _fitting(self, ids: list[int]) -> list[int]:
-        """Returns the tokens of a prompt, which an engine can read. The rest of one that is far too long was
-        not even encoded."""
-        n_ctx = self._loaded.info.n_ctx
+    def _longest(self, keep: float | None) -> int:
+        """Returns how many tokens a prompt may have of which the share `keep` is read. ArgumentError: nothing chooses
+        it."""
+        if keep is None:
+            return self._loaded.info.n_ctx
+        if self._scorer is None:
+            raise ArgumentError("prefill_keep: load the model with prefill_model, which chooses what is read")
+        return self._scorer.n_ctx
+
+    def _fitting(self, ids: list[int], n_ctx: int) -> list[int]:
+        """Returns the tokens of a prompt, which an engine with so long a context can read. The rest of one that is far
+        too long was not even encoded."""
         if not ids:
             raise ArgumentError("the prompt is empty")
         if len(ids) > n_ctx:

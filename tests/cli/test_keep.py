@@ -1,5 +1,5 @@
-"""Reading a part of a prompt on the command line: the same tokens in every mode, a report of what was read, and one clear
-line for what cannot be. The box scores for itself."""
+"""Reading a part of a prompt on the command line: the same tokens in every mode, a report of what was read, and one
+clear line for what cannot be. The box scores for itself."""
 
 from __future__ import annotations
 

@@ -234,7 +234,8 @@ def test_harmless_fields_leave_the_answer_as_it_is(server, api):
 
 # These are tried by tests of their own.
 APART = {"model", "best_of", "stream_options.include_usage", "stream_options.continuous_usage_stats",
-         "include", "previous_response_id", "store", "keep_alive"}  # fmt: skip
+         "include", "previous_response_id", "store", "keep_alive",
+         "prefill.keep", "prefill.model"}  # fmt: skip
 UNSEEDED = {(MESSAGES, "top_p"), (MESSAGES, "top_k")}  # Without a seed an answer is another one each time.
 
 
