@@ -6,7 +6,7 @@ the scorer chose, the newest lines, the first and the newest, or lines at random
 are luce's own, which the box was not trained on. A needle is a line with a definition among such a file's lines, at 20,
 50 or 80 per cent of it, and the prompt ends where its value is wanted: found says how often the line is read, right how
 often the value's tokens are then the likeliest one after the other, and the loss is theirs. All of it is computed on a
-CPU. It cannot say how a large model with a small one of its family does, nor prompts of 100,000 tokens: the box has 2
+CPU. It cannot say how a large model with a small one of its family does, nor prompts of 100,000 tokens: the box has 3
 attention layers, and a context of 2,048.
 
     python bench/keep.py --save bench/results

@@ -279,8 +279,10 @@ class Talk:
         if self._sight and self._pictures:
             placed = self._sight.placed(ids, image[1], self._pictures)
         ids = placed.tokens
-        kept = self._scorer.compressed(ids, flags["prefill_keep"]) if self._scorer else None
-        if kept:
+        kept = None
+        if self._scorer:
+            with CtrlC() as stop:
+                kept = self._scorer.compressed(ids, flags["prefill_keep"], lambda: stop.pressed)
             ids = list(kept.of(ids))
         if len(ids) >= n_ctx:
             raise ContextFull(f"{len(ids)} tokens were said, a context of {n_ctx}")

@@ -732,6 +732,33 @@ def test_the_document_names_all_that_is_public():
     assert set(Loading.__annotations__) - named == set()
 
 
+def test_a_part_of_a_prompt_is_read_and_said(device):
+    with load("cpu", prefill_model=box_model.GGUF) as model:
+        answer = model.generate(LONG, max_tokens=8, prefill_keep=0.3)
+        kept, whole = answer.prefill, len(model.encode(LONG, bos=True))
+        assert kept.total == whole and answer.prompt_tokens == kept.read < 0.4 * whole
+        assert kept.as_json()["left_out"] == whole - kept.read
+        assert model.generate(LONG, max_tokens=8, prefill_keep=0.3).tokens == answer.tokens
+        assert model.generate(LONG, max_tokens=8).prefill is None
+        said = model.chat([{"role": "user", "content": LONG}], max_tokens=4, prefill_keep=0.5)
+        assert 0 < said.prefill.read < said.prefill.total
+        for wrong in (0, 1.1, "a"):
+            with pytest.raises(luce.errors.ArgumentError, match="prefill_keep is"):
+                model.generate(LONG, prefill_keep=wrong)
+
+
+def test_only_what_is_read_has_to_fit(device):
+    with load("cpu", ctx=512, prefill_model=box_model.GGUF) as model:
+        with pytest.raises(luce.errors.ContextFull):
+            model.generate(LONG)
+        assert model.generate(LONG, max_tokens=4, prefill_keep=0.3).prompt_tokens < 512
+
+
+def test_a_part_needs_a_model_that_chooses_it(device):
+    with load("cpu") as model, pytest.raises(luce.errors.ArgumentError, match="load the model with prefill_model"):
+        model.generate("x = 1", prefill_keep=0.5)
+
+
 def test_the_types_of_options_are_those_of_the_functions():
     taken = luce.load.__kwdefaults__
     assert set(taken) == set(Loading.__annotations__)
