@@ -119,6 +119,8 @@ OF_32 = all_of("Q4_K", {"output": "Q6_K", "token_embd": "Q6_K", "ffn_down": "Q8_
 
 CASES: dict[str, Case] = {
     "27b": Case(LARGE, K_QUANTS, options={"head": 1}),
+    # Its prompts have images, and its steps positions of RoPE.
+    "27b-images": Case(LARGE, K_QUANTS, options={"head": 1, "images": 1}),
     "27b-dflash": Case(LARGE, K_QUANTS, "Q8_0", DRAFTER, options={"top": 8}),
     "small-f32": Case(replace(SMALL, n_embd=264, tied=True), all_of("F32"), "F32", options={"head": 1, "top": 4}),
     # A draft depends on the one before it, as a tree and as a chain.

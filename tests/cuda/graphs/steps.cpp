@@ -74,6 +74,9 @@ void place_inputs(const StepInputs &in) {
     put(in.hidden_to, "hidden_to");
     put(in.first_rows, "first_rows");
     put(in.last_rows, "last_rows");
+    put(in.rope_positions, "rope_positions");
+    put(in.axes, "axes");
+    put(in.image_rows, "image_rows");
 }
 
 // Gives a tensor that a graph makes its place, behind that of what it is a view of.
@@ -165,6 +168,7 @@ void write_step(const Model &model, const Cache &cache, Regions &regions, RamRun
     title += shape.prefill() ? " over " + std::to_string(shape.n_kv) + " cells" : "";
     title += shape.prompts.empty() ? "" : " of " + std::to_string(shape.prompts.size()) + " prompts";
     title += shape.brief ? ", brief" : "";
+    title += shape.images ? ", with images" : "";
     to.launches << title << "\n";
     to.nodes << title << ": " << size << " bytes\n";
     for (int i = 0; i < ggml_graph_n_nodes(graph->nodes); i++) {
@@ -223,6 +227,10 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
     shapes.push_back(prompts_shape(StepKind::prefill, wholes));
     shapes.push_back(prompts_shape(StepKind::prefill_last, wholes));
     shapes.push_back(prompts_shape(StepKind::prefill_tail, tails));
+    for (size_t i = 0, n = shapes.size(); cache.takes_images() && i < n; i++) {
+        shapes.push_back(shapes[i]);
+        shapes.back().images = true;
+    }
     for (const uint32_t rows : {1u, 2u, 4u, 5u, 8u, 16u, 32u, 64u}) {
         shapes.push_back({StepKind::verify, rows, 0});
     }
@@ -283,6 +291,7 @@ void run(const std::string &out, const std::string &path) {
         drafters.push_back({GgufFile::open(options["assistant"]), "assistant"});
         uses = {{0, 3, 0, 0, false}, {0, 3, 256, 0, false}};
     }
+    images_on_gpus = option("images") != 0;
     const auto model = Model::describe(file, drafters, device, uint32_t(option("cpu_experts")));
     if (options.count("drafter")) {
         const Drafter &drafter = *model->weights().drafters.back();
