@@ -58,6 +58,11 @@ class Mixed:
         return choice
 
 
+def open_engine(model, **params):
+    """Opens an engine as drive does; on a GPU with F16 cells, since F32 ones are ggml's there, and keep prompts whole."""
+    return drive.open_engine(model, **{"kv_type": "f32" if model.info.device == "cpu" else "f16"} | params)
+
+
 def decoded(sequence, mixed, n=N, gamma=0, cuts=(), **options):
     return drive.go_on(sequence, drive.Decoded([mixed.read(sequence, cuts)]), n, gamma, **options)
 
@@ -120,13 +125,13 @@ def greedy(model, golden, asked, device):
     """Greedy tokens: transformers', or on a GPU, whose logits may be off by CUDA_BOUND, its own without drafts."""
     if device == "cpu":
         return golden["greedy"].tolist()
-    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model) as engine, engine.sequence() as sequence:
         return decoded(sequence, asked).tokens
 
 
 def test_tokens_are_those_of_transformers(model, golden, asked, device):
     wanted = golden["greedy"].tolist()
-    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model) as engine, engine.sequence() as sequence:
         if device == "cpu":
             assert decoded(sequence, asked).tokens == wanted
             sequence.reset()
@@ -138,7 +143,7 @@ def test_tokens_are_those_of_transformers(model, golden, asked, device):
 
 def test_logits_of_each_text_row_are_those_of_transformers(model, golden, asked, device):
     """Of the prompt cut behind each row of text: so positions ahead of, between and behind images are compared."""
-    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model) as engine, engine.sequence() as sequence:
         for at, logits in zip(golden["at"].tolist(), golden["logits"], strict=True):
             sequence.reset()
             sequence.engine.prefill([asked.prompt(sequence, 0, at + 1)._replace(last=True)])
@@ -148,17 +153,17 @@ def test_logits_of_each_text_row_are_those_of_transformers(model, golden, asked,
 
 @pytest.mark.parametrize("gamma", [1, 3, 8])
 def test_drafts_behind_images_change_no_token(model, asked, greedy, gamma):
-    with drive.open_engine(model, n_draft=8) as engine, engine.sequence() as sequence:
+    with open_engine(model, n_draft=8) as engine, engine.sequence() as sequence:
         assert decoded(sequence, asked, gamma=gamma).tokens[:N] == greedy
 
 
 def test_cuts_within_images_change_no_bit(model):
-    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model) as engine, engine.sequence() as sequence:
         cut = engine.info.n_cut
-        assert cut == 64
+        assert cut == (64 if model.info.device == "cpu" else 128)
         LONG.read(sequence)
         whole = sequence.dump()
-        for cuts in ((cut,), (2 * cut,), (cut, 2 * cut, 3 * cut, 4 * cut)):
+        for cuts in ((cut,), (2 * cut,), range(cut, len(LONG.tokens), cut)):
             sequence.reset()
             LONG.read(sequence, cuts)
             assert sequence.dump() == whole
@@ -166,18 +171,19 @@ def test_cuts_within_images_change_no_bit(model):
 
 def test_text_has_the_same_bits_in_a_step_with_images(model):
     """The first chunk has no image when it is cut ahead of one."""
-    mixed = Mixed([words(64, 8), rows(4, 4, 9), words(5, 10)])
-    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model) as engine, engine.sequence() as sequence:
+        cut = engine.info.n_cut
+        mixed = Mixed([words(cut, 8), rows(4, 4, 9), words(5, 10)])
         mixed.read(sequence)
         together = sequence.dump()
         sequence.reset()
-        mixed.read(sequence, (64,))
+        mixed.read(sequence, (cut,))
         assert sequence.dump() == together
 
 
 def test_neighbours_with_and_without_images_change_no_bit(model):
     text = Mixed([words(70, 6)])
-    with drive.open_engine(model, n_sequences=3) as engine:
+    with open_engine(model, n_sequences=3) as engine:
         sequences = [engine.sequence() for _ in range(3)]
         alone = []
         for sequence, mixed in zip(sequences, (text, LONG, text), strict=True):
@@ -189,9 +195,10 @@ def test_neighbours_with_and_without_images_change_no_bit(model):
         assert [sequence.dump() for sequence in sequences] == alone
 
 
-@pytest.mark.parametrize("n_past", [64, 128])  # Both lie within the first image, and between the two.
-def test_a_resumed_prompt_has_the_bits_of_a_cold_one(model, n_past):
-    with drive.open_engine(model, n_checkpoints=2, n_draft=4) as engine, engine.sequence() as sequence:
+@pytest.mark.parametrize("times", [1, 2])  # The first lies within the first image.
+def test_a_resumed_prompt_has_the_bits_of_a_cold_one(model, times):
+    with open_engine(model, n_checkpoints=2, n_draft=4) as engine, engine.sequence() as sequence:
+        n_past = times * engine.info.n_cut
         cold = decoded(sequence, LONG, gamma=3).tokens
         state = sequence.dump()
         sequence.reset()
@@ -207,7 +214,7 @@ def test_a_resumed_prompt_has_the_bits_of_a_cold_one(model, n_past):
 
 def test_a_checkpoint_behind_images_keeps_positions(model):
     """Behind the second image positions lag: text that is read on from there has the bits of a cold prompt."""
-    with drive.open_engine(model, n_checkpoints=1) as engine, engine.sequence() as sequence:
+    with open_engine(model, n_checkpoints=1) as engine, engine.sequence() as sequence:
         LONG.read(sequence)
         cold = sequence.dump()
         sequence.reset()
@@ -221,7 +228,7 @@ def test_a_checkpoint_behind_images_keeps_positions(model):
 
 def test_sampled_tokens_are_the_same_in_every_mode(model):
     sampling = Sampling(temperature=1.0, top_k=40, seed=5)
-    with drive.open_engine(model, n_draft=4) as engine, engine.sequence() as sequence:
+    with open_engine(model, n_draft=4) as engine, engine.sequence() as sequence:
         found = []
         for gamma in (0, 1, 4):
             sequence.reset()
@@ -231,7 +238,7 @@ def test_sampled_tokens_are_the_same_in_every_mode(model):
 
 
 def test_other_rows_and_places_give_other_logits(model):
-    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model) as engine, engine.sequence() as sequence:
         seen = []
         for parts in (
             [words(9, 1), rows(3, 4, 2), words(9, 3)],
@@ -249,7 +256,7 @@ def test_other_rows_and_places_give_other_logits(model):
 @pytest.mark.parametrize("gamma", [(0, 0, 3), (8, 0), (1, 4, 0, 0, 0)])
 def test_rounds_of_all_kinds_behind_images_leave_the_same_state(model, gamma):
     """So plain rounds, whose rows the NextN head sees later, are rotated as those are that it sees at once."""
-    with drive.open_engine(model, n_draft=8) as engine, engine.sequence() as sequence:
+    with open_engine(model, n_draft=8) as engine, engine.sequence() as sequence:
         found = decoded(sequence, LONG, 40, gamma=gamma).tokens
         mixed = sequence.dump()
         sequence.reset()
@@ -279,10 +286,10 @@ def test_embeddings_as_images_leave_the_state_of_text(native, tmp_path, device, 
         target = tiny_vision.write_text(tmp_path / "m.gguf")
         opened, params = drive.open_model(native, target, device, head=True), {"n_draft": 4}
     table, tokens = tensors_of(target)["token_embd.weight"], words(150, 3)
-    with opened, drive.open_engine(opened, **params) as engine, engine.sequence() as sequence:
+    with opened, open_engine(opened, **params) as engine, engine.sequence() as sequence:
         Mixed([tokens]).read(sequence)
         text = state_of(sequence)
-        for cuts in ((), (64,)):
+        for cuts in ((), (engine.info.n_cut,)):
             sequence.reset()
             as_images(tokens, table, 40, 90).read(sequence, cuts)
             assert state_of(sequence) == text
@@ -294,7 +301,7 @@ def test_blocks_behind_images_change_no_token(native, tmp_path, device):
         width = opened.info.n_embd
         image = np.random.default_rng(2).uniform(-1, 1, (5, 7, width)).astype(np.float32)
         mixed = Mixed([words(30, 1), image, words(60, 2)])
-        with drive.open_engine(opened, blocks=1) as engine, engine.sequence() as sequence:
+        with open_engine(opened, blocks=1) as engine, engine.sequence() as sequence:
             plain = decoded(sequence, mixed).tokens
             sequence.reset()
             found = decoded(sequence, mixed, gamma=5, source=Source.DFLASH).tokens
@@ -303,7 +310,7 @@ def test_blocks_behind_images_change_no_token(native, tmp_path, device):
 
 def test_lookup_finds_text_and_no_rows_of_images(model):
     image, said = rows(2, 3, 4), words(6, 1)
-    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model) as engine, engine.sequence() as sequence:
         Mixed([said, [7, 8, 9], image, said[:-1]]).read(sequence)
         assert sequence.lookup(said[-1], 2)[0] == [7, 8]
         assert sequence.lookup(said[-1], 4) == ([], 0), "the fourth draft would be a row of an image"
@@ -315,7 +322,7 @@ def test_lookup_finds_text_and_no_rows_of_images(model):
 def test_penalties_skip_rows_of_images(model):
     from luce.native.structs import Penalties
 
-    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model) as engine, engine.sequence() as sequence:
         sequence.set_penalties(Penalties(repetition=1.3, presence=0.5), 0)
         Mixed([words(5, 1), rows(2, 2, 2), words(3, 3)]).read(sequence)
         logits, seen = sequence.logits(0).copy(), set(words(5, 1) + words(3, 3))
@@ -344,7 +351,7 @@ def span(n=4, at=0, first=0, height=2, width=2, n_embd=TEXT.n_embd):
     ],
 )
 def test_wrong_spans_are_refused(model, tokens, images, said):
-    with drive.open_engine(model) as engine, engine.sequence() as sequence:
+    with open_engine(model) as engine, engine.sequence() as sequence:
         with pytest.raises(ArgumentError, match=said):
             engine.prefill([Prompt(sequence, tokens, True, images)])
         assert sequence.info.n_past == 0
@@ -353,6 +360,6 @@ def test_wrong_spans_are_refused(model, tokens, images, said):
 def test_a_model_without_axes_takes_no_images(native, tmp_path, device):
     c = tiny.Config(rope_sections=(1, 1, 1, 0))
     with drive.open_model(native, tiny.write(tmp_path / "m.gguf", c, tiny.layout(c, 1)), device) as opened:
-        with drive.open_engine(opened) as engine, engine.sequence() as sequence:
+        with open_engine(opened) as engine, engine.sequence() as sequence:
             with pytest.raises(UnsupportedError, match="its rows have no three axes"):
                 engine.prefill([Prompt(sequence, [-2] * 4, True, (span(),))])
