@@ -107,6 +107,7 @@ class Watch:
                     "first_token_s": first,
                     "reason": reason,
                 }
+                | ({} if usage.left_out is None else {"left_out": usage.left_out})
             )
 
     def scrape(self, models: Models) -> bytes:
