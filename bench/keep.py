@@ -2,12 +2,12 @@
 """Says what is lost where only a part of a prompt is read, with the box as the model and as its own scorer.
 
 Loss is that of the next 64 tokens of a file, in nats a token, behind 1,500 tokens of it: all of them, or a share that
-the scorer chose, the newest lines, the first and the newest, or lines at random, each of as many tokens. Files
-are luce's own, which the box was not trained on. A needle is a line with a definition among such a file's lines, at 20,
-50 or 80 per cent of it, and the prompt ends where its value is wanted: found says how often the line is read, right how
-often the value's tokens are then the likeliest one after the other, and the loss is theirs. All of it is computed on a
-CPU. It cannot say how a large model with a small one of its family does, nor prompts of 100,000 tokens: the box has 3
-attention layers, and a context of 2,048.
+the scorer chose, the newest lines, the first (a quarter) and the newest, or the newest (a quarter) and others at random,
+each of as many tokens. Files are luce's own, which the box was not trained on. A needle is a line with a definition among
+such a file's lines, at 20, 50 or 80 per cent of it, and the prompt ends where its value is wanted: found says how often
+the line is read, right how often the value's tokens are then the likeliest one after the other, and the loss is theirs.
+All of it is computed on a CPU. It cannot say how a large model with a small one of its family does, nor of 100,000
+tokens of prompt: the box has 3 attention layers, and a context of 2,048.
 
     python bench/keep.py --save bench/results
 """
@@ -33,7 +33,7 @@ from luce.files.tokenizer import Tokenizer
 from luce.native import Engine, File, Model, Prompt, Rows
 from luce.native.structs import EngineParams
 from luce.prompts.scorer import Scorer
-from luce.prompts.spans import LAST, Line, Span, budget_of, chosen, joined
+from luce.prompts.spans import Line, Span, budget_of, chosen, joined
 
 METHOD = " ".join(__doc__.split("\n\n")[1].split())
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,8 +82,9 @@ def ways(scorer: Scorer, tokens: Sequence[int], keep: float, seed: int) -> dict[
     budget = max(budget_of(len(tokens), keep), scored.read)
     lines = [Line(first, end) for first, end in scorer.lines(tokens)]
     newest = _first_that_fit(lines[::-1], budget)
-    around = _first_that_fit([line for line in lines if line.first < LAST // 2] + lines[::-1], budget)
-    shuffled = [Line(line.first, line.end, line.end > len(tokens) - LAST) for line in lines]
+    quarter = budget // 4
+    around = _first_that_fit([line for line in lines if line.end <= quarter] + lines[::-1], budget)
+    shuffled = [Line(line.first, line.end, line.end > len(tokens) - quarter) for line in lines]
     noise = np.random.default_rng(seed).random(len(tokens))
     spans = {"newest": newest, "first and newest": around, "random": chosen(shuffled, noise.tolist(), budget)}
     of = {way: Compressed(way, keep, len(tokens), tuple(each)) for way, each in spans.items()}

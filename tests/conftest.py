@@ -118,10 +118,11 @@ def untimed(native):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def switched_on(native, device):
+def switched_on(native, request):
     """Lets models on GPUs take images and score where tests run there, also while luce refuses that."""
-    op_run.show_gpus_images(native, device != "cpu")
-    op_run.score_on_gpus(native, device != "cpu")
+    on = request.config.getoption("--luce-device") != "cpu"
+    op_run.show_gpus_images(native, on)
+    op_run.score_on_gpus(native, on)
 
 
 @pytest.fixture

@@ -296,6 +296,7 @@ def plan(
             "pages": asked if options.pages else "enough for every sequence's whole context",
             "cpu_experts": why_experts,
             "draft": why_draft,
+            "gaps": "prompts of which parts are read" if options.gaps else "prompts are read whole",
         },
     )
 

@@ -18,7 +18,9 @@ from itertools import accumulate
 
 POOL = 13  # A position's importance is the mean of so many around it.
 FIRST = 32  # Lines of so many first tokens stay.
-LAST = 128  # Lines of so many last tokens stay of a last message that is too long to stay whole.
+# Of a last message that is too long to stay whole, lines of so many last tokens stay, at most and at least, and between
+# these a quarter of what may be read: the rest is for what they point to.
+LAST, LEAST = 128, 16
 LONGEST = 128  # A longer line is cut into pieces of so many tokens: minified text has no others.
 
 Span = tuple[int, int]  # first, and end behind the last
@@ -67,9 +69,9 @@ def marked(tokens: Sequence[int], marks: Marks, users: Sequence[int], budget: in
     it takes half of the budget at most."""
     spans, n = lines_of(tokens, marks), len(tokens)
     first = users[0] if users else 0
-    last = users[-1] if users else n
-    if not users or n - last > max(budget // 2, LAST):
-        last = max(n - LAST, first)
+    last = users[-1] if users else 0
+    if n - last > budget // 2:
+        last = max(n - min(max(budget // 4, LEAST), LAST), last)
     found = list[Line]()
     for begin, end in spans:
         mark = tokens[begin]

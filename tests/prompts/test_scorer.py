@@ -14,6 +14,7 @@ from luce.files.tokenizer import Tokenizer, difference
 from luce.native import Engine, File, Model, Rows
 from luce.native.structs import EngineParams
 from luce.prompts.scorer import AHEAD, HEADS, ROWS, Scorer
+from luce.prompts.spans import LEAST
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_chats_keep_control_tokens_system_text_and_the_end(scorer, tokenizer, se
     assert {at for at, token in enumerate(tokens) if token in tokenizer.control.values()} <= read
     users = [at for at, token in enumerate(tokens) if tokenizer.decode(tokens[at : at + 1]) == "user"]
     assert set(range(users[0] - 1)) <= read, "system text"
-    assert set(range(max(users[-1] - 1, len(tokens) - 100), len(tokens))) <= read, "the last message, or its end"
+    assert set(range(max(users[-1] - 1, len(tokens) - LEAST), len(tokens))) <= read, "the last message, or its end"
     heads = [at for at, token in enumerate(tokens) if token == tokenizer.control["<|im_start|>"]]
     assert {at + 1 for at in heads} <= read, "the role"
     assert kept.of(tokens) == tuple(tokens[at] for at in sorted(read)) and kept.read == len(read)
