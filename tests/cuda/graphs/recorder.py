@@ -329,7 +329,7 @@ template <class T> void put_at(const char *name, const T *value) {
 # Beside kernels there are functions in these, which say how large and where things are.
 BESIDE_KERNELS = [
     "attention/attention.cu", "deltanet/chunks.cu", "matmul/norm_first.cu", "matmul/pack.cu", "matmul/permute.cu",
-    "matmul/quantised.cu", "moe/end.cu", "moe/route.cu", "sampling/nextn.cu",
+    "matmul/quantised.cu", "attention/row_scores.cu", "moe/end.cu", "moe/route.cu", "sampling/nextn.cu",
 ]  # fmt: skip
 
 
