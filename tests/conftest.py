@@ -48,7 +48,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--luce-lib", type=Path, metavar="DIR", help="test the libluce in DIR instead of the installed one"
     )
-    parser.addoption("--luce-device", default="cpu", help="where models run: cpu (default), cuda, cuda:N")
+    parser.addoption(
+        "--luce-device", default="cpu",
+        help="where models run: cpu (default), cuda, cuda:N, or in stages on several: cpu,cpu or cuda:0,cuda:1",
+    )
     parser.addoption("--luce-device-only", action="store_true", help="only tests that run models there")
 
 
@@ -115,6 +118,7 @@ def untimed(native):
     """Opens engines on the CPU without timing their steps, which is most of an opening; what `auto` does with made-up
     costs does not depend on the machine."""
     op_run.time_steps(native, False)
+    op_run.try_splits(native)
 
 
 @pytest.fixture(scope="session", autouse=True)

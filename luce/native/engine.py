@@ -130,7 +130,7 @@ class Engine(Handle):
         super().__init__(library, out[0], library.lib.luce_engine_close)
         self.n_vocab, self.n_embd = model.info.n_vocab, model.info.n_embd
         # The device works while the host does something else, where that computes no experts.
-        self.ahead = model.info.device != "cpu" and not model.cpu_experts
+        self.ahead = not model.info.device.startswith("cpu") and not model.cpu_experts
         self._begun: list[list[int]] = []  # The rows of the rounds that were begun, by item.
         # It is looked up now, since cffi locks to do it, and a signal handler may have interrupted who holds
         # that lock.

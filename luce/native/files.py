@@ -61,12 +61,13 @@ class File(Handle):
         drafter: File | None = None,
         cpu_experts: int = 0,
         drafters: Sequence[DrafterFile] = (),
+        layers: Sequence[int] = (),
     ) -> Memory:
         """Returns what a model and one engine of it need, in bytes. Raises what opening the model would
         raise: UnsupportedError or FileError where luce cannot run the files."""
         library = self.library
         listed = _listed(head, drafter, drafters)
-        model = _model_params(library, device, listed, cpu_experts)
+        model = _model_params(library, device, listed, cpu_experts, layers)
         engine = engine_params(library, params or EngineParams(), [kind for _, kind in listed])
         return library.read(
             Memory, library.lib.luce_plan_memory, self.handle, model.struct, engine.struct
@@ -89,7 +90,12 @@ def _listed(head: File | None, drafter: File | None, more: Sequence[DrafterFile]
 
 
 def _model_params(
-    library: Library, device: str, drafters: Sequence[DrafterFile], cpu_experts: int, progress: Any = None
+    library: Library,
+    device: str,
+    drafters: Sequence[DrafterFile],
+    cpu_experts: int,
+    layers: Sequence[int],
+    progress: Any = None,
 ) -> Params:
     new = library.ffi.new
     name, listed = new("char[]", device.encode()), new("luce_drafter_file[]", max(len(drafters), 1))
@@ -99,9 +105,12 @@ def _model_params(
     made = library.struct(
         "luce_model_params", device=name, n_cpu_experts=cpu_experts, drafters=listed, n_drafters=len(drafters)
     )
+    counts = new("uint32_t[]", list(layers) or 1)
+    if layers:
+        made.layers, made.n_layers = counts, len(layers)
     if progress is not None:
         made.progress = progress
-    return Params(made, (name, listed, kinds, drafters, progress))
+    return Params(made, (name, listed, kinds, drafters, counts, progress))
 
 
 def engine_params(library: Library, params: EngineParams, kinds: Sequence[str | None]) -> Params:
@@ -134,7 +143,7 @@ def _asked(n_draft: int, n_part: int, blocks: int, kinds: Sequence[str | None]) 
 
 
 class Model(Handle):
-    """Weights on a device, with a list of drafters: the NextN head that `head` holds (the model's own file or
+    """Weights on a device, or on several ("cuda:0,cuda:1") of which each has so many of the `layers`, with a list of drafters: the NextN head that `head` holds (the model's own file or
     another) or the assistant that it is, the DFlash drafter of `drafter`, and those of `drafters`. Of the first
     `cpu_experts` layers the experts stay in host memory, where the CPU multiplies them. `progress` may cancel
     (Cancelled); what it raises is raised here."""
@@ -148,6 +157,7 @@ class Model(Handle):
         drafter: File | None = None,
         cpu_experts: int = 0,
         drafters: Sequence[DrafterFile] = (),
+        layers: Sequence[int] = (),
     ):
         library = file.library
         raised: list[BaseException] = []
@@ -159,7 +169,7 @@ class Model(Handle):
                 error=1,
                 onerror=lambda kind, error, trace: raised.append(error),
             )
-        params = _model_params(library, device, _listed(head, drafter, drafters), cpu_experts, callback)
+        params = _model_params(library, device, _listed(head, drafter, drafters), cpu_experts, layers, callback)
         self.cpu_experts = cpu_experts
         out = library.ffi.new("luce_model **")
         status = library.lib.luce_model_open(out, file.handle, params.struct)

@@ -2,7 +2,8 @@
  *
  * The model of the thing
  *   file        is an opened GGUF (all parts of a split one), mapped into memory; no weights are loaded
- *   model       is weights on one device, with the drafters loaded beside them; it is immutable, and engines share it
+ *   model       is weights on one device or several, with the drafters loaded beside them; it is immutable, and engines
+ *               share it
  *   engine      is the working memory of a model: KV pages, recurrent slots, buffers, ready graphs
  *   sequence    is one timeline in an engine: a committed prefix of tokens in the caches
  *   checkpoint  is a position that any sequence of the engine can start from
@@ -57,6 +58,7 @@ extern "C" {
 #define LUCE_MAX_TOP 63 /* candidates that are kept of a draft */
 #define LUCE_PAGE 256 /* positions of a KV page */
 #define LUCE_MAX_DIMS 4
+#define LUCE_MAX_DEVICES 16 /* of a model */
 
 typedef enum luce_status {
     LUCE_OK = 0,
@@ -189,7 +191,9 @@ typedef struct luce_drafter_file {
 
 typedef struct luce_model_params {
     uint64_t struct_size;
-    const char *device; /* "auto" (= NULL), "cpu", "cuda", "cuda:N" */
+    /* "auto" (= NULL), "cpu", "cuda", "cuda:N", or several of a kind, "cuda:0,cuda:1": each has consecutive layers in this
+     * order, the first the embeddings too, the last the output and the drafters. */
+    const char *device;
     const luce_drafter_file
         *drafters; /* (n_drafters): the model's list, in any order; kinds may come twice */
     uint32_t n_drafters; /* 0..LUCE_MAX_DRAFTERS */
@@ -197,8 +201,12 @@ typedef struct luce_model_params {
     void *progress_user;
     /* The experts of the first so many layers stay in host memory, where the CPU multiplies them. Other numbers may give
      * other tokens; with one number they are the same in every mode. E_ARG: there are fewer layers, or no experts.
-     * E_UNSUPPORTED names a type that the CPU does not multiply. */
+     * E_UNSUPPORTED names a type that the CPU does not multiply, or several GPUs. */
     uint32_t n_cpu_experts;
+    /* (n_layers): how many layers each of several devices has, one at least and the model's in all. NULL: as many as leave
+     * the fullest device as empty as can be. */
+    const uint32_t *layers;
+    uint32_t n_layers;
 } luce_model_params;
 
 /* How an engine drafts with one of the model's drafters. Several entries may be of one, and then share its KV. */
@@ -259,7 +267,7 @@ LUCE_API luce_status luce_model_close(luce_model *model);
 typedef struct luce_model_info {
     uint64_t struct_size;
     char architecture[32]; /* general.architecture of the file */
-    char device[32]; /* "cpu", "cuda:0" */
+    char device[128]; /* "cpu", "cuda:0", of several "cuda:0,cuda:1" */
     uint64_t n_params; /* weights, all tensors */
     uint64_t weight_bytes;
     uint32_t n_vocab;

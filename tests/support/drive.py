@@ -93,10 +93,11 @@ def open_model(
     head: Head = None,
     drafter: Path | None = None,
     cpu_experts: int = 0,
+    layers: Sequence[int] = (),
 ) -> Model:
     file = File(path, native)
     own = None if drafter is None else File(drafter, native)
-    return Model(file, device, head=_head_file(file, head), drafter=own, cpu_experts=cpu_experts)
+    return Model(file, device, head=_head_file(file, head), drafter=own, cpu_experts=cpu_experts, layers=layers)
 
 
 def where_it_runs(native: Library, path: Path, device: str) -> str:

@@ -38,7 +38,8 @@ luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft
                         uint32_t *matched);
 luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t *uses);
 luce_status luce_switch_rule(uint32_t index, int32_t on);
-luce_status luce_cut_models(uint32_t layer);
+luce_status luce_try_splits(int on);
+luce_status luce_part_devices(int on);
 luce_status luce_time_steps(int on);
 luce_status luce_show_gpus_images(int32_t on);
 luce_status luce_block_towers(uint64_t bytes);
@@ -273,3 +274,20 @@ def _fill(ffi: Any, out: Any, array: np.ndarray | Weights) -> None:
     if array.dtype in (Q4_0, Q8_0):
         out.ne[0] *= 32
     out.type = TYPES[array.dtype]
+
+
+def try_splits(native: Library, on: bool = True) -> None:
+    """Lets models lie on several GPUs, which luce refuses as long as it has not been tried (model/split.h)."""
+    _, lib = core(native.path)
+    native.check(lib.luce_try_splits(int(on)))
+
+
+@contextmanager
+def parted_devices(native: Library) -> Iterator[None]:
+    """Engines that are opened meanwhile take their GPUs for such as do not reach each other's memory."""
+    _, lib = core(native.path)
+    native.check(lib.luce_part_devices(1))
+    try:
+        yield
+    finally:
+        native.check(lib.luce_part_devices(0))

@@ -55,9 +55,9 @@ int cuda::give_rows(const GiveRowsArgs &a, void *stream) {
 }
 
 // It begins when all that is ahead has ended, on which the delta rule relies (overlap.cuh).
-int cuda::bring(const void *pinned, void *device, int64_t bytes, void *stream) {
+int cuda::bring(const void *from, void *to, int64_t bytes, void *stream) {
     const int64_t n = bytes / int64_t(sizeof(float4));
-    if (bytes < 0 || bytes % 16 != 0 || !given(pinned) || !given(device)) {
+    if (bytes < 0 || bytes % 16 != 0 || !given(from) || !given(to)) {
         return int(cudaErrorInvalidValue);
     }
     if (n == 0) {
@@ -65,7 +65,7 @@ int cuda::bring(const void *pinned, void *device, int64_t bytes, void *stream) {
     }
     const dim3 grid(unsigned((n + THREADS - 1) / THREADS));
     return int(launch_kernel(bring_kernel, grid, THREADS, 0, static_cast<cudaStream_t>(stream), false,
-                             static_cast<const float4 *>(pinned), static_cast<float4 *>(device), n));
+                             static_cast<const float4 *>(from), static_cast<float4 *>(to), n));
 }
 
 int cuda::bring_beside(const void *pinned, void *device, int64_t bytes, void *stream) {

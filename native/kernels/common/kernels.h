@@ -473,7 +473,8 @@ struct TokensArgs {
     int32_t *out; // [T]
 };
 // Returns the token of a row whose entry of `tokens` is `given`, as TokensArgs says.
-LUCE_BOTH int32_t token_of(int32_t given, const int32_t *drafts, int32_t n_vocab) {
+// (The entries may be in host memory, where another device has written them: no cache may have them from the time before.)
+LUCE_BOTH int32_t token_of(int32_t given, const volatile int32_t *drafts, int32_t n_vocab) {
     const int32_t token = given >= 0 ? given : drafts[2 * int64_t(-1 - given)];
     return token < 0 || token >= n_vocab ? 0 : token;
 }
@@ -603,10 +604,15 @@ int device_error(); // it returns why CUDA counts no devices, or 0
 int compute_capability(int device); // it returns 90 for 9.0
 
 int give_rows(const GiveRowsArgs &args, void *stream);
-// Copies from pinned memory, sooner than the device's copy engines. Both places, and the bytes, are multiples of 16.
-int bring(const void *pinned, void *device, int64_t bytes, void *stream);
+// Copies from or to pinned memory, or from a peer's, sooner than the device's copy engines. Both places, and the bytes, are
+// multiples of 16.
+int bring(const void *from, void *to, int64_t bytes, void *stream);
 // The same by a copy engine, for a stream beside that of a step.
 int bring_beside(const void *pinned, void *device, int64_t bytes, void *stream);
+// Lets kernels and copies of two devices reach each other's memory, and says whether they do.
+bool peers(int device, int other);
+// Records `event`, of the device of `ahead`, where that stream is now, and lets `stream` wait for it there.
+int follow(void *ahead, void *event, void *stream);
 bool is_pinned(void *host); // it says whether kernels reach this host memory at its own address
 // Returns 0 while a stream has work to do, then what it failed with, or cudaErrorUnknown.
 int stopped(void *stream);

@@ -40,12 +40,19 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
     for (uint32_t i = 0; i < std::min(n, uint32_t(LUCE_MAX_DRAFTERS) + 1); i++) { // more are refused there
         drafters.push_back({g_files.get(params->drafters[i].file)->gguf, params->drafters[i].kind});
     }
-    const Device &device = find_device(params == nullptr ? nullptr : params->device);
-    if (const Architecture &a = architecture_of(*file.gguf); device.gpu && !a.on_gpu) {
+    Split split(find_devices(params == nullptr ? nullptr : params->device), {});
+    if (split.devices.size() > LUCE_MAX_DEVICES) {
+        fail(LUCE_E_ARG, "a model lies on at most %d devices, got %zu", LUCE_MAX_DEVICES, split.devices.size());
+    }
+    if (params != nullptr && params->n_layers > 0) {
+        need(params->layers, "layers");
+        split.layers.assign(params->layers, params->layers + params->n_layers);
+    }
+    if (const Architecture &a = architecture_of(*file.gguf); split.devices[0]->gpu && !a.on_gpu) {
         fail(LUCE_E_UNSUPPORTED, "%s: luce does not run %s on a GPU yet: device \"cpu\" runs it",
              file.gguf->path().c_str(), a.name);
     }
-    return Model::describe(file.gguf, drafters, device, params == nullptr ? 0 : params->n_cpu_experts);
+    return Model::describe(file.gguf, drafters, split, params == nullptr ? 0 : params->n_cpu_experts);
 }
 
 void check_tower(const VisionTower &tower, const Model &model) {

@@ -156,9 +156,14 @@ luce_status luce_switch_rule(uint32_t index, int32_t on) {
     });
 }
 
-luce_status luce_cut_models(uint32_t layer) {
+luce_status luce_try_splits(int32_t on) {
     using namespace luce;
-    return guarded([&] { cut_models(layer); });
+    return guarded([&] { try_splits(on != 0); });
+}
+
+luce_status luce_part_devices(int32_t on) {
+    using namespace luce;
+    return guarded([&] { part_devices(on != 0); });
 }
 
 luce_status luce_time_steps(int32_t on) {

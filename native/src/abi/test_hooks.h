@@ -47,9 +47,11 @@ LUCE_API luce_status luce_rule(uint32_t index, const char **name, int32_t *same,
 // a device has no other op.
 LUCE_API luce_status luce_switch_rule(uint32_t index, int32_t on);
 
-// Models that are loaded on a CPU from now on have two stages (engine/stage.h), of which the second begins with this layer;
-// with 0 they have one again.
-LUCE_API luce_status luce_cut_models(uint32_t layer);
+// Lets models lie on several GPUs, which luce refuses as long as it has not been tried (model/split.h), or not again.
+LUCE_API luce_status luce_try_splits(int32_t on);
+
+// Engines that are opened from now on take their GPUs for such as do not reach each other's memory, or not again.
+LUCE_API luce_status luce_part_devices(int32_t on);
 
 // Lets models and towers that are opened on GPUs from now on take images (model/model.h).
 LUCE_API luce_status luce_show_gpus_images(int32_t on);

@@ -8,6 +8,8 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu def
 #endif
 
 #include <algorithm>
+#include <atomic>
+#include <vector>
 
 namespace luce {
 
@@ -66,6 +68,7 @@ void Stage::open([[maybe_unused]] const Model &model, int n_threads, bool drafts
         return;
     }
     copies = make_backend(device, 1);
+    reached = make_event(device);
     if (drafts) {
         beside = make_backend(device, 1);
         beside_ended = make_event(device);
@@ -84,6 +87,69 @@ void Stage::open([[maybe_unused]] const Model &model, int n_threads, bool drafts
         fail(LUCE_E_DEVICE, "%s: opening cuBLAS failed: %s", device.name.c_str(), cuda::error_text(error));
     }
     gemm.reset(stream(steps));
+#endif
+}
+
+static std::atomic<bool> parted{false};
+
+void part_devices(bool on) {
+    parted = on;
+}
+
+// Tensors of a compute buffer have room behind them.
+uint64_t Stage::passage_bytes(const ggml_tensor *rows) {
+    return (ggml_nbytes(rows) + 15) / 16 * 16;
+}
+
+void Stage::connect([[maybe_unused]] const Stage &before, [[maybe_unused]] uint64_t bytes) {
+#ifdef LUCE_USE_CUDA
+    if (device.gpu && (parted || !cuda::peers(before.device.index, device.index))) {
+        passage = pinned(device, std::max<uint64_t>(bytes, 64), "rows between two devices");
+    }
+#endif
+}
+
+#ifdef LUCE_USE_CUDA
+static void check(const Device &device, int error) {
+    if (error != 0) {
+        fail(LUCE_E_DEVICE, "%s: a step failed between two devices: %s", device.name.c_str(),
+             cuda::error_text(error));
+    }
+}
+#endif
+
+void Stage::follow([[maybe_unused]] const Stage &ahead) const {
+#ifdef LUCE_USE_CUDA
+    if (device.gpu) {
+        make_current(ahead.device);
+        check(device, cuda::follow(stream(ahead.steps), ahead.reached->context, stream(steps)));
+    }
+#endif
+}
+
+void Stage::receive([[maybe_unused]] const Stage &before,
+                    [[maybe_unused]] const std::vector<const ggml_tensor *> &rows) const {
+#ifdef LUCE_USE_CUDA
+    if (!device.gpu) { // there they are copied as all else is computed
+        return;
+    }
+    // A kernel of the receiving device fetches them: what follows on its stream may overlap with a kernel of its own alone.
+    const auto copy = [&](const Stage &by, bool leave) {
+        make_current(by.device);
+        uint8_t *at = passage ? static_cast<uint8_t *>(ggml_backend_buffer_get_base(passage.get())) : nullptr;
+        for (const ggml_tensor *here : rows) {
+            void *there = here->src[0]->data;
+            const size_t bytes = passage_bytes(here);
+            const void *from = leave || at == nullptr ? there : at;
+            check(by.device, cuda::bring(from, leave ? at : here->data, int64_t(bytes), stream(by.steps)));
+            at = at == nullptr ? nullptr : at + bytes;
+        }
+    };
+    if (passage) {
+        copy(before, true);
+    }
+    follow(before);
+    copy(*this, false);
 #endif
 }
 

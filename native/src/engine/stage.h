@@ -3,12 +3,14 @@
 // first has the step's tokens too; the last what is of no layer: the drafters with their KV, hidden rows, the choices.
 //
 // Nothing else of the core knows a device: what is of a layer asks the layer's stage, and what is of all loops over them.
-// Between two stages pass values that nodes of a later one read (graph/lower.h). There is no way for them yet from one GPU
-// to another: only a CPU has several stages, for tests.
+// Between two stages pass rows that nodes of a later one read (graph/lower.h): each stage fetches them from the one before,
+// out of its device's memory, or where the two devices do not reach each other's, out of pinned memory of the host.
 #pragma once
 
 #include "common/kernels.h"
 #include "model/model.h"
+
+#include <vector>
 
 namespace luce {
 
@@ -23,6 +25,14 @@ struct Stage {
     // Starts its streams, of which a CPU's has n_threads threads; `beside` only where the engine drafts.
     void open(const Model &model, int n_threads, bool drafts);
     static void *stream(const Backend &backend); // as CUDA knows it
+    static uint64_t passage_bytes(const ggml_tensor *rows); // rows of a step take so many on their way
+    // Finds the way to here from the stage before. Where it is the host's memory, `bytes` are what a step sends at most.
+    void connect(const Stage &before, uint64_t bytes);
+    // Lets the steps of this stage, on a GPU, go on when those of another one have come to where they are now.
+    void follow(const Stage &ahead) const;
+    // Fetches a step's rows from the stage before: `rows` are copies here of their sources there.
+    void receive(const Stage &before, const std::vector<const ggml_tensor *> &rows) const;
+    bool has(const ggml_tensor *cache) const { return holds(tensors, cache); }
 
     const Device &device;
     const uint32_t first, end; // its layers of the trunk
@@ -39,9 +49,14 @@ struct Stage {
     // The streams. On a CPU there is only that of the steps.
     Backend steps;
     std::unique_ptr<void, void (*)(void *)> gemm; // it is the steps' stream, while cuBLAS is open for it
+    Event reached; // where they were when another stage began to wait for them
+    Buffer passage; // pinned; null where the device before reaches this one's memory
     Backend copies; // checkpoints travel on it, beside the steps
     Backend beside; // what comes to the device while it drafts,
     Event beside_ended; // and where that ends
 };
+
+// For tests: GPUs do not reach each other's memory, in engines that are opened from now on.
+void part_devices(bool on);
 
 } // namespace luce

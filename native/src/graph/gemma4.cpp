@@ -76,14 +76,16 @@ HParams gemma4_hparams(const GgufFile &file) {
 namespace {
 
 Attention read_attention(WeightReader &r, const std::string &p, const AttentionShape &shape, int64_t E,
-                         bool has_cells, ggml_tensor *rope_factors) {
+                         bool has_cells, uint32_t il) {
     const int64_t D = shape.head_dim, H = shape.n_head, Hkv = shape.n_head_kv;
     Attention a{};
     a.shape = shape;
     a.q = r.matrix(p + "attn_q.weight", E, D * H);
     a.q_norm = r.f32(p + "attn_q_norm.weight", {D});
     a.out = r.matrix(p + "attn_output.weight", D * H, E);
-    a.rope_factors = shape.window == 0 ? rope_factors : nullptr;
+    if (shape.window == 0) {
+        a.rope_factors = r.f32_of_layers("rope_freqs.weight", {shape.rope_dim / 2}, il);
+    }
     if (has_cells) {
         a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
         a.v = r.matrix(p + "attn_v.weight", E, D * Hkv, /*required=*/false);
@@ -118,27 +120,15 @@ void check_has_source(const GgufFile &file, const HParams &hp, uint32_t n_own, u
 
 } // namespace
 
-ggml_tensor *read_gemma4_factors(WeightReader &r, const HParams &hp) {
-    ggml_tensor *factors = nullptr;
-    for (const auto &mixer : hp.mixers) {
-        const AttentionShape &shape = std::get<AttentionShape>(mixer);
-        if (shape.window == 0 && factors == nullptr) {
-            factors = r.f32("rope_freqs.weight", {shape.rope_dim / 2});
-        }
-    }
-    r.forget("rope_freqs.weight");
-    return factors;
-}
-
 Gemma4Layer read_gemma4_layer(WeightReader &r, const HParams &hp, uint32_t il, uint32_t n_ff, int64_t P,
-                              bool has_cells, ggml_tensor *rope_factors) {
+                              bool has_cells) {
     const std::string p = "blk." + std::to_string(il) + ".";
     const int64_t E = hp.n_embd;
     const auto norm = [&](const char *name) { return r.f32(p + name + ".weight", {E}); };
     Block b{};
     Gemma4Block g{};
     b.attn_norm = norm("attn_norm");
-    b.mixer = read_attention(r, p, std::get<AttentionShape>(hp.mixers[il]), E, has_cells, rope_factors);
+    b.mixer = read_attention(r, p, std::get<AttentionShape>(hp.mixers[il]), E, has_cells, il);
     g.attn_post_norm = norm("post_attention_norm");
     b.post_norm = norm("ffn_norm");
     if (hp.moe.n_expert > 0) {
@@ -183,7 +173,7 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
     if (w.output == nullptr) {
         w.output = r.tied("token_embd.weight", w.token_embd);
     }
-    ggml_tensor *rope_factors = read_gemma4_factors(r, hp);
+    r.forget("rope_freqs.weight"); // no layer may be global
     if (own->P > 0) {
         own->ple_embd = r.table("per_layer_token_embd.weight", own->P * L, hp.n_vocab);
         own->ple_proj = r.matrix("per_layer_model_proj.weight", E, own->P * L);
@@ -193,7 +183,7 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
         if (il >= n_own) {
             check_has_source(file, hp, n_own, il);
         }
-        const Gemma4Layer layer = read_gemma4_layer(r, hp, il, n_ff[il], own->P, il < n_own, rope_factors);
+        const Gemma4Layer layer = read_gemma4_layer(r, hp, il, n_ff[il], own->P, il < n_own);
         w.blocks.push_back(layer.block);
         own->blocks.push_back(layer.own);
     }

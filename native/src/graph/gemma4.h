@@ -33,12 +33,10 @@ struct Gemma4Layer {
 };
 
 HParams gemma4_hparams(const GgufFile &file);
-// Takes RoPE's factors of the global layers, or null where there are none.
-ggml_tensor *read_gemma4_factors(WeightReader &reader, const HParams &hp);
 // Takes layer il, whose feed-forward part is n_ff wide, with embeddings of its own of P values (0: none). Without cells it has
 // no K and V.
 Gemma4Layer read_gemma4_layer(WeightReader &reader, const HParams &hp, uint32_t il, uint32_t n_ff, int64_t P,
-                              bool has_cells, ggml_tensor *rope_factors);
+                              bool has_cells);
 
 // Queries of normed rows as they meet keys: their products q {D*H, T}, normed and rotated.
 Val gemma4_queries(Val q, const Attention &w, float eps);

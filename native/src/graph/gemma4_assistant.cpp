@@ -118,14 +118,14 @@ std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, cons
     if (a.output == nullptr) {
         a.output = r.matrix("token_embd.weight", e, V);
     }
-    ggml_tensor *rope_factors = read_gemma4_factors(r, a.hp);
     for (uint32_t il = 0; il < a.hp.n_layer; il++) {
         const AttentionShape &shape = std::get<AttentionShape>(a.hp.mixers[il]);
         a.sources.push_back(find_source(pair, target, shape));
-        a.layers.push_back(read_gemma4_layer(r, a.hp, il, n_ff[il], 0, /*has_cells=*/false, rope_factors));
+        a.layers.push_back(read_gemma4_layer(r, a.hp, il, n_ff[il], 0, /*has_cells=*/false));
     }
     for (const char *unused :
-         {"token_embd.weight", "mtp.centroids.", "mtp.token_ordering.", "masked_embedding."}) {
+         {"token_embd.weight", "rope_freqs.weight", "mtp.centroids.", "mtp.token_ordering.",
+          "masked_embedding."}) {
         r.forget(unused);
     }
     r.finish("", "assistants");

@@ -28,7 +28,7 @@ StepOutputs lower(Plain &plain, const std::vector<StepInputs> &in, ggml_context 
 StepOutputs Lowering::run() {
     fuse(plain, {plain, gpu, [this](ggml_type type) { return looks_up(type); }});
     made_.assign(plain.nodes.size() * MAX_OUT * size_t(Form::count), nullptr);
-    outputs_.first_nodes = {0};
+    outputs_.first_nodes = outputs_.n_arrivals = {0};
     for (int32_t i = 0; size_t(i) < plain.nodes.size(); i++) {
         const Node &n = plain.nodes[size_t(i)];
         while (!n.dead && n.stage >= outputs_.first_nodes.size()) {
@@ -60,20 +60,29 @@ static bool stands_for_cells(Op op, int32_t out) {
     return out == 0 && (op == Op::kv_write || op == Op::norm_rope || op == Op::heads);
 }
 
-// A stage ends with the rows that later ones read: here they will be sent to another device.
+// A stage ends with the rows that later ones read, and the next one begins with copies of them, which are all that it has of
+// them: other forms stay behind.
 void Lowering::next_stage() {
-    for (size_t reader = 0; reader < plain.nodes.size(); reader++) {
-        const Node &n = plain.nodes[reader];
+    const uint32_t next = stage_index() + 1;
+    std::map<Val, ggml_tensor *> sent;
+    for (const Node &n : plain.nodes) {
         for (const Val v : n.in) {
-            if (!n.dead && n.stage >= outputs_.first_nodes.size() &&
-                plain.at(v).stage < outputs_.first_nodes.size() && !stands_for_cells(plain.at(v).op, v.out)) {
-                expand(rows(v));
+            if (n.dead || n.stage < next || plain.at(v).stage >= next ||
+                stands_for_cells(plain.at(v).op, v.out) || sent.count(v) != 0) {
+                continue;
             }
+            ggml_tensor *t = rows(v);
+            sent[v] = expand(ggml_is_contiguous(t) ? t : ggml_cont(ctx, t));
         }
     }
-    in = &inputs_[outputs_.first_nodes.size()];
-    outputs_.first_nodes.push_back(ggml_graph_n_nodes(graph));
+    in = &inputs_[next];
     masks_.clear();
+    std::fill(made_.begin(), made_.end(), nullptr);
+    outputs_.first_nodes.push_back(ggml_graph_n_nodes(graph));
+    for (const auto &[v, t] : sent) {
+        made(v, Form::rows) = expand(ggml_dup(ctx, t));
+    }
+    outputs_.n_arrivals.push_back(int(sent.size()));
 }
 
 // ---- forms ----
@@ -113,6 +122,9 @@ ggml_tensor *Lowering::by_heads(Val v, int64_t D) {
 
 bool Lowering::as_norm(Val v, NormOf &norm) const {
     const Node &n = plain.at(v);
+    if (n.stage != stage_index()) { // its rows have come from there, and what it norms may have not
+        return false;
+    }
     if (n.op == Op::norm) {
         norm = {n.in[0], n.w[0], std::get<float>(n.params)};
         return true;
@@ -172,12 +184,17 @@ ggml_tensor *Lowering::norm_rows(ggml_tensor *x, ggml_tensor *w, float eps) {
     return ggml_mul(ctx, ggml_rms_norm(ctx, x, eps), w);
 }
 
+// What rows have chosen, where this stage reads it: the last one, which chooses, on its device, others in host memory.
+ggml_tensor *Lowering::chosen() const {
+    return stage_index() == plain.last_stage() ? plain.cache.drafts() : plain.cache.given();
+}
+
 ggml_tensor *Lowering::embedding(ggml_tensor *table) {
     ggml_tensor *tokens = in->tokens;
     if (!plain.prefill()) { // rows may be drafts that never left the device
         TokensArgs a{};
         a.n_vocab = int32_t(table->ne[1]);
-        tokens = ops::row_tokens(ctx, {tokens, plain.cache.drafts()}, a);
+        tokens = ops::row_tokens(ctx, {tokens, chosen()}, a);
     }
     ggml_tensor *x = ggml_get_rows(ctx, table, tokens); // {E, T}
     return plain.images ? (ggml_tensor *) ops::image_rows(ctx, {x, in->image_rows}, {}) : x;

@@ -48,9 +48,12 @@ struct StepOutputs {
     ggml_tensor *hidden = nullptr; // {E, T} F32 of a verify, before the output norm
     ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32; a row is a ChoiceRow (kernels.h)
     std::vector<int> first_nodes; // of each stage: its nodes begin there, and end where the next one's begin
+    // Of each stage, how many of its nodes, the first ones, are copies of rows that the stage before it sends (Step::cross).
+    std::vector<int> n_arrivals;
 };
 
-// Lowers a plain graph, which it changes, into `nodes`. Each stage has the step's inputs on its device.
+// Lowers a plain graph, which it changes, into `nodes`. Each stage has the step's inputs on its device, and its nodes read
+// nothing of another one's: rows that later stages read pass from each stage to the next as copies.
 StepOutputs lower(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx, ggml_cgraph *nodes);
 
 } // namespace luce

@@ -81,7 +81,8 @@ protected:
     of_prompts(ggml_tensor *input) const; // the entries of its sequences in an input of a prefill
 
     // What is emitted runs on this stage, and `in` is there.
-    const Stage &stage() const { return plain.cache.stages()[outputs_.first_nodes.size() - 1]; }
+    uint32_t stage_index() const { return uint32_t(outputs_.first_nodes.size()) - 1; }
+    const Stage &stage() const { return plain.cache.stages()[stage_index()]; }
     virtual void next_stage();
 
     Plain &plain;
@@ -97,6 +98,7 @@ private:
     void emit_norm_rope(const Node &n, Val y);
     ggml_tensor *previous(ggml_tensor *h);
     ggml_tensor *embedding(ggml_tensor *table);
+    ggml_tensor *chosen() const;
     ggml_tensor *rotated(ggml_tensor *x, ggml_tensor *factors, const AttentionShape &s);
     ggml_tensor *gate_of(Val gate);
     void store(ggml_tensor *k, ggml_tensor *v, const KvLayer &kv);

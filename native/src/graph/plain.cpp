@@ -98,8 +98,11 @@ static Val like(Op op, Val x, std::vector<Val> in, std::vector<ggml_tensor *> w 
     return x.graph->add({op, std::move(in), std::move(w), {g.width(x)}, g.at(x).T, params});
 }
 
+// Rows are looked up where the table lies: drafters have the first stage's too.
 Val embed(Plain &g, ggml_tensor *table) {
-    return g.add({Op::embed, {}, {table}, {table->ne[0]}, g.T});
+    const Val x = g.add({Op::embed, {}, {table}, {table->ne[0]}, g.T});
+    g.at(x).stage = stage_of(table);
+    return x;
 }
 Val kept_hidden(Plain &g) {
     return g.add({Op::kept_hidden, {}, {}, {g.cache.hidden()->ne[0]}, g.T});

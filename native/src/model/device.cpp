@@ -18,6 +18,7 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu def
 #include <cstring>
 #include <exception>
 #include <fstream>
+#include <sstream>
 #include <thread>
 #ifdef __GLIBC__
 #include <gnu/libc-version.h>
@@ -63,7 +64,7 @@ uint64_t group_memory() {
     return limit == UINT64_MAX || taken == UINT64_MAX ? UINT64_MAX : limit - std::min(limit, taken);
 }
 
-std::vector<Device> find_devices() {
+std::vector<Device> list_devices() {
     ggml_log_set(forward_log, nullptr);
     std::vector<Device> found;
 #ifdef LUCE_USE_CUDA
@@ -117,7 +118,7 @@ void run_parts(size_t n, const std::function<void(size_t)> &part) {
 }
 
 const std::vector<Device> &devices() {
-    static const auto &list = *new std::vector<Device>(find_devices()); // it is never destroyed (handles.h)
+    static const auto &list = *new std::vector<Device>(list_devices()); // it is never destroyed (handles.h)
     return list;
 }
 
@@ -136,6 +137,15 @@ const Device &find_device(const char *name) {
     const std::string hint = wanted.compare(0, 4, "cuda") == 0 ? no_gpu() : "";
     fail(LUCE_E_ARG, "no device '%s': this machine has %s%s%s", wanted.c_str(), have.c_str(),
          hint.empty() ? "" : "; ", hint.c_str());
+}
+
+std::vector<const Device *> find_devices(const char *names) {
+    std::vector<const Device *> found;
+    std::stringstream list(names == nullptr ? "auto" : names);
+    for (std::string name; std::getline(list, name, ',');) {
+        found.push_back(&find_device(name.c_str()));
+    }
+    return found.empty() ? std::vector<const Device *>{&find_device("")} : found;
 }
 
 const std::string &no_gpu() {

@@ -54,6 +54,8 @@ const std::string &no_gpu();
 // Returns the device of a name, which is null or "auto", "cpu", "cuda" (the first), or "cuda:N". E_ARG lists
 // what there is.
 const Device &find_device(const char *name);
+// Returns those of a list, "cuda:0,cuda:1", or of one name.
+std::vector<const Device *> find_devices(const char *names);
 
 // CUDA launches on the calling thread's current device, which other code may change between any two calls of luce.
 void make_current(const Device &device); // each call does this before whatever it launches

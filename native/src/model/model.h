@@ -6,6 +6,7 @@
 #include "common/activation.h"
 #include "model/device.h"
 #include "model/gguf_file.h"
+#include "model/split.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -179,6 +180,13 @@ inline Context new_context(size_t n_bytes) {
     return Context(ggml_init({n_bytes, memory, /*no_alloc=*/true}));
 }
 
+// Says whether a tensor was made in the context.
+inline bool holds(const Context &context, const ggml_tensor *tensor) {
+    const auto *at = reinterpret_cast<const uint8_t *>(tensor);
+    const auto *base = static_cast<const uint8_t *>(ggml_get_mem_buffer(context.get()));
+    return at >= base && at < base + ggml_get_mem_size(context.get());
+}
+
 struct Architecture; // architecture.h defines it
 
 // The file that a drafter is read from, which may be the model's own, and its kind (drafter.h): null is what the file says.
@@ -204,9 +212,10 @@ class Model {
 public:
     // Reads hyperparameters and checks every tensor's presence, shape and type, and touches no weight. The
     // model can then build graphs, for measuring, but it cannot run until load(). The drafters must fit the trunk.
-    // The experts of the first n_cpu_experts layers stay in host memory; E_ARG says that there are fewer such layers.
+    // The experts of the first n_cpu_experts layers stay in host memory; E_ARG says that there are fewer such layers, or that a
+    // split does not suit the model.
     static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file,
-                                           const std::vector<DrafterFile> &drafters, const Device &device,
+                                           const std::vector<DrafterFile> &drafters, const Split &split,
                                            uint32_t n_cpu_experts = 0);
 
     // Places the weights. A CPU uses them in the mapping, and a GPU has them uploaded. progress gets 0..1,
@@ -223,7 +232,7 @@ public:
     bool gpu() const { return placements_[0].device->gpu; }
     // Whether rows of images may stand in prompts: rows have three axes.
     bool takes_images() const;
-    std::string device_names() const; // "cuda:0", or of several "cuda:0, cuda:1"
+    std::string device_names() const; // "cuda:0", or of several "cuda:0,cuda:1"
     const GgufFile &file() const { return *file_; }
     const Architecture &architecture() const { return *architecture_; }
     const HParams &hparams() const { return hp_; }
@@ -241,6 +250,7 @@ public:
     // Says whether a layer is the first of its kind. Layers of one kind launch the same kernels: they have the same
     // tensors, of the same types and shapes, and their attention looks equally far.
     bool first_of_kind(uint32_t layer) const { return first_of_kind_[layer]; }
+    bool has(const ggml_tensor *weight) const; // it says whether this is one of its weights
     // Returns the mixture of the first layer whose experts stay in host memory, or null where there is none.
     const Moe *in_ram() const;
 
@@ -268,15 +278,14 @@ private:
     std::vector<bool> first_of_kind_; // they are in the order of trunk blocks
 };
 
-// For tests: models that are described from now on lie in two stages, of which the second begins with this layer, both on
-// the CPU. 0: they are not cut.
-void cut_models(uint32_t layer);
-
 // Says whether a matrix lies in the order of luce's own matmul (kernels/matmul/layout.h) and not in ggml's. On a GPU
 // with that matmul, every matrix of a type that it has does. Type and shape are the file's, but the bytes are
 // for that matmul alone. Tables, of which rows are looked up, stay as they are. Each matrix of a tensor's
 // experts is packed alone.
 bool is_packed(const ggml_tensor *weight);
+
+// The placement of the model's on which a weight lies.
+uint32_t stage_of(const ggml_tensor *weight);
 
 // Says whether ggml multiplies with a type on the CPU and on CUDA.
 bool is_weight_type(ggml_type type);

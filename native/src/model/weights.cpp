@@ -15,7 +15,6 @@
 #include <ggml-cpu.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 namespace luce {
@@ -132,7 +131,7 @@ bool WeightReader::packs([[maybe_unused]] ggml_type type) const {
 }
 
 // A leaf's parameter 3 is its stage.
-static uint32_t stage_of_tensor(const ggml_tensor *weight) {
+uint32_t stage_of(const ggml_tensor *weight) {
     return uint32_t(weight->op_params[3]);
 }
 
@@ -142,7 +141,20 @@ uint32_t WeightReader::stage_of(const std::string &name, Kind kind) const {
     if (trunk && in_layer && layer < m_.hp_.n_layer) {
         return m_.stage_of(layer);
     }
-    return trunk && !in_layer && kind == Kind::table ? 0 : uint32_t(m_.placements_.size()) - 1;
+    const bool output = name.compare(0, 6, "output") == 0 ||
+                        (kind == Kind::matrix && name == "token_embd.weight"); // it is tied
+    return trunk && !in_layer && !output ? 0 : uint32_t(m_.placements_.size()) - 1;
+}
+
+ggml_tensor *WeightReader::f32_of_layers(const std::string &name, std::vector<int64_t> shape,
+                                         uint32_t layer) {
+    const bool trunk = &file_ == m_.file_.get();
+    const uint32_t stage = trunk ? m_.stage_of(layer) : uint32_t(m_.placements_.size()) - 1;
+    ggml_tensor *&made = shared_[{name, stage}];
+    if (made == nullptr) {
+        made = take(name, std::move(shape), Kind::f32, true, 1, &stage);
+    }
+    return made;
 }
 
 static uint64_t packed_bytes([[maybe_unused]] const ggml_tensor *weight) {
@@ -155,7 +167,8 @@ static uint64_t packed_bytes([[maybe_unused]] const ggml_tensor *weight) {
 }
 
 ggml_tensor *WeightReader::tied(const std::string &name, ggml_tensor *table) {
-    if (!loading_ || !packs(table->type)) {
+    const bool lies_here = luce::stage_of(table) == stage_of(name, Kind::matrix);
+    if (!loading_ || (!packs(table->type) && lies_here)) {
         return table;
     }
     return take(name, {table->ne[0], table->ne[1]}, Kind::matrix, true);
@@ -203,7 +216,7 @@ float WeightReader::scalar(const std::string &name) {
 }
 
 ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
-                                int32_t parts) {
+                                int32_t parts, const uint32_t *where) {
     const char *path = file_.path().c_str();
     const GgufTensor *t = file_.tensor(name);
     if (t == nullptr) {
@@ -243,7 +256,7 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
                            : kind == Kind::router ? GGML_TYPE_F32
                            : kind == Kind::table  ? recoded_table(t->type)
                                                   : recoded_matrix(t->type);
-    const uint32_t stage = stage_of(name, kind);
+    const uint32_t stage = where != nullptr ? *where : stage_of(name, kind);
     ggml_tensor *tensor = ggml_new_tensor(m_.contexts_[stage].get(), type, GGML_MAX_DIMS, t->ne);
     ggml_set_name(tensor, name.c_str());
     tensor->extra = const_cast<float *>(scales);
@@ -287,14 +300,61 @@ const float *WeightReader::take_scales(const std::string &weight, int64_t n) {
     return found;
 }
 
-static std::atomic<uint32_t> cut{0};
+// Bytes of the trunk's layers and, with the first, of tables; with the last of all else.
+static Shares shares_of(const GgufFile &trunk, const std::vector<DrafterFile> &drafters, uint32_t n_layer,
+                        const std::vector<const Device *> &devices) {
+    Shares shares;
+    shares.layers.resize(n_layer, 0);
+    for (const GgufTensor &t : trunk.tensors()) {
+        unsigned layer = 0;
+        const bool in_layer = sscanf(t.name.c_str(), "blk.%u.", &layer) == 1 && layer < n_layer;
+        (in_layer ? shares.layers[layer] : t.name == "token_embd.weight" ? shares.first : shares.last) += t.size;
+    }
+    for (const DrafterFile &drafter : drafters) {
+        for (const GgufTensor &t : drafter.file.get() == &trunk ? std::vector<GgufTensor>() : drafter.file->tensors()) {
+            shares.last += t.size;
+        }
+    }
+    for (const Device *device : devices) {
+        uint64_t total = 0;
+        device->memory(&shares.free.emplace_back(), &total);
+    }
+    return shares;
+}
 
-void cut_models(uint32_t layer) {
-    cut = layer;
+// E_ARG, or E_UNSUPPORTED where luce does not run it yet.
+static void check_split(const GgufFile &file, const Split &split, uint32_t n_layer, uint32_t n_cpu_experts) {
+    const size_t n = split.devices.size();
+    const char *path = file.path().c_str();
+    const bool gpu = split.devices[0]->gpu;
+    for (const Device *device : split.devices) {
+        if (device->gpu != gpu) {
+            fail(LUCE_E_ARG, "devices %s and %s are of two kinds", split.devices[0]->name.c_str(),
+                 device->name.c_str());
+        }
+    }
+    if (n > n_layer) {
+        fail(LUCE_E_ARG, "%s has %u layers, and there are %zu devices", path, n_layer, n);
+    }
+    uint32_t sum = 0;
+    for (const uint32_t layers : split.layers) {
+        sum += layers;
+    }
+    const bool none = std::find(split.layers.begin(), split.layers.end(), 0u) != split.layers.end();
+    if (!split.layers.empty() && (split.layers.size() != n || sum != n_layer || none)) {
+        fail(LUCE_E_ARG, "%zu devices are given %zu numbers of layers, %u in all: %s has %u, and each device has some",
+             n, split.layers.size(), sum, path, n_layer);
+    }
+    if (n > 1 && gpu && !splits_gpus()) {
+        fail(LUCE_E_UNSUPPORTED, "luce has not been tried on several GPUs yet: name one device");
+    }
+    if (n > 1 && gpu && n_cpu_experts > 0) {
+        fail(LUCE_E_UNSUPPORTED, "experts in host memory and several GPUs do not go together yet: leave one out");
+    }
 }
 
 std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
-                                       const std::vector<DrafterFile> &drafters, const Device &device,
+                                       const std::vector<DrafterFile> &drafters, const Split &split,
                                        uint32_t n_cpu_experts) {
     auto model = std::make_shared<Model>();
     model->architecture_ = &architecture_of(*file);
@@ -308,9 +368,13 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
              hp.n_layer);
     }
     model->n_cpu_experts_ = n_cpu_experts;
-    model->placements_ = {{&device, 0, hp.n_layer}};
-    if (const uint32_t layer = cut; layer > 0 && layer < hp.n_layer && !device.gpu) {
-        model->placements_ = {{&device, 0, layer}, {&device, layer, hp.n_layer}};
+    check_split(trunk, split, hp.n_layer, n_cpu_experts);
+    std::vector<uint32_t> layers = split.layers;
+    if (layers.empty()) {
+        layers = share_out(shares_of(trunk, drafters, hp.n_layer, split.devices));
+    }
+    for (size_t i = 0, first = 0; i < layers.size(); first += layers[i++]) {
+        model->placements_.push_back({split.devices[i], uint32_t(first), uint32_t(first + layers[i])});
     }
     const GgufTensor *embd = trunk.tensor("token_embd.weight");
     if (embd == nullptr || embd->n_dims != 2) {
@@ -343,7 +407,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         const DrafterKind &kind = drafter_kind(from.kind, *from.file);
         const std::shared_ptr<Drafter> drafter = kind.read(*model, *from.file, hp, model->weights_);
         for (const AttentionShape &shape : drafter->kv) {
-            check_attention(from.file->path().c_str(), shape, device.gpu && drafter->n_block > 0);
+            check_attention(from.file->path().c_str(), shape, model->gpu() && drafter->n_block > 0);
         }
         drafter->kind = &kind;
         drafter->index = uint32_t(model->weights_.drafters.size());
@@ -411,6 +475,11 @@ bool Model::takes_images() const {
     return (!gpu() || images_on_gpus) && std::any_of(hp_.mixers.begin(), hp_.mixers.end(), has_axes);
 }
 
+bool Model::has(const ggml_tensor *weight) const {
+    return std::any_of(contexts_.begin(), contexts_.end(),
+                       [&](const Context &context) { return holds(context, weight); });
+}
+
 const Moe *Model::in_ram() const {
     const Moe *first = weights_.blocks.empty() ? nullptr : weights_.blocks[0].moe();
     return first != nullptr && first->in_ram ? first : nullptr;
@@ -423,7 +492,11 @@ uint64_t Model::identity() const {
             hash = (hash ^ static_cast<const uint8_t *>(data)[i]) * 0x100000001b3u;
         }
     };
+    std::set<const GgufTensor *> seen; // a tied one may be there twice
     for (const auto &[tensor, source] : tensors_) {
+        if (!seen.insert(source).second) {
+            continue;
+        }
         add(source->name.data(), source->name.size());
         add(&source->type, sizeof(source->type));
         add(source->ne, sizeof(source->ne));
@@ -455,7 +528,11 @@ std::string Model::each_device(const std::function<std::string(const Device &)> 
 }
 
 std::string Model::device_names() const {
-    return each_device([](const Device &device) { return device.name; });
+    std::string all;
+    for (const Placement &placed : placements_) {
+        all += (all.empty() ? "" : ",") + placed.device->name;
+    }
+    return all;
 }
 
 std::string Model::arithmetic() const {
@@ -487,7 +564,7 @@ void Model::stand_in() {
 void Model::place_packed(uint32_t stage) {
     const Device &device = *placements_[stage].device;
     ggml_backend_buffer_type_t type = device.buffer_type();
-    const auto lies_here = [&](const ggml_tensor *t) { return is_packed(t) && stage_of_tensor(t) == stage; };
+    const auto lies_here = [&](const ggml_tensor *t) { return is_packed(t) && luce::stage_of(t) == stage; };
     const auto room = [&](const ggml_tensor *t) { // ggml may clear what it takes for the padding of a tensor
         const uint64_t size = std::max<uint64_t>(packed_bytes(t), ggml_backend_buft_get_alloc_size(type, t));
         return (size + 255) / 256 * 256;
@@ -557,7 +634,7 @@ uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)>
     const Device &device = *placements_[stage].device;
     uint64_t staging_size = 0, need = 0, total = 0; // a packed matrix passes through staging
     for (auto &[tensor, source] : tensors_) {
-        if (stage_of_tensor(tensor) == stage && !is_in_ram(tensor)) {
+        if (luce::stage_of(tensor) == stage && !is_in_ram(tensor)) {
             need += is_packed(tensor) ? packed_bytes(tensor) : ggml_nbytes(tensor);
             staging_size =
                 is_packed(tensor) ? std::max<uint64_t>(staging_size, ggml_nbytes(tensor)) : staging_size;
@@ -580,7 +657,7 @@ uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)>
     ggml_backend_tensor_alloc(staging.get(), through, ggml_backend_buffer_get_base(staging.get()));
     std::vector<Upload> items;
     for (auto &[tensor, source] : tensors_) {
-        if (is_in_ram(tensor) || stage_of_tensor(tensor) != stage) {
+        if (is_in_ram(tensor) || luce::stage_of(tensor) != stage) {
             continue;
         }
         const Recoding recoding = {source->type, tensor->type};

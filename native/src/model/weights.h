@@ -4,6 +4,7 @@
 
 #include "model/model.h"
 
+#include <map>
 #include <set>
 
 namespace luce {
@@ -45,6 +46,9 @@ public:
         return take(name, std::move(shape), Kind::f32, required);
     }
 
+    // Takes the same where layers share it, for one of them: each stage has its own.
+    ggml_tensor *f32_of_layers(const std::string &name, std::vector<int64_t> shape, uint32_t layer);
+
     // Takes a tensor of one value, F32, and returns that.
     float scalar(const std::string &name);
 
@@ -63,7 +67,7 @@ public:
 private:
     enum class Kind { matrix, table, experts, ram_experts, router, f32, ids };
     ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
-                      int32_t parts = 1);
+                      int32_t parts = 1, const uint32_t *where = nullptr);
 
     bool packs(ggml_type type) const;
     uint32_t stage_of(const std::string &name, Kind kind) const;
@@ -72,6 +76,7 @@ private:
     Model &m_;
     const GgufFile &file_;
     std::set<std::string> left_;
+    std::map<std::pair<std::string, uint32_t>, ggml_tensor *> shared_; // by name and stage
     const bool loading_;
 };
 

@@ -220,6 +220,14 @@ void Step::Graph::move_inputs(ptrdiff_t bytes) {
     }
 }
 
+std::vector<const ggml_tensor *> Step::Graph::arrivals(size_t stage) const {
+    std::vector<const ggml_tensor *> rows;
+    for (int i = 0; i < outputs.n_arrivals[stage]; i++) {
+        rows.push_back(ggml_graph_node(nodes, outputs.first_nodes[stage] + i));
+    }
+    return rows;
+}
+
 std::vector<int> Step::Graph::stages_of_nodes(const Cache &cache) const {
     std::vector<int> stages(size_t(ggml_graph_n_nodes(nodes)), 0);
     for (size_t stage = 1; stage < cache.stages().size(); stage++) {
@@ -352,6 +360,65 @@ static void check_supported(const Cache &cache, const Step::Graph &graph) {
     }
 }
 
+// The stage where a leaf of a graph lies, or -1: memory of the host's, which all reach.
+static int stage_of_leaf(const Model &model, const Cache &cache, const Step::Graph &graph,
+                         const ggml_tensor *leaf) {
+    for (size_t stage = 0; stage < cache.stages().size(); stage++) {
+        const StepInputs &in = graph.inputs[stage];
+        for (const ggml_tensor *input :
+             {in.tokens, in.positions, in.rope_positions, in.axes, in.image_rows, in.ctl, in.pages,
+              in.window_pages, in.hidden_from, in.hidden_to, in.first_rows, in.last_rows}) {
+            if (leaf == input) {
+                return int(stage);
+            }
+        }
+        if (cache.stages()[stage].has(leaf)) {
+            return int(stage);
+        }
+    }
+    return leaf == cache.given() || leaf == cache.lists() ? -1
+           : model.has(leaf)                             ? int(stage_of(leaf))
+                                                         : int(cache.stages().size()) - 1;
+}
+
+// What a node reads lies on its own stage's device, but for rows that arrive there.
+static void check_stages(const Model &model, const Cache &cache, const Step::Graph &graph) {
+    if (cache.stages().size() == 1) {
+        return;
+    }
+    std::map<const ggml_tensor *, int> made; // by which stage
+    const std::vector<int> stages = graph.stages_of_nodes(cache);
+    for (int i = 0; i < ggml_graph_n_nodes(graph.nodes); i++) {
+        const ggml_tensor *node = ggml_graph_node(graph.nodes, i);
+        const int stage = stages[size_t(i)];
+        made[node] = stage;
+        if (i < graph.outputs.first_nodes[size_t(stage)] + graph.outputs.n_arrivals[size_t(stage)]) {
+            continue;
+        }
+        for (const ggml_tensor *source : node->src) {
+            const ggml_tensor *whole =
+                source == nullptr || source->view_src == nullptr ? source : source->view_src;
+            if (whole == nullptr) {
+                continue;
+            }
+            const auto found = made.find(whole);
+            const int lies = found != made.end() ? found->second : stage_of_leaf(model, cache, graph, whole);
+            const bool cells = found == made.end() && !model.has(whole);
+            if (lies >= 0 && lies != stage && cells && cache.stages()[0].device.gpu) {
+                fail(LUCE_E_UNSUPPORTED,
+                     "a layer on %s reads cells of one on %s: cut the model elsewhere, so that both are on "
+                     "one device",
+                     cache.stages()[size_t(stage)].device.name.c_str(),
+                     cache.stages()[size_t(lies)].device.name.c_str());
+            }
+            if (lies >= 0 && lies != stage && !cells) {
+                fail(LUCE_E_INTERNAL, "%s of stage %d reads %s of stage %d", ggml_op_desc(node), stage,
+                     whole->name, lies);
+            }
+        }
+    }
+}
+
 // Each buffer grows to what the largest step of its stage takes.
 void Step::reserve(const StepSizes &sizes) {
     for (const StepSizes::Compute &stage : sizes.compute) {
@@ -465,14 +532,22 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     for (const StepShape &shape : shapes) {
         auto g = Graph::build(model, cache, in.of(shape.kind), shape);
         check_supported(cache, *g);
+        check_stages(model, cache, *g);
         if (shape.kind == StepKind::prefill_last && !shape.brief) {
             sizes.n_cut = std::max(sizes.n_cut, cut_of(model, params.cache, *g));
         }
         const std::vector<uint64_t> taken = compute_sizes(galloc.get(), cache, *g);
         for (size_t stage = 0; stage < taken.size(); stage++) {
-            if (taken[stage] >= sizes.compute[stage].bytes) {
-                sizes.compute[stage] = {taken[stage], shape};
+            StepSizes::Compute &most = sizes.compute[stage];
+            if (taken[stage] >= most.bytes) {
+                most.bytes = taken[stage];
+                most.largest = shape;
             }
+            uint64_t arriving = 0;
+            for (const ggml_tensor *rows : g->arrivals(stage)) {
+                arriving += Stage::passage_bytes(rows);
+            }
+            most.arriving = std::max(most.arriving, arriving);
         }
         n_nodes = std::max<uint64_t>(n_nodes, uint64_t(ggml_graph_n_nodes(g->nodes)));
         if (!model.gpu()) {

@@ -20,6 +20,8 @@ struct Step::Graph {
 
     ~Graph() { drop_capture(); }
     void drop_capture();
+    // What a stage has of the rows of the one before.
+    std::vector<const ggml_tensor *> arrivals(size_t stage) const;
     void move_inputs(ptrdiff_t bytes); // the ops that are enqueued from now on read them there
     static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
                                         const StepShape &shape);

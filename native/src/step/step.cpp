@@ -38,6 +38,9 @@ Step::Step(const Model &model, Cache &cache, const EngineParams &params, const S
             std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
         ram_.allocate(first().device, int32_t(rows), *moe, model.hparams().n_embd);
     }
+    for (size_t i = 1; i < cache.stages().size(); i++) {
+        cache.stages()[i].connect(cache.stages()[i - 1], sizes.compute[i].arriving);
+    }
     reserve(sizes);
     if (model.gpu()) {
         for (Event &event : ended_) {
@@ -124,14 +127,37 @@ static bool is_wide(const ggml_cgraph &segment) {
 }
 
 // Runs the graph in its order, on one stage after the other: run_op(op, node, stage) for our ops, ggml for what lies
-// between them.
+// between them. On GPUs a stage begins when the rows of the one before have arrived, and the first stage's stream goes on
+// when the last stage has ended.
 template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     const std::deque<Stage> &stages = cache_.stages();
     for (size_t i = 0; i < stages.size(); i++) {
-        const int begin = g.outputs.first_nodes[i];
+        int begin = g.outputs.first_nodes[i];
         const int end = i + 1 < stages.size() ? g.outputs.first_nodes[i + 1] : ggml_graph_n_nodes(g.nodes);
+        if (i > 0 && stages[i].device.gpu) {
+            stages[i].receive(stages[i - 1], g.arrivals(i));
+            begin += g.outputs.n_arrivals[i];
+        }
         make_current(stages[i].device);
         run_segments(g, stages[i], begin, end, run_op);
+    }
+    if (stages.size() > 1) {
+        first().follow(cache_.last());
+        make_current(first().device);
+    }
+}
+
+// Ahead of a step all that the stages' streams have to do comes first, and behind it the step: what is launched on the first
+// one's stream runs on all devices.
+void Step::join_stages() const {
+    for (size_t i = 1; i < cache_.stages().size(); i++) {
+        first().follow(cache_.stages()[i]);
+    }
+}
+
+void Step::part_stages() const {
+    for (size_t i = 1; i < cache_.stages().size(); i++) {
+        cache_.stages()[i].follow(first());
     }
 }
 
@@ -191,9 +217,9 @@ void Step::check(int error, const char *what) const {
     }
 }
 
-void Step::check_wait(int error) const {
+void Step::check_wait(const Device &device, int error) const {
     if (error != 0) {
-        fail_device(first().device, "a step failed", error);
+        fail_device(device, "a step failed", error);
     }
 }
 
@@ -312,10 +338,13 @@ void Step::compute(Graph &g, uint32_t links) {
             return;
         }
         try {
+            join_stages();
             links > 1 ? launch(g.chains.at(links)) : run_cuda(g);
+            part_stages();
         } catch (...) { // what is enqueued uses the graph and the host's memory, so it ends first
             synchronisations_++;
-            finish_all();
+            int error = 0;
+            finish_all(&error);
             throw;
         }
     }
@@ -439,23 +468,29 @@ void Step::feed(uint32_t width, uint32_t slot, uint32_t n_pages) {
     compute(g);
 }
 
-// A CPU has run all of a step when it is enqueued.
-int Step::finish_all() const {
-    int error = 0;
+// A CPU has run all of a step when it is enqueued. Returns the stage that failed first, or null.
+const Stage *Step::finish_all(int *error) const {
+    const Stage *failed = nullptr;
 #ifdef LUCE_USE_CUDA
     for (const Stage &stage : cache_.stages()) {
         const int one = stage.device.gpu ? cuda::finish(Stage::stream(stage.steps)) : 0;
-        error = error != 0 ? error : one;
+        if (one != 0 && failed == nullptr) {
+            failed = &stage;
+            *error = one;
+        }
     }
+#else
+    (void) error;
 #endif
-    return error;
+    return failed;
 }
 
 void Step::synchronize() {
     synchronisations_++;
-#ifdef LUCE_USE_CUDA
-    check_wait(finish_all());
-#endif
+    int error = 0;
+    if (const Stage *failed = finish_all(&error); failed != nullptr) {
+        fail_device(failed->device, "a step failed", error);
+    }
     kept_.clear();
     fail_wait();
 }
@@ -469,7 +504,7 @@ void Step::poison() {
 void Step::wait([[maybe_unused]] const Event &event) {
     synchronisations_++;
 #ifdef LUCE_USE_CUDA
-    check_wait(cuda::finish_event(event->context));
+    check_wait(cache_.last().device, cuda::finish_event(event->context));
 #endif
     fail_wait();
 }

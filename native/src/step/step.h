@@ -51,6 +51,7 @@ struct StepSizes {
     struct Compute {
         uint64_t bytes = 0; // activations and outputs take so much
         StepShape largest{}; // this step takes as much
+        uint64_t arriving = 0; // of rows from the stage before, so many at most
     };
     std::vector<Compute> compute; // by stage
     // A prompt may be cut at its multiples without a bit changing: TAIL on a GPU, ATTEND_ROWS on a CPU, and n_chunk where
@@ -171,12 +172,14 @@ private:
     template <class Ours> void run_segments(Graph &g, const Ours &run_op);
     template <class Ours>
     void run_segments(Graph &g, const Stage &stage, int begin, int end, const Ours &run_op);
-    int finish_all() const;
+    void join_stages() const;
+    void part_stages() const;
+    const Stage *finish_all(int *error) const;
     void run_cpu(Graph &g);
     // These are only there where luce is built with CUDA. A step begins, and is captured and launched, on the first stage's
     // stream.
     void check(int error, const char *what) const;
-    void check_wait(int error) const;
+    void check_wait(const Device &device, int error) const;
     template <class OnHost> void enqueue_cuda(Graph &g, const OnHost &run_on_host);
     void capture(Graph &g);
     void capture_chain(Graph &g, uint32_t links);

@@ -3,8 +3,7 @@ computed, drafted and saved has the bits that it has in one stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import tiny_gemma4
 from depth import deeper_but
 
 from luce.convert.gemma4_layout import Config as Gemma4
-from luce.native import Library, Prompt, Source
+from luce.files.probe import probe
+from luce.native import File, Library, Prompt, Source
 
-pytestmark = pytest.mark.parametrize("device", ["cpu"])  # Nothing crosses from one GPU to another yet.
+pytestmark = pytest.mark.parametrize("device", ["cpu"])
 
 DENSE = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128, n_layer=4,
                     recurrent=(True, False, True, False), n_nextn=1)  # fmt: skip
@@ -38,17 +38,6 @@ MODELS: dict[str, tuple[Any, str, dict[str, int]]] = {
 }
 
 
-@contextmanager
-def cut(native: Library, layer: int) -> Iterator[None]:
-    """Lets models that are loaded meanwhile have a second stage from this layer on; 0: they have one."""
-    _, lib = op_run.core(native.path)
-    native.check(lib.luce_cut_models(layer))
-    try:
-        yield
-    finally:
-        native.check(lib.luce_cut_models(0))
-
-
 def files(folder: Path, name: str) -> tuple[Path, Path | None]:
     made, kind, _ = MODELS[name]
     if name == "assistant":
@@ -62,7 +51,15 @@ def files(folder: Path, name: str) -> tuple[Path, Path | None]:
     return tiny_dflash.files(folder, made)
 
 
-def run(native: Library, device: str, name: str, made: tuple[Path, Path | None]) -> list[bytes]:
+def n_layers(made: tuple[Path, Path | None], native: Library) -> int:
+    """Returns how many layers the model's trunk has."""
+    facts = probe(File(made[0], native))
+    return (facts.block_count or 0) - facts.nextn_predict_layers
+
+
+def run(
+    native: Library, device: str, name: str, made: tuple[Path, Path | None], layers: Sequence[int] = ()
+) -> list[bytes]:
     """Returns all that a model computes: logits of a prompt, of a row, a tree and verified drafts, and what a sequence
     holds, and another one beside it; then the same again from a checkpoint, over scratch, pages and slots that are
     poisoned."""
@@ -70,7 +67,7 @@ def run(native: Library, device: str, name: str, made: tuple[Path, Path | None])
     head: drive.Head = drafter is None and not isinstance(MODELS[name][0], Gemma4)
     if name == "assistant":  # Its layers read cells of both stages.
         head = path.with_name("assistant.gguf")
-    model = drive.open_model(native, path, device, head=head, drafter=drafter, **MODELS[name][2])
+    model = drive.open_model(native, path, device, head=head, drafter=drafter, layers=layers, **MODELS[name][2])
     params = {"blocks": 1, "n_top": 2} if drafter else {"n_draft": 3, "n_part": 128, "n_top": 2} if head else {}
     sequence = drive.open_sequence(model, n_ctx=1024, n_sequences=2, n_rows=16, n_checkpoints=1, **params)
     other = sequence.engine.sequence()
@@ -105,8 +102,10 @@ def run(native: Library, device: str, name: str, made: tuple[Path, Path | None])
 @pytest.mark.parametrize("name", deeper_but(MODELS, "quantised", "host", "assistant", "dflash"))
 def test_two_stages_have_the_bits_of_one(native: Library, device: str, name: str, tmp_path: Path) -> None:
     made = files(tmp_path, name)
-    whole = run(native, device, name, made)
+    whole, n = run(native, device, name, made), n_layers(made, native)
     assert len(set(whole)) >= 7  # Logits differ, and states.
     for layer in (2, 5) if name == "assistant" else range(1, 3):
-        with cut(native, layer):
-            assert run(native, device, name, made) == whole, f"cut ahead of layer {layer}"
+        found = run(native, f"{device},{device}", name, made, (layer, n - layer))
+        assert found == whole, f"cut ahead of layer {layer}"
+    found = run(native, ",".join([device] * 3), name, made, (1, 1, n - 2))
+    assert found == whole, "three stages"

@@ -1,0 +1,65 @@
+#include "model/split.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace luce {
+
+constexpr bool SPLITS_GPUS = false;
+
+static std::atomic<bool> tried{SPLITS_GPUS};
+
+bool splits_gpus() {
+    return tried;
+}
+
+void try_splits(bool on) {
+    tried = on || SPLITS_GPUS;
+}
+
+// Gives each device, from the first on, as many layers as fill it up to a part of what is free. Returns whether that is enough
+// for all of them.
+static bool fills(const Shares &s, double part, std::vector<uint32_t> &layers) {
+    const size_t n = s.free.size();
+    size_t layer = 0;
+    layers.assign(n, 0);
+    for (size_t i = 0; i < n; i++) {
+        double used = double((i == 0 ? s.first : 0) + (i + 1 == n ? s.last : 0));
+        const size_t left_for_others = n - 1 - i;
+        while (layer + left_for_others < s.layers.size() &&
+               (layers[i] == 0 || used + double(s.layers[layer]) <= part * double(s.free[i]))) {
+            used += double(s.layers[layer++]);
+            layers[i]++;
+        }
+        if (used > part * double(s.free[i])) {
+            return false;
+        }
+    }
+    return layer == s.layers.size();
+}
+
+std::vector<uint32_t> share_out(const Shares &s) {
+    std::vector<uint32_t> layers, best;
+    double low = 0, high = 1;
+    while (!fills(s, high, best) && high < 1e18) { // beyond 1 it does not fit, and then each lacks a like part
+        low = high;
+        high *= 2;
+    }
+    if (high >= 1e18) { // a device has nothing free
+        best.assign(s.free.size(), uint32_t(s.layers.size() / s.free.size()));
+        best.back() += uint32_t(s.layers.size() % s.free.size());
+        return best;
+    }
+    for (int i = 0; i < 50; i++) {
+        const double middle = (low + high) / 2;
+        if (fills(s, middle, layers)) {
+            high = middle;
+            best = layers;
+        } else {
+            low = middle;
+        }
+    }
+    return best;
+}
+
+} // namespace luce

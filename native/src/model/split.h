@@ -1,0 +1,37 @@
+// Says how the layers of a model are shared out among several devices: consecutive layers each, in the order of the devices.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace luce {
+
+struct Device;
+
+// The devices of a model in the order of layers, one or several of a kind (one may come twice), and how many layers each
+// has. Without numbers weights are shared out by the devices' free memory.
+struct Split {
+    std::vector<const Device *> devices;
+    std::vector<uint32_t> layers;
+
+    Split(const Device &device) : devices{&device} {}
+    Split(std::vector<const Device *> devices, std::vector<uint32_t> layers)
+        : devices(std::move(devices)), layers(std::move(layers)) {}
+};
+
+// What has to be shared out, in bytes.
+struct Shares {
+    std::vector<uint64_t> layers; // each takes so many where it lies
+    uint64_t first = 0, last = 0; // what the first device has besides, and the last
+    std::vector<uint64_t> free; // of each device, for its layers and these
+};
+
+// Returns how many layers each device has, one at least, so that the fullest is as empty as can be. There are as many layers
+// as devices, or more.
+std::vector<uint32_t> share_out(const Shares &shares);
+
+// Whether models lie on several GPUs: that has not been tried yet, so that they are refused unless a test asks for it.
+bool splits_gpus();
+void try_splits(bool on);
+
+} // namespace luce
