@@ -7,6 +7,8 @@
 extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu defines it
 #endif
 
+#include <ggml-backend-impl.h> // it says what an event is
+
 #include <algorithm>
 #include <atomic>
 #include <vector>
