@@ -19,6 +19,7 @@ from luce.cli.options import (
     EXPERTS,
     MODEL,
     RUN,
+    SPLIT,
     drafter_of,
     hf_option,
     idle_sampling,
@@ -79,7 +80,7 @@ QUOTE = '"""'
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens.  [default: 8192, or what was trained]",
 )
-@options(RUN, EXPERTS, MMPROJ, KEEPING, DRAFTING)
+@options(RUN, SPLIT, EXPERTS, MMPROJ, KEEPING, DRAFTING)
 def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     """Talk with a model. /help says what else can be done.
 

@@ -26,6 +26,7 @@ from luce.cli.options import (
     MODEL,
     QUIET,
     RUN,
+    SPLIT,
     drafter_of,
     hf_option,
     idle_sampling,
@@ -114,7 +115,7 @@ def cli(version: bool) -> None:
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens of prompt and text.  [default: 4096, or what the request needs]",
 )
-@options(RUN, EXPERTS)
+@options(RUN, SPLIT, EXPERTS)
 @click.option(
     "--chat/--raw",
     default=False,
@@ -348,7 +349,7 @@ def devices(as_json: bool) -> None:
 )
 @options(KV_TYPE, HEAD)
 @click.option("--draft", type=FilePath(path_type=Path), help="Say what it takes with this DFlash drafter or assistant.")
-@options(DEVICE)
+@options(DEVICE, SPLIT)
 def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, **flags: Any) -> None:
     """Say what a GGUF holds, whether luce can run it, and whether it fits into the memory.
 
@@ -365,7 +366,8 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
             facts = probe(files.file, flags["ctx"], flags["device"] or "auto")
         if not facts.supported:
             refuse_what_runs(flags)
-        ways = fits(files, Options(ctx=flags["ctx"], kv_type=flags["kv_type"])) if facts.supported else []
+        asked = Options(ctx=flags["ctx"], kv_type=flags["kv_type"], split=flags["split"])
+        ways = fits(files, asked) if facts.supported else []
         if as_json:
             listed = {"tensors": [asdict(tensor) for tensor in files.file.tensors]} if tensors else {}
             stdout.put_json(facts.as_json() | {"fits": [asdict(way) for way in ways]} | listed, indent=2)

@@ -59,10 +59,20 @@ def model_path(gguf: Path | None, hf: str | None) -> Path:
 
 
 def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str | None:
-    """Checks a device's name: auto, which becomes None, cpu, cuda or cuda:N."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value):
-        raise click.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N.", ctx, param)
+    """Checks a device's name: auto, which becomes None, cpu, cuda or cuda:N, or several of a kind."""
+    one = r"(cpu|cuda:\d{1,4})"
+    if not re.fullmatch(rf"auto|cuda|{one}(,{one})*", value):
+        raise click.BadParameter(f"{value!r} is not auto, cpu, cuda, cuda:N or several: cuda:0,cuda:1.", ctx, param)
     return None if value == "auto" else value
+
+
+def shares(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Checks shares of layers, 3,1; auto becomes none at all."""
+    if value is None or value == "auto":
+        return None if value is None else ()
+    if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})+", value):
+        raise click.BadParameter(f"{value!r} is neither auto nor shares of the layers like 3,1.", ctx, param)
+    return tuple(int(share) for share in value.split(","))
 
 
 def experts_in_ram(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
@@ -86,7 +96,14 @@ HEAD = (
 )  # fmt: skip
 DEVICE = (
     click.option("--device", callback=device_name, default="auto", show_default=True,
-                 metavar="auto|cpu|cuda[:N]", help="Take this device; auto takes CUDA if there is any."),
+                 metavar="auto|cpu|cuda[:N]", help="Take this device; auto takes CUDA if there is any. With several, "
+                 "cuda:0,cuda:1, each has consecutive layers of the model."),
+)  # fmt: skip
+SPLIT = (
+    click.option("--split", callback=shares, metavar="auto|A,B",
+                 help="Share the layers out among several devices, which without --device are all GPUs: 3,1 gives the "
+                 "first three of four, and numbers that add up to the layers are layers; auto goes by what is free.  "
+                 "[default: auto with several devices]"),
 )  # fmt: skip
 KV_TYPE = (
     click.option(
@@ -117,8 +134,8 @@ def idle_threads(flags: Mapping[str, Any]) -> str | None:
     device = flags["device"] or next(iter(_native.default().devices())).name
     if experts:
         why = "--cpu-experts is for a model on a GPU: on the CPU all experts are in host memory"
-        return why if device == "cpu" else None
-    if device == "cpu":
+        return why if device.startswith("cpu") else None
+    if device.startswith("cpu"):
         return None
     return f"--threads are the CPU's, and {device} uses none: --device cpu does"
 
@@ -271,6 +288,7 @@ def options_of(flags: Mapping[str, Any], **more: Any) -> Options:
         kv_type=flags["kv_type"],
         threads=flags["threads"],
         cpu_experts=flags["cpu_experts"],
+        split=flags["split"],
         spec=flags["spec"] or of_drafter,
         gamma=flags["mtp_gamma"],
         budget=flags["tree_budget"],

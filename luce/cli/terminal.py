@@ -324,8 +324,15 @@ def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
     parts = ", ".join(f"{name} {size(getattr(fit.memory, name))}" for name in names)
     answer = "fits into" if fit.fits else "does not fit into"
     largest = f"the longest context that fits is {fit.largest}" if fit.largest else "no context fits"
+    several = fit.memory.devices if len(fit.memory.devices) > 1 else ()
+    by_device = [
+        ("", f"{each.name} {'has' if each.parts <= each.free else 'lacks'} room for {each.n_layers} layers from "
+             f"{each.first} on: {size(each.parts)} of {size(each.free)}")
+        for each in several
+    ]  # fmt: skip
     return [
         (f"{fit.mode} at {fit.context}", f"{size(fit.total)}: {parts}"),
+        *by_device,
         ("", f"{answer} the {size(fit.memory.device_free)} that are free; {largest}"),
     ]
 

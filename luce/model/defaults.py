@@ -28,14 +28,14 @@ def with_defaults(files: Files, options: Options, shrink: bool) -> Options:
     that are short enough for others to go on between them. Raises OutOfMemory where the context would have
     to shrink and may not."""
     if options.chunk is None:
-        gpu = _native.default().devices()[0].is_gpu if options.device is None else options.device != "cpu"
+        gpu = _native.default().devices()[0].is_gpu if options.device is None else not options.device.startswith("cpu")
         options = replace(options, chunk=GPU_CHUNK if gpu else CPU_CHUNK)
     if options.ctx is not None:
         return options
     ctx = min(files.facts.context_length or MAX_DEFAULT_CTX, MAX_DEFAULT_CTX)
     while ctx > 4096:
         needed = files.memory(files.plan(replace(options, ctx=ctx)))
-        if total(needed) <= needed.device_free:
+        if needed.has_room:
             break
         if not shrink:
             said = f"{total(needed)} bytes are needed for a context of {ctx}, {needed.device_free} are free"

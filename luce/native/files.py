@@ -11,7 +11,17 @@ from typing import Any
 from luce.errors import ArgumentError
 from luce.native.library import Handle, Library, default
 from luce.native.metadata import Metadata
-from luce.native.structs import CHAINS, DrafterInfo, DrafterParams, EngineParams, FileInfo, Memory, ModelInfo, Tensor
+from luce.native.structs import (
+    CHAINS,
+    DeviceMemory,
+    DrafterInfo,
+    DrafterParams,
+    EngineParams,
+    FileInfo,
+    Memory,
+    ModelInfo,
+    Tensor,
+)
 
 # The file of a drafter, and its kind: "nextn", "assistant", "dflash", or None for what the file holds.
 DrafterFile = tuple["File", str | None]
@@ -69,9 +79,11 @@ class File(Handle):
         listed = _listed(head, drafter, drafters)
         model = _model_params(library, device, listed, cpu_experts, layers)
         engine = engine_params(library, params or EngineParams(), [kind for _, kind in listed])
-        return library.read(
-            Memory, library.lib.luce_plan_memory, self.handle, model.struct, engine.struct
-        )
+        out = library.struct("luce_memory")
+        library.check(library.lib.luce_plan_memory(self.handle, model.struct, engine.struct, out))
+
+        devices = tuple(library.filled(DeviceMemory, each) for each in out.devices[0 : out.n_devices])
+        return replace(library.filled(Memory, out), devices=devices)
 
 
 @dataclass

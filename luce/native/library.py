@@ -57,6 +57,10 @@ class Library:
         """Returns `kind`, filled from the struct kind.STRUCT that function(*args, struct) writes."""
         struct = self.struct(kind.STRUCT)
         self.check(function(*args, struct))
+        return self.filled(kind, struct)
+
+    def filled(self, kind: type[R], struct: Any) -> R:
+        """Returns `kind`, filled from a struct's fields of the same names."""
         values = {name: getattr(struct, name) for name in kind.__match_args__}
         texts = {
             name: self.text(value) for name, value in values.items() if isinstance(value, self.ffi.CData)

@@ -53,8 +53,29 @@ class TypeInfo:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """What one of a model's devices has: `n_layers` layers from `first` on, and bytes as in Memory, of `free` ones."""
+
+    name: str
+    first: int
+    n_layers: int
+    weights: int
+    kv: int
+    state: int
+    compute: int
+    other: int
+    total: int
+    free: int
+
+    @property
+    def parts(self) -> int:
+        """Adds up all parts, also where the weights are only mapped."""
+        return self.weights + self.kv + self.state + self.compute + self.other
+
+
+@dataclass(frozen=True)
 class Memory:
-    """These are bytes on the device. `total` is what a new model and its engine together allocate. `kv` is
+    """These are bytes on the device, or on all `devices` of a model. `total` is what a new model and its engine together allocate. `kv` is
     that of pages, `state` that of sequences and checkpoints, and `compute` that of activations, inputs and
     outputs. `other` is an upper bound of captured graphs, or of all graphs on a CPU, and ggml's
     work buffers."""
@@ -68,6 +89,19 @@ class Memory:
     other: int
     total: int
     device_free: int
+    devices: tuple[DeviceMemory, ...] = field(default=(), kw_only=True)
+
+    @property
+    def fits(self) -> bool:
+        """Says whether each device has room for what is allocated there."""
+        return all(each.total <= each.free for each in self.devices) if self.devices else self.total <= self.device_free
+
+    @property
+    def has_room(self) -> bool:
+        """Says the same of all parts, also of weights that are only mapped."""
+        if self.devices:
+            return all(each.parts <= each.free for each in self.devices)
+        return self.weights + self.kv + self.state + self.compute + self.other <= self.device_free
 
 
 @dataclass(frozen=True)

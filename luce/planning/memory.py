@@ -48,11 +48,11 @@ def _fit(files: Files, mode: str, options: Options) -> Fit:
             needed = files.memory(chosen, context)
         except Error:  # There would be more pages than there can be.
             return False
-        return total(needed) <= needed.device_free
+        return needed.has_room
 
     at = files.memory(chosen)
     largest = _largest(holds, files.facts.context_length or chosen.ctx)
-    return Fit(mode, chosen.ctx, at, total(at), total(at) <= at.device_free, largest)
+    return Fit(mode, chosen.ctx, at, total(at), at.has_room, largest)
 
 
 def total(memory: Memory) -> int:

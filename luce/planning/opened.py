@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from luce import native as _native
-from luce.errors import ArgumentError, about
+from luce.errors import ArgumentError, OutOfMemory, about
 from luce.files.probe import Facts, probe
 from luce.files.tokenizer import Tokenizer
 from luce.native import File, Model, Progress
@@ -17,6 +17,7 @@ from luce.native.files import is_assistant
 from luce.native.structs import EngineParams, Memory
 from luce.planning import cpus
 from luce.planning.plan import PART, Auto, Options, Plan, plan, smaller, trunk_layers, with_room
+from luce.planning.split import devices_of, lacking
 
 
 class Files:
@@ -78,13 +79,22 @@ class Files:
     def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
         """Returns the plan of these files on their device. Where auto would draft and lacks the memory for
         it, the plan is a smaller one."""
-        options = replace(options, device=self.device)
+        device = devices_of(self.device, options.split, _native.default().devices())
+        options = replace(options, device=device)
         chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
         if options.cpu_experts == "auto":
             chosen = with_room(chosen, trunk_layers(self.facts), self.memory)
+        if "," in chosen.device and not chosen.layers:
+            chosen = self._shared_out(chosen)
         while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
             chosen = less
         return chosen
+
+    def _shared_out(self, chosen: Plan) -> Plan:
+        """Returns the plan with the numbers of layers that the core finds for its engine."""
+        devices = self.memory(chosen).devices
+        why = "as many as leave the fullest device as empty as can be"
+        return chosen.because("layers", why, layers=tuple(each.n_layers for each in devices))
 
     def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
         """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
@@ -94,15 +104,19 @@ class Files:
         params = params_of(chosen, device, self.facts.vocab_size or 0)
         params = params if ctx is None else replace(params, n_ctx=ctx)
         head, drafter = self._drafters([chosen])
-        return self.file.plan_memory(chosen.device, params, head, drafter, chosen.cpu_experts)
+        return self.file.plan_memory(chosen.device, params, head, drafter, chosen.cpu_experts, layers=chosen.layers)
 
     def load(self, plans: Collection[Plan], progress: Progress | None = None) -> Model:
         """Loads the weights onto the device for engines of these plans, which share them: with the drafters
         that any plan names, and with the most experts in host memory. Raises what the core raises and then
         leaves nothing open: FileError where a drafter does not fit, OutOfMemory, Cancelled (from `progress`),
         DeviceError and others."""
-        cpu_experts = max(each.cpu_experts for each in plans)
-        return Model(self.file, self.device or "auto", progress, *self._drafters(plans), cpu_experts)
+        cpu_experts, (first, *_) = max(each.cpu_experts for each in plans), plans
+        if "," in first.device:
+            for each in plans:
+                if lack := lacking(self.memory(replace(each, layers=first.layers))):
+                    raise OutOfMemory(lack)
+        return Model(self.file, first.device, progress, *self._drafters(plans), cpu_experts, layers=first.layers)
 
     def _drafters(self, plans: Collection[Plan]) -> tuple[File | None, File | None]:
         """Returns the files of the NextN head and of the DFlash drafter, where a plan names them."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
 from luce.files.probe import Facts
 from luce.native.structs import EngineParams, Memory
+from luce.planning.split import layers_of
 
 DEFAULT_CTX = 4096
 DEFAULT_GAMMA = 2  # A chain has so many where it is asked for without a length.
@@ -43,6 +44,10 @@ class Options:
     the KV pages of all of these, and `chunk` the rows of a prefill step. `rows` counts the rows that a verify
     can have of a sequence, where more are wanted than drafts need.
 
+    `device` names one device, or several, of which each has consecutive layers. With a `split` a model lies on all GPUs
+    where none is named by its number; it has each device's share of the layers, or is empty, and then they are shared
+    out by what is free.
+
     `cpu_experts` counts the layers, from the first, whose experts stay in host memory, where the CPU
     multiplies them; with "auto" it is as few as leave room on the device.
 
@@ -53,6 +58,7 @@ class Options:
     """
 
     device: str | None = None
+    split: tuple[int, ...] | None = None
     ctx: int | None = None
     kv_type: str | None = None
     threads: int | None = None
@@ -183,13 +189,14 @@ Drafting = Plain | Mtp | Auto | Lookup | Dflash
 
 @dataclass(frozen=True)
 class Plan:
-    """Says how a model and its engine are opened. `ctx` is in positions and `chunk` in rows of a prefill
+    """Says how a model and its engine are opened. `layers` counts those of each device, where there are several. `ctx` is in positions and `chunk` in rows of a prefill
     step. A `chunk`, `pages` or `threads` of 0 means the core's default. A verify can have `rows` rows of a
     sequence, or more where its drafts need them. `reasons` has a line for each of the other fields.
 
     Nothing changes a plan. Where something has to be measured first, that lies between two plans."""
 
     device: str
+    layers: tuple[int, ...]
     ctx: int
     kv_type: str
     chunk: int
@@ -273,6 +280,7 @@ def plan(
     asked, default = "as asked", "the default"
     return Plan(
         device=options.device or "auto",
+        layers=layers_of(options.split, trunk_layers(facts)) if options.split else (),
         ctx=ctx,
         kv_type=options.kv_type or "f16",
         chunk=options.chunk or 0,
@@ -286,6 +294,7 @@ def plan(
         gaps=options.gaps,
         reasons={
             "device": asked if options.device else "a CUDA device if there is one, else the CPU",
+            "layers": asked if options.split else "all on one device",
             "ctx": why_ctx,
             "kv_type": asked if options.kv_type else default,
             "rows": asked if options.rows else "as many as drafts need",
@@ -328,7 +337,7 @@ def with_room(chosen: Plan, layers: int, memory: Callable[[Plan], Memory]) -> Pl
     the others, or those of all layers where nothing does. `memory` counts what a plan needs; more layers in
     host memory need less of the device."""
     needed = memory(chosen)
-    if needed.total <= needed.device_free:
+    if needed.fits:
         return chosen
 
     def at(n: int) -> Plan:
@@ -340,7 +349,7 @@ def with_room(chosen: Plan, layers: int, memory: Callable[[Plan], Memory]) -> Pl
     while high - low > 1:
         middle = (low + high) // 2
         found = memory(at(middle))
-        low, high = (low, middle) if found.total <= found.device_free else (middle, high)
+        low, high = (low, middle) if found.fits else (middle, high)
     return at(high)
 
 
@@ -465,7 +474,7 @@ def _missing(facts: Facts) -> str:
 def smaller(chosen: Plan, memory: Memory) -> Plan | None:
     """Returns the plan to try next where auto chose to draft and `memory` for it is not there: first without
     the NextN head, then without any drafts. Returns None where there is no smaller plan."""
-    if not isinstance(chosen.draft, Auto) or memory.total <= memory.device_free:
+    if not isinstance(chosen.draft, Auto) or memory.fits:
         return None
     with_drafters = chosen.draft.gamma > 0 or chosen.draft.block > 0
     what = "with the model's drafters" if with_drafters else "to verify lookups"

@@ -22,6 +22,7 @@ from luce.cli.options import (
     EXPERTS,
     QUIET,
     RUN,
+    SPLIT,
     drafter_of,
     fetched,
     given,
@@ -191,7 +192,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     metavar="SECONDS",
     help="Let requests end for so long after SIGTERM, while no others are taken.",
 )
-@options(RUN, EXPERTS, MMPROJ, PREFILL_MODEL, DRAFTING)
+@options(RUN, SPLIT, EXPERTS, MMPROJ, PREFILL_MODEL, DRAFTING)
 @click.option(
     "--allow-image-urls",
     "image_urls",

@@ -242,6 +242,13 @@ typedef struct luce_engine_params {
     int32_t scores;
 } luce_engine_params;
 
+/* What one of a model's devices has, of the same parts as luce_memory. */
+typedef struct luce_device_memory {
+    char name[32];
+    uint32_t first, n_layers; /* its layers of the trunk */
+    uint64_t weights, kv, state, compute, other, total, free;
+} luce_device_memory;
+
 typedef struct luce_memory {
     uint64_t struct_size;
     uint64_t weights; /* bytes on the device; on the CPU they are mapped, not allocated */
@@ -251,10 +258,13 @@ typedef struct luce_memory {
     uint64_t other; /* captured graphs, on a CPU all graphs, and ggml's work buffers: an upper bound */
     uint64_t total; /* what a new model and engine together allocate on the device */
     uint64_t device_free;
+    uint32_t n_devices; /* it counts all of this over so many, in the order of layers */
+    luce_device_memory devices[LUCE_MAX_DEVICES];
 } luce_memory;
 
 /* Counts what a model and one engine of it would need, from the file alone: nothing is loaded or allocated on the
- * device. It runs every check that luce_model_open makes, so it also answers "can luce run this file": E_UNSUPPORTED
+ * device. Where several devices are given no numbers of layers, it shares them out as suits this engine: luce_model_open,
+ * which knows none, then gets them from here. It runs every check that luce_model_open makes, so it also answers "can luce run this file": E_UNSUPPORTED
  * names the reason, E_FILE a missing key or a tensor's expected and found shape. */
 LUCE_API luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
                                       const luce_engine_params *engine, luce_memory *out);

@@ -34,7 +34,7 @@ def bench(device, tmp_path):
     """Gives bench(command, *args), which runs the command in this process."""
 
     def run(*args):
-        threads = ["--threads", "1"] if device == "cpu" else []
+        threads = ["--threads", "1"] if device.startswith("cpu") else []
         args = ["bench", *map(str, args), "--device", device, *threads]
         return CliRunner().invoke(cli, args, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
 

@@ -104,7 +104,7 @@ def test_one_command_measures_both_sides(
     (path,) = rows.iterdir()
     result = json.loads(path.read_text())
     assert json.loads(shown.out) == result
-    kind = "cpu" if device == "cpu" else "gpu"
+    kind = "cpu" if device.startswith("cpu") else "gpu"
     assert path.name == f"{result['date'][:10]}-peer-oracle-mini-0.8-{kind}.json"
     assert result["commit"] == "0123abc" and "--synthetic 3.5,0.5" in result["command"]
     assert "Outside the timing windows: loading" in result["timing"]
@@ -148,7 +148,7 @@ def test_the_programs_are_asked_for_the_same(command, programs: Path, device: st
     calls = [json.loads(line) for line in (programs / "calls").read_text().splitlines()]
     # There are a warm-up and the rounds.
     asked = [["asked", 21, 0]] + [["asked", 21, seed] for seed in range(2)]
-    where = ["-dev", "none"] if device == "cpu" else ["-dev", f"CUDA{device.partition(':')[2] or 0}"]
+    where = ["-dev", "none"] if device.startswith("cpu") else ["-dev", f"CUDA{device.partition(':')[2] or 0}"]
     bench = ["-p", "64", "-n", "21", "-t", "1"]
     names = [call[0] for call in calls]
     assert names == ["llama-bench"] * 2 + ["llama-server", "asked", "asked", "asked"] * 3

@@ -94,7 +94,7 @@ def idle(model):
     ids=["greedy", "seed", "filters", "penalties", "bias", "stop", "schema"],
 )
 def test_a_stream_has_the_tokens_of_the_command_line(luce_, model, device, flags, how):
-    run = ("--device", device, *(("--threads", "1") if device == "cpu" else ()), "-n", "40", "--json")
+    run = ("--device", device, *(("--threads", "1") if device.startswith("cpu") else ()), "-n", "40", "--json")
     ran = luce_("generate", "--gguf", box_model.GGUF, *run, *flags, PROMPTS[0])
     said = json.loads(ran.stdout)
     stream = model.stream(PROMPTS[0], max_tokens=40, **how)

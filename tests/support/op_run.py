@@ -40,6 +40,7 @@ luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t
 luce_status luce_switch_rule(uint32_t index, int32_t on);
 luce_status luce_try_splits(int on);
 luce_status luce_part_devices(int on);
+luce_status luce_pretend_device(const char *name, uint64_t memory);
 luce_status luce_time_steps(int on);
 luce_status luce_show_gpus_images(int32_t on);
 luce_status luce_block_towers(uint64_t bytes);
@@ -153,7 +154,7 @@ class Fault(IntEnum):
 def round_fault(device: str) -> Fault:
     """Returns what can fail in the middle of a round. On a GPU rounds were captured, and run no op of
     their own."""
-    return Fault.OP if device == "cpu" else Fault.LAUNCH
+    return Fault.OP if device.startswith("cpu") else Fault.LAUNCH
 
 
 @contextmanager

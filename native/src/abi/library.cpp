@@ -223,9 +223,18 @@ luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
         check_optional(model, "model");
         check_optional(engine, "engine");
         check_struct(out, "out");
-        const auto m = describe(*f, model);
+        auto m = describe(*f, model);
         m->stand_in();
-        put(out, Engine::plan(*m, Engine::resolve(*m, engine)));
+        const EngineParams params = Engine::resolve(*m, engine);
+        if (m->placements().size() > 1 && model->n_layers == 0) {
+            const std::vector<uint32_t> layers = Engine::share_layers(*m, params);
+            luce_model_params with = *model;
+            with.layers = layers.data();
+            with.n_layers = uint32_t(layers.size());
+            m = describe(*f, &with);
+            m->stand_in();
+        }
+        put(out, Engine::plan(*m, params));
     });
 }
 

@@ -161,6 +161,14 @@ luce_status luce_try_splits(int32_t on) {
     return guarded([&] { try_splits(on != 0); });
 }
 
+luce_status luce_pretend_device(const char *name, uint64_t memory) {
+    using namespace luce;
+    return guarded([&] {
+        need(name, "name");
+        pretend_device(name, memory);
+    });
+}
+
 luce_status luce_part_devices(int32_t on) {
     using namespace luce;
     return guarded([&] { part_devices(on != 0); });

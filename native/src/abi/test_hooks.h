@@ -50,6 +50,10 @@ LUCE_API luce_status luce_switch_rule(uint32_t index, int32_t on);
 // Lets models lie on several GPUs, which luce refuses as long as it has not been tried (model/split.h), or not again.
 LUCE_API luce_status luce_try_splits(int32_t on);
 
+// Adds a device that the CPU stands in for and that seems to have so many bytes, or takes all such back where the name is
+// empty. Models on them must be closed by then.
+LUCE_API luce_status luce_pretend_device(const char *name, uint64_t memory);
+
 // Engines that are opened from now on take their GPUs for such as do not reach each other's memory, or not again.
 LUCE_API luce_status luce_part_devices(int32_t on);
 

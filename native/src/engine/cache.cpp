@@ -216,6 +216,15 @@ uint64_t Cache::bytes(const Stage &stage) const {
     return stage.kv_bytes + stage.state_bytes + (counts_host ? host_bytes_ : 0);
 }
 
+uint64_t Cache::layer_bytes(uint32_t layer) const {
+    uint64_t bytes = 0;
+    const DeltaState &d = delta_[layer];
+    for (const ggml_tensor *t : {kv_[layer].k, kv_[layer].v, d.state, d.window, d.log}) {
+        bytes += t == nullptr ? 0 : ggml_nbytes(t);
+    }
+    return bytes;
+}
+
 const Stage *Cache::stage_of(size_t layer) const {
     const auto has = [&](const Stage &stage) { return layer < stage.end; };
     return &*std::find_if(stages_.begin(), stages_.end(), has);

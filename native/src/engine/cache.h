@@ -127,6 +127,7 @@ public:
     const Stage &last() const { return stages_.back(); }
     // What a stage's caches take. On a CPU the tables that steps write for the host are of the device's memory too.
     uint64_t bytes(const Stage &stage) const;
+    uint64_t layer_bytes(uint32_t layer) const; // what a layer of the trunk has of them
     const CacheParams &params() const { return params_; }
     uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many
     bool has_windows() const { return window_ > 0; }

@@ -5,6 +5,7 @@
 #include "graph/drafter.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <thread>
@@ -144,19 +145,54 @@ luce_memory Engine::plan(const Model &model, const EngineParams &params) {
 
 luce_memory Engine::memory_of(const Model &model, const Cache &cache, const StepSizes &sizes) {
     luce_memory m{};
-    m.weights = model.weight_bytes();
+    const std::vector<uint64_t> weights = model.placed_bytes();
     for (size_t i = 0; i < cache.stages().size(); i++) {
         const Stage &stage = cache.stages()[i];
-        m.kv += stage.kv_bytes;
-        m.state += cache.bytes(stage) - stage.kv_bytes;
-        m.compute += sizes.compute[i].bytes + sizes.inputs;
-        m.other += sizes.other;
-        uint64_t free = 0, total = 0;
-        stage.device.memory(&free, &total);
-        m.device_free += free;
+        luce_device_memory &d = m.devices[m.n_devices++];
+        snprintf(d.name, sizeof(d.name), "%s", stage.device.name.c_str());
+        d.first = stage.first;
+        d.n_layers = stage.end - stage.first;
+        d.weights = weights[i];
+        d.kv = stage.kv_bytes;
+        d.state = cache.bytes(stage) - stage.kv_bytes;
+        d.compute = sizes.compute[i].bytes + sizes.inputs;
+        d.other = sizes.other;
+        d.total = d.kv + d.state + d.compute + d.other + (stage.device.holds_weights() ? d.weights : 0);
+        uint64_t total = 0;
+        stage.device.memory(&d.free, &total);
+        m.weights += d.weights;
+        m.kv += d.kv;
+        m.state += d.state;
+        m.compute += d.compute;
+        m.other += d.other;
+        m.total += d.total;
+        m.device_free += d.free;
     }
-    m.total = m.kv + m.state + m.compute + m.other + (model.gpu() ? m.weights : 0);
     return m;
+}
+
+std::vector<uint32_t> Engine::share_layers(const Model &model, const EngineParams &params) {
+    const Cache cache(model, params.cache);
+    const luce_memory m = memory_of(model, cache, Step::measure(model, cache, params));
+    Shares shares;
+    shares.layers = model.layer_bytes();
+    for (uint32_t il = 0; il < model.hparams().n_layer; il++) {
+        shares.layers[il] += cache.layer_bytes(il);
+    }
+    uint64_t of_none[2] = {}; // on the first device, and on the last
+    for (uint32_t i = 0; i < m.n_devices; i++) {
+        const luce_device_memory &d = m.devices[i];
+        const uint64_t takes = d.compute + d.other, own = d.weights + d.kv + d.state;
+        shares.free.push_back(d.free > takes ? d.free - takes : 1);
+        uint64_t in_layers = 0;
+        for (uint32_t il = d.first; il < d.first + d.n_layers; il++) {
+            in_layers += shares.layers[il];
+        }
+        of_none[i > 0] += own - std::min(own, in_layers);
+    }
+    shares.first = of_none[0];
+    shares.last = of_none[1];
+    return share_out(shares);
 }
 
 Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)

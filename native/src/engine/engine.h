@@ -22,6 +22,8 @@ class Engine {
 public:
     static EngineParams resolve(const Model &model, const luce_engine_params *params);
     static luce_memory plan(const Model &model, const EngineParams &params);
+    // Returns how many layers each of the model's devices had best have, for this engine.
+    static std::vector<uint32_t> share_layers(const Model &model, const EngineParams &params);
 
     Engine(std::shared_ptr<const Model> model, const EngineParams &params);
 

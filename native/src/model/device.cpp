@@ -64,9 +64,9 @@ uint64_t group_memory() {
     return limit == UINT64_MAX || taken == UINT64_MAX ? UINT64_MAX : limit - std::min(limit, taken);
 }
 
-std::vector<Device> list_devices() {
+std::deque<Device> list_devices() {
     ggml_log_set(forward_log, nullptr);
-    std::vector<Device> found;
+    std::deque<Device> found;
 #ifdef LUCE_USE_CUDA
     ggml_backend_reg_t reg = ggml_backend_cuda_reg();
     for (size_t i = 0; i < ggml_backend_reg_dev_count(reg); i++) {
@@ -117,9 +117,24 @@ void run_parts(size_t n, const std::function<void(size_t)> &part) {
     }
 }
 
-const std::vector<Device> &devices() {
-    static const auto &list = *new std::vector<Device>(list_devices()); // it is never destroyed (handles.h)
+// It is never destroyed (handles.h).
+static std::deque<Device> &listed() {
+    static auto &list = *new std::deque<Device>(list_devices());
     return list;
+}
+
+const std::deque<Device> &devices() {
+    return listed();
+}
+
+void pretend_device(const std::string &name, uint64_t memory) {
+    std::deque<Device> &list = listed();
+    while (name.empty() && list.back().pretended > 0) {
+        list.pop_back();
+    }
+    if (!name.empty()) {
+        list.push_back({name, find_device("cpu").dev, false, 0, memory});
+    }
 }
 
 const Device &find_device(const char *name) {
@@ -210,6 +225,9 @@ void Device::memory(uint64_t *free, uint64_t *total) const {
     const uint64_t available = gpu ? 0 : available_memory();
     *free = available != 0 ? std::min({uint64_t(f), available, group_memory()}) : f;
     *total = t;
+    if (pretended > 0) {
+        *free = *total = pretended;
+    }
 }
 
 std::string Device::description() const {

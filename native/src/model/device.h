@@ -7,6 +7,7 @@
 
 #include <ggml-backend.h>
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,6 +21,10 @@ struct Device {
     ggml_backend_dev_t dev = nullptr;
     bool gpu = false;
     int index = 0; // it is the GPU's number, as CUDA counts
+    uint64_t pretended = 0; // of a device of tests, which the CPU stands in for: the memory that it seems to have free
+
+    // Whether weights are copied there. (A CPU has them mapped.)
+    bool holds_weights() const { return gpu || pretended > 0; }
 
     ggml_backend_buffer_type_t buffer_type() const; // it is that of plain CPU memory, or of the GPU's
     // Bytes that can be had now, and all. Of a CPU that is what the system calls available, within the limit of
@@ -46,7 +51,10 @@ uint64_t bandwidth_of(const Device &device, int n_threads);
 
 // Returns all devices that luce runs on; the first is what "auto" takes. GPUs whose compute capability is below 8.0 are
 // left out: luce's kernels have instructions that those lack.
-const std::vector<Device> &devices();
+const std::deque<Device> &devices();
+
+// For tests: adds a device that the CPU stands in for, with so much memory, or takes all such back where the name is empty.
+void pretend_device(const std::string &name, uint64_t memory);
 
 // Says why GPUs may be missing among them, in a line; "" where none is.
 const std::string &no_gpu();

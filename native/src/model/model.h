@@ -238,6 +238,9 @@ public:
     const HParams &hparams() const { return hp_; }
     const Weights &weights() const { return weights_; }
     uint64_t weight_bytes() const { return weight_bytes_; } // it counts those on the device
+    // What lies on each placement, and of these each layer of the trunk.
+    std::vector<uint64_t> placed_bytes() const;
+    std::vector<uint64_t> layer_bytes() const;
     uint64_t n_params() const { return n_params_; } // it counts the values of all tensors in the file
     // Shapes {K, N} of the packed matrices but for those over the vocabulary, of which a prefill wants one row, and experts.
     std::set<std::pair<int64_t, int64_t>> layer_matrices() const;

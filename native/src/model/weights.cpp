@@ -166,6 +166,11 @@ static uint64_t packed_bytes([[maybe_unused]] const ggml_tensor *weight) {
 #endif
 }
 
+// The bytes of a weight on its device, or in the mapping.
+static uint64_t bytes_of(const ggml_tensor *weight, bool gpu) {
+    return is_in_ram(weight) && gpu ? 0 : is_packed(weight) ? packed_bytes(weight) : ggml_nbytes(weight);
+}
+
 ggml_tensor *WeightReader::tied(const std::string &name, ggml_tensor *table) {
     const bool lies_here = luce::stage_of(table) == stage_of(name, Kind::matrix);
     if (!loading_ || (!packs(table->type) && lies_here)) {
@@ -266,9 +271,7 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     tensor->op_params[2] = kind == Kind::ram_experts ? IN_RAM : 0;
     tensor->op_params[3] = int32_t(stage);
     m_.tensors_.emplace_back(tensor, t);
-    if (!is_in_ram(tensor) || !m_.gpu()) {
-        m_.weight_bytes_ += packed ? packed_bytes(tensor) : ggml_nbytes(tensor);
-    }
+    m_.weight_bytes_ += bytes_of(tensor, m_.gpu());
     return tensor;
 }
 
@@ -506,6 +509,27 @@ uint64_t Model::identity() const {
         add(scales.data(), scales.size() * sizeof(float));
     }
     return hash;
+}
+
+std::vector<uint64_t> Model::placed_bytes() const {
+    std::vector<uint64_t> bytes(placements_.size(), 0);
+    for (const auto &[tensor, source] : tensors_) {
+        bytes[luce::stage_of(tensor)] += bytes_of(tensor, gpu());
+    }
+    return bytes;
+}
+
+// A drafter's tensors may have the names of the trunk's layers, so it is asked whose they are.
+std::vector<uint64_t> Model::layer_bytes() const {
+    std::vector<uint64_t> bytes(hp_.n_layer, 0);
+    for (const auto &[tensor, source] : tensors_) {
+        unsigned layer = 0;
+        if (sscanf(source->name.c_str(), "blk.%u.", &layer) == 1 && layer < hp_.n_layer &&
+            file_->tensor(source->name) == source) {
+            bytes[layer] += bytes_of(tensor, gpu());
+        }
+    }
+    return bytes;
 }
 
 uint32_t Model::stage_of(uint32_t layer) const {

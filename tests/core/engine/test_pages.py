@@ -250,7 +250,7 @@ def operation(name: str, books: Accounts, rng: np.random.Generator, device: str)
             del checkpoints[at]
         elif name == "host":
             checkpoint.to_host()
-            if device != "cpu":
+            if not device.startswith("cpu"):
                 checkpoint.save()  # This waits until it has left.
             checkpoints[at] = checkpoint, None, history
         elif name == "device":

@@ -372,7 +372,7 @@ def test_where_rows_depend_on_their_number_each_prompt_has_steps_of_its_own(
     config = tiny.with_experts(DENSE)
     types, made = drive.type_of("IQ3_S"), partial(drive.quantize, native)
     path = tiny.write(tmp_path / "model.gguf", config, tiny.layout(config, 7), types, quantize=made)
-    if device != "cpu":
+    if not device.startswith("cpu"):
         pytest.skip("a GPU has no such experts")
     engine = drive.open_engine(drive.open_model(native, path, device), n_ctx=512, n_chunk=PAGE, n_sequences=3)
     assert engine.info.n_cut == PAGE

@@ -1,0 +1,51 @@
+"""Says on which devices the layers of a model lie, and how many on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from luce.errors import ArgumentError
+from luce.native.structs import Device, Memory
+
+Split = tuple[int, ...]
+
+
+def devices_of(device: str | None, split: Split | None, known: Sequence[Device]) -> str | None:
+    """Returns the names of a model's devices: what was named, or where a split was asked for of a GPU that was not
+    named by its number, all GPUs that there are. Raises ArgumentError where there is nothing to split."""
+    if split is None:
+        return device
+    if device in (None, "cuda"):
+        device = ",".join(each.name for each in known if each.is_gpu)
+    names = [name for name in (device or "").split(",") if name]
+    if len(names) < 2:
+        found = f"there is one: {names[0]}" if names else "there is no GPU"
+        raise ArgumentError(f"a model was to be split over several devices, and {found}")
+    if split and len(split) != len(names):
+        raise ArgumentError(f"a split of {len(split)} parts was asked for over {len(names)} devices: {device}")
+    return device
+
+
+def layers_of(shares: Split, n_layers: int) -> Split:
+    """Returns how many layers each device has, by its share; shares that add up to n_layers are the layers themselves.
+    Each has one at least. Raises ArgumentError where there are fewer layers than devices."""
+    if n_layers < len(shares):
+        raise ArgumentError(f"{len(shares)} devices were asked for, and the model has {n_layers} layers")
+    total = sum(shares)
+    layers = [max(1, n_layers * share // total) for share in shares]
+    while sum(layers) != n_layers:  # What was rounded goes to whom it lacks most, or comes from who has too much.
+        more = 1 if sum(layers) < n_layers else -1
+        wanted = [n_layers * share / total - own for share, own in zip(shares, layers, strict=True)]
+        free = [i for i, own in enumerate(layers) if own + more > 0]
+        layers[max(free, key=lambda i: more * wanted[i])] += more
+    return tuple(layers)
+
+
+def lacking(memory: Memory) -> str:
+    """Names the devices that lack memory, and how much; "" where none of several does."""
+    return "; ".join(
+        f"{each.name} lacks {each.total - each.free:,} bytes: its {each.n_layers} layers from {each.first} on and what "
+        f"goes with them need {each.total:,}, {each.free:,} are free"
+        for each in memory.devices
+        if each.total > each.free
+    )
