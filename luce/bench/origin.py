@@ -77,10 +77,11 @@ def cpu_name() -> str:
 
 
 def device_text(device: str, threads: int) -> str:
-    """Names a device for people. `device` is as the core names it ("cpu", "cuda:0")."""
-    if device == "cpu":
+    """Names a device for people, or several. `device` is as the core names it ("cpu", "cuda:0", "cuda:0,cuda:1")."""
+    if device.startswith("cpu"):
         return f"{cpu_name()} ({threads} threads)"
-    return next(d.description for d in _native.default().devices() if d.name == device)
+    known = {each.name: each.description for each in _native.default().devices()}
+    return ", ".join(known[name] for name in device.split(","))
 
 
 def driver_version() -> str:
@@ -110,7 +111,7 @@ def origin(
         "version": _native.default().version,
         "commit": commit or checkout_commit() or "unknown",
         "device": device_text(device, threads),
-        "driver": "" if device == "cpu" else driver_version(),
+        "driver": "" if device.startswith("cpu") else driver_version(),
         "model": {
             "file": model.name,
             "bytes": sum(part.stat().st_size for part in parts(model)),

@@ -90,7 +90,7 @@ class Report:
     def _save(self, flags: dict[str, Any], body: dict[str, Any]) -> None:
         folder, commit = flags["save"], flags["commit"]
         command = command_text(click.get_current_context().meta[COMMAND])
-        kind = "cpu" if self.device == "cpu" else "gpu"
+        kind = "cpu" if self.device.startswith("cpu") else "gpu"
         about = self.model.stem.removeprefix(f"{self.bench}-")
         try:
             head = origin(self.bench, self.device, self.model, command, self.threads, commit)

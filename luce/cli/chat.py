@@ -23,6 +23,7 @@ from luce.cli.options import (
     drafter_of,
     hf_option,
     idle_sampling,
+    idle_split,
     idle_thinking,
     idle_threads,
     misplaced,
@@ -90,7 +91,9 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
       luce chat --hf OWNER/REPO --system "You are terse."
       luce chat --gguf model.gguf --mmproj mmproj.gguf
     """
-    idle = idle_sampling(flags) or idle_threads(flags) or idle_images(flags, hf) or idle_keeping(flags)
+    idle = (
+        idle_sampling(flags) or idle_threads(flags) or idle_split(flags) or idle_images(flags, hf) or idle_keeping(flags)
+    )
     if problem := misplaced(flags) or idle:
         raise click.UsageError(problem)
     path = model_path(gguf, hf)

@@ -30,6 +30,7 @@ from luce.cli.options import (
     drafter_of,
     hf_option,
     idle_sampling,
+    idle_split,
     idle_thinking,
     idle_threads,
     misplaced,
@@ -230,8 +231,8 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
         return "--quiet and --verbose: give one of them"
     if flags["special"] and flags["chat"]:
         return "--special is for --raw: in a chat only the template spells control tokens"
-    idle = idle_sampling(flags) or idle_threads(flags) or idle_images(flags, flags["hf"]) or idle_keeping(flags)
-    return misplaced(flags) or idle
+    idle = idle_sampling(flags) or idle_threads(flags) or idle_split(flags)
+    return misplaced(flags) or idle or idle_images(flags, flags["hf"]) or idle_keeping(flags)
 
 
 def read_prompt(prompt: str | None, most: int = sys.maxsize - 1, file: Path | None = None) -> str:
@@ -360,6 +361,8 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
     """
     if path is None and hf is None:
         raise click.UsageError("Missing argument 'PATH': name a file, or one of the hub by --hf.")
+    if wrong := idle_split(flags):
+        raise click.UsageError(wrong)
     path = model_path(path, hf)
     with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
         with about(path):

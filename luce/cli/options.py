@@ -125,6 +125,17 @@ EXPERTS = (
 RUN = (*DEVICE, *THREADS, *KV_TYPE)
 
 
+def idle_split(flags: Mapping[str, Any]) -> str | None:
+    """Says what is wrong with --split where one device was named, or another number of them."""
+    split, device = flags["split"], flags["device"]
+    if split is None or device in (None, "cuda"):  # All GPUs are meant.
+        return None
+    n = len(device.split(","))
+    if n == 1:
+        return f"--split shares layers out among several devices, and --device {device} is one"
+    return f"--split has {len(split)} shares, and --device names {n} devices" if len(split) not in (0, n) else None
+
+
 def idle_threads(flags: Mapping[str, Any]) -> str | None:
     """Says what is wrong with --threads where the model runs on a GPU, and with --cpu-experts where it does
     not."""

@@ -155,8 +155,9 @@ def _asked(n_draft: int, n_part: int, blocks: int, kinds: Sequence[str | None]) 
 
 
 class Model(Handle):
-    """Weights on a device, or on several ("cuda:0,cuda:1") of which each has so many of the `layers`, with a list of drafters: the NextN head that `head` holds (the model's own file or
-    another) or the assistant that it is, the DFlash drafter of `drafter`, and those of `drafters`. Of the first
+    """Weights on a device, with a list of drafters: the NextN head that `head` holds (the model's own file or
+    another) or the assistant that it is, the DFlash drafter of `drafter`, and those of `drafters`. Of several
+    devices ("cuda:0,cuda:1") each has its number of `layers`, or as many as its memory has room for. Of the first
     `cpu_experts` layers the experts stay in host memory, where the CPU multiplies them. `progress` may cancel
     (Cancelled); what it raises is raised here."""
 

@@ -75,10 +75,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """These are bytes on the device, or on all `devices` of a model. `total` is what a new model and its engine together allocate. `kv` is
-    that of pages, `state` that of sequences and checkpoints, and `compute` that of activations, inputs and
-    outputs. `other` is an upper bound of captured graphs, or of all graphs on a CPU, and ggml's
-    work buffers."""
+    """These are bytes on the device, or on all `devices` of a model. `total` is what a new model and its engine
+    together allocate. `kv` is that of pages, `state` that of sequences and checkpoints, and `compute` that of
+    activations, inputs and outputs. `other` is an upper bound of captured graphs, or of all graphs on a CPU, and
+    ggml's work buffers."""
 
     STRUCT: ClassVar[str] = "luce_memory"
 

@@ -189,7 +189,8 @@ Drafting = Plain | Mtp | Auto | Lookup | Dflash
 
 @dataclass(frozen=True)
 class Plan:
-    """Says how a model and its engine are opened. `layers` counts those of each device, where there are several. `ctx` is in positions and `chunk` in rows of a prefill
+    """Says how a model and its engine are opened. `layers` counts those of each device, where there are several.
+    `ctx` is in positions and `chunk` in rows of a prefill
     step. A `chunk`, `pages` or `threads` of 0 means the core's default. A verify can have `rows` rows of a
     sequence, or more where its drafts need them. `reasons` has a line for each of the other fields.
 

@@ -27,6 +27,7 @@ from luce.cli.options import (
     fetched,
     given,
     hf_option,
+    idle_split,
     idle_threads,
     misplaced,
     options,
@@ -308,7 +309,7 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
         for name in ("cache_ram", "cache_dir"):
             if flags[name] is not None:
                 return f"--{name.replace('_', '-')} is for beginnings of prompts: --checkpoints 0 keeps none"
-    return misplaced(flags) or idle_threads(flags)
+    return misplaced(flags) or idle_threads(flags) or idle_split(flags)
 
 
 def beside_one(models: Mapping[str, Path], flags: Mapping[str, Any], hf: str | None) -> str | None:

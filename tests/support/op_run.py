@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -292,3 +292,15 @@ def parted_devices(native: Library) -> Iterator[None]:
         yield
     finally:
         native.check(lib.luce_part_devices(0))
+
+
+@contextmanager
+def pretended_devices(native: Library, free: Mapping[str, int]) -> Iterator[None]:
+    """Gives devices of these names, for which the CPU stands in, that seem to have so many bytes."""
+    _, lib = core(native.path)
+    for name, memory in free.items():
+        native.check(lib.luce_pretend_device(name.encode(), memory))
+    try:
+        yield
+    finally:
+        native.check(lib.luce_pretend_device(b"", 0))

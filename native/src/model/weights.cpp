@@ -172,8 +172,8 @@ static uint64_t bytes_of(const ggml_tensor *weight, bool gpu) {
 }
 
 ggml_tensor *WeightReader::tied(const std::string &name, ggml_tensor *table) {
-    const bool lies_here = luce::stage_of(table) == stage_of(name, Kind::matrix);
-    if (!loading_ || (!packs(table->type) && lies_here)) {
+    const auto lies_here = [&] { return luce::stage_of(table) == stage_of(name, Kind::matrix); };
+    if (!loading_ || (!packs(table->type) && lies_here())) {
         return table;
     }
     return take(name, {table->ne[0], table->ne[1]}, Kind::matrix, true);

@@ -1,6 +1,6 @@
-"""Cuts a model into stages: each has its layers' caches, inputs and backend, and all that is computed, drafted and saved
-has the bits that it has in one stage. A CPU is named several times; GPUs are those of --luce-device, and with one of them
-its stages are on that."""
+"""Cuts a model into stages: each has its layers' caches, inputs and backend, and all that is computed, drafted and
+saved has the bits that it has in one stage. A CPU is named several times; GPUs are those of --luce-device, and with one
+of them its stages are on that."""
 
 from __future__ import annotations
 
