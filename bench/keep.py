@@ -2,12 +2,12 @@
 """Says what is lost where only a part of a prompt is read, with the box as the model and as its own scorer.
 
 Loss is that of the next 64 tokens of a file, in nats a token, behind 1,500 tokens of it: all of them, or a share that
-the scorer chose, the newest lines, the first (a quarter) and the newest, or the newest (a quarter) and others at random,
-each of as many tokens. Files are luce's own, which the box was not trained on. A needle is a line with a definition among
-such a file's lines, at 20, 50 or 80 per cent of it, and the prompt ends where its value is wanted: found says how often
-the line is read, right how often the value's tokens are then the likeliest one after the other, and the loss is theirs.
-All of it is computed on a CPU. It cannot say how a large model with a small one of its family does, nor of 100,000
-tokens of prompt: the box has 3 attention layers, and a context of 2,048.
+the scorer chose, the newest lines, the first (a quarter) and the newest, or the newest (a quarter) and others at
+random, each of as many tokens. Files are luce's own, which the box was not trained on. A needle is a line with a
+definition among such a file's lines, at 20, 50 or 80 per cent of it, and the prompt ends where its value is wanted:
+found says how often the line is read, right how often the value's tokens are then the likeliest one after the other,
+and the loss is theirs. All of it is computed on a CPU. It cannot say how a large model with a small one of its family
+does, nor of 100,000 tokens of prompt: the box has 3 attention layers, and a context of 2,048.
 
     python bench/keep.py --save bench/results
 """
@@ -28,10 +28,12 @@ import numpy as np
 
 from luce.bench.origin import command_text, origin, print_row
 from luce.data import BOX
+from luce.decode import engine as decode
 from luce.decode.request import Compressed
 from luce.files.tokenizer import Tokenizer
-from luce.native import Engine, File, Model, Prompt, Rows
-from luce.native.structs import EngineParams
+from luce.native import Engine, Prompt, Rows
+from luce.planning.opened import Files
+from luce.planning.plan import Options
 from luce.prompts.scorer import Scorer
 from luce.prompts.spans import Line, Span, budget_of, chosen, joined
 
@@ -56,9 +58,8 @@ NEEDLES = {
 class Reader:
     """The model, which reads parts of prompts."""
 
-    def __init__(self, model: Model, threads: int):
-        self.engine = Engine(model, EngineParams(n_ctx=2048, n_rows=NEXT, n_threads=threads, gaps=1))
-        self.sequence = self.engine.sequence()
+    def __init__(self, engine: Engine):
+        self.engine, self.sequence = engine, engine.sequence()
 
     def follows(self, kept: Compressed, tokens: Sequence[int], after: Sequence[int]) -> tuple[float, bool]:
         """Returns the loss of tokens after a prompt, and whether each is the likeliest."""
@@ -162,10 +163,11 @@ def main() -> None:
     def say(what: str) -> None:
         print(what, file=sys.stderr, flush=True)
 
-    with File(BOX) as file, Model(file, "cpu") as model:
-        tokenizer = Tokenizer(file.kv)
-        with Scorer(BOX, tokenizer, file.kv, device="cpu", threads=args.threads) as scorer:
-            reader = Reader(model, args.threads)
+    asked = Options("cpu", 2048, threads=args.threads, rows=NEXT, spec="off", gaps=True)
+    with Files(BOX, device="cpu") as files, decode.Engine.open(files, asked) as engine:
+        tokenizer = files.tokenizer
+        with Scorer(BOX, tokenizer, files.file.kv, device="cpu", threads=args.threads) as scorer:
+            reader = Reader(engine.native)
             found = {
                 "losses": losses(scorer, reader, tokenizer, say),
                 "needles": needles(scorer, reader, tokenizer, say),

@@ -91,10 +91,8 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
       luce chat --hf OWNER/REPO --system "You are terse."
       luce chat --gguf model.gguf --mmproj mmproj.gguf
     """
-    idle = (
-        idle_sampling(flags) or idle_threads(flags) or idle_split(flags) or idle_images(flags, hf) or idle_keeping(flags)
-    )
-    if problem := misplaced(flags) or idle:
+    idle = idle_sampling(flags) or idle_threads(flags) or idle_split(flags)
+    if problem := misplaced(flags) or idle or idle_images(flags, hf) or idle_keeping(flags):
         raise click.UsageError(problem)
     path = model_path(gguf, hf)
     flags["mmproj"] = mmproj_of(flags, hf)

@@ -46,7 +46,7 @@ def scorer_of(files: Files, flags: Mapping[str, Any], ctx: int | None) -> Scorer
     from luce.prompts.scorer import Scorer
 
     return Scorer(
-        flags["prefill_model"], files.tokenizer, files.file.kv, ctx, flags["device"], flags["threads"] or 0
+        flags["prefill_model"], files.tokenizer, files.file.kv, ctx, flags["device"], flags["threads"]
     )
 
 

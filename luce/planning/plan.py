@@ -54,7 +54,7 @@ class Options:
     `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
     or assistant in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree,
     1..MAX_BUDGET. With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
-    With `gaps` prompts may leave text out.
+    With `gaps` prompts may leave text out, and with `scores` verifies say what their rows give each position.
     """
 
     device: str | None = None
@@ -73,6 +73,7 @@ class Options:
     budget: int | None = None
     part: int = 0
     gaps: bool = False
+    scores: bool = False
 
     @property
     def resolved_spec(self) -> str:
@@ -210,6 +211,7 @@ class Plan:
     draft: Drafting
     reasons: Mapping[str, str]
     gaps: bool = False
+    scores: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reasons", MappingProxyType(dict(self.reasons)))
@@ -245,6 +247,7 @@ class Plan:
             n_threads=self.threads,
             kv_type=self.kv_type,
             gaps=int(self.gaps),
+            scores=int(self.scores),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -293,6 +296,7 @@ def plan(
         cpu_experts=cpu_experts,
         draft=drafting,
         gaps=options.gaps,
+        scores=options.scores,
         reasons={
             "device": asked if options.device else "a CUDA device if there is one, else the CPU",
             "layers": asked if options.split else "all on one device",
@@ -307,6 +311,7 @@ def plan(
             "cpu_experts": why_experts,
             "draft": why_draft,
             "gaps": "prompts of which parts are read" if options.gaps else "prompts are read whole",
+            "scores": "it scores prompts for another model" if options.scores else "it scores no prompts",
         },
     )
 

@@ -19,11 +19,13 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from luce.decode.engine import Engine
 from luce.decode.request import Compressed
 from luce.errors import ArgumentError, Cancelled, ContextFull, UnsupportedError, about
 from luce.files.tokenizer import Tokenizer, difference
-from luce.native import Engine, File, Model, Rows
-from luce.native.structs import EngineParams
+from luce.native import Rows
+from luce.planning.opened import Files
+from luce.planning.plan import DEFAULT_CTX, Options, require_supported
 from luce.prompts.spans import Marks, Span, budget_of, chosen, lines_of, marked, pooled
 from luce.text.dialects import dialect_of_turns
 
@@ -57,22 +59,22 @@ class Scorer:
         metadata: Mapping[str, Any],
         ctx: int | None = None,
         device: str | None = None,
-        threads: int = 0,
+        threads: int | None = None,
     ):
         with ExitStack() as opened:
-            file = opened.enter_context(File(path))
-            with about(file.path):
-                if found := difference(metadata, file.kv):
+            files = opened.enter_context(Files(path, device=device))
+            with about(files.file.path):
+                if found := difference(metadata, files.file.kv):
                     raise UnsupportedError(f"it cannot score prompts of this model: {found}")
-            model = opened.enter_context(Model(file, device or "auto"))
-            trained = model.info.n_ctx_train
+                require_supported(files.facts)
+            files.tokenizer = tokenizer  # It is the same.
+            trained = files.facts.context_length or ctx or DEFAULT_CTX
             if ctx is not None and ctx > trained:
                 said = f"{path} was trained for {trained} tokens, and the prompt has {ctx}"
                 raise ContextFull(f"{said}: a scorer has to read all of it")
-            params = EngineParams(
-                n_ctx=min((ctx or trained) + AHEAD, trained), n_rows=ROWS + AHEAD, n_threads=threads, scores=1
-            )
-            self._engine = opened.enter_context(Engine(model, params))
+            longest = min((ctx or trained) + AHEAD, trained)
+            asked = Options(device, longest, threads=threads, rows=ROWS + AHEAD, spec="off", scores=True)
+            self._engine = opened.enter_context(Engine.open(files, asked)).native
             self._sequence = opened.enter_context(self._engine.sequence())
             self._opened = opened.pop_all()
         self.name, self.n_ctx = Path(path).name, self._engine.info.n_ctx

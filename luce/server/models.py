@@ -88,7 +88,7 @@ class Served:
             self._scorer: Scorer | None = None
             if settings.scorer is not None:
                 longest = min(files.facts.context_length or MAX_U32, COUNTED * loaded.info.n_ctx)
-                how = options.device, options.threads or 0
+                how = options.device, options.threads
                 self._scorer = opened.enter_context(
                     Scorer(settings.scorer, files.tokenizer, files.file.kv, longest, *how)
                 )

@@ -202,7 +202,8 @@ def test_a_wait_that_fails_is_told_to_all():
 
 
 def test_the_pipeline_alone_calls_the_cores_rounds():
-    """In all that generates. `luce bench` times single steps of the core, and `luce doctor` compares them."""
+    """In all that generates. `luce bench` times single steps of the core, `luce doctor` compares them, and a scorer of
+    prompts commits nothing of what it verifies."""
     package, calls = Path(luce.__file__).parent, set()
     for path in package.rglob("*.py"):
         chapter = path.relative_to(package).parts[0]
@@ -210,4 +211,4 @@ def test_the_pipeline_alone_calls_the_cores_rounds():
             if isinstance(node, ast.Attribute) and node.attr in VERBS | {"verify"}:
                 if ast.unparse(node.value).rpartition(".")[2] in ("engine", "_engine", "native"):
                     calls.add((path.name, node.attr))
-    assert calls == {("pipeline.py", verb) for verb in VERBS}
+    assert calls == {("pipeline.py", verb) for verb in VERBS} | {("scorer.py", "verify")}

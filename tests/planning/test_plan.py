@@ -73,7 +73,7 @@ def test_what_was_asked_wins(facts):
         kv_type="q8_0",
     )  # fmt: skip
     asked = [name for name, reason in chosen.reasons.items() if reason == "as asked"]
-    others = {"reasons", "draft", "cpu_experts", "gaps", "layers"}  # The model has no experts, and one device.
+    others = {"reasons", "draft", "cpu_experts", "gaps", "scores", "layers"}  # It has no experts, and one device.
     assert set(asked) == set(vars(chosen)) - others
 
 

@@ -59,7 +59,7 @@ class Mixed:
 
 
 def open_engine(model, **params):
-    """Opens an engine as drive does; on a GPU with F16 cells, since F32 ones are ggml's there, and keep prompts whole."""
+    """Opens an engine as drive does; on a GPU with F16 cells, which users have there."""
     return drive.open_engine(model, **{"kv_type": "f32" if model.info.device == "cpu" else "f16"} | params)
 
 
