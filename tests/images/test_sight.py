@@ -12,7 +12,7 @@ from tiny_vision import IMAGE_PAD, VISION_END, VISION_START
 
 from luce.decode.events import Finished, Started, Tokens
 from luce.decode.request import Request
-from luce.errors import ArgumentError, Cancelled
+from luce.errors import ArgumentError, Cancelled, OutOfMemory
 from luce.images.opening import ImageError
 from luce.images.sight import Sight
 from luce.model.loaded import Loaded, Settings
@@ -117,6 +117,14 @@ def test_images_are_reduced_to_a_number_of_tokens(folder, device):
     for n in (63, 16385):
         with pytest.raises(ArgumentError, match=f"images of {n} tokens: expected 64 to 16384"):
             Sight(folder / "mmproj.gguf", tokens=n)
+
+
+def test_what_a_tower_holds_of_a_gpu_is_told_where_memory_lacks(sight, monkeypatch):
+    monkeypatch.setattr(sight, "on_gpu", True)
+    told = r"needs 9 GB; the vision tower holds 0\.\d GB beside it, for images of up to 16384 tokens"
+    with pytest.raises(OutOfMemory, match=told) as caught, sight.beside():
+        raise OutOfMemory("needs 9 GB")
+    assert caught.value.concerns == "image_tokens"
 
 
 def test_images_too_large_for_memory_are_refused_before_they_are_decoded(sight, monkeypatch):
