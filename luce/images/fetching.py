@@ -73,7 +73,7 @@ class Allowed:
             if split.netloc not in ("", "localhost"):
                 raise ImageError(f"luce does not fetch {_short(address)}: it is of another machine")
             named = unquote(split.path)
-        real = Path(os.path.realpath(named)) if "\0" not in named else Path()
+        real = Path(os.path.realpath(named)) if named.startswith("/") and "\0" not in named else Path()
         folders = (folder for folder in map(_folder, self.prefixes) if folder is not None)
         if not any(real.is_relative_to(os.path.realpath(folder)) for folder in folders):
             raise ImageError(f"luce does not fetch {_short(address)}: it is below no folder that is allowed")

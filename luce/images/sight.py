@@ -78,7 +78,10 @@ class Sight:
         self._file, self._say, self._said = File(path), say, False
         try:
             with about(self._file.path):
-                self.tower = Tower(self._file, device, tokens or 0)
+                try:
+                    self.tower = Tower(self._file, device, tokens or 0)
+                except OutOfMemory as error:  # It names what the tower needs and what is free.
+                    raise OutOfMemory(str(error), "image_tokens") from error
                 self.processor = _processor(self._file, self.tower, tokens)
         except BaseException:
             self._file.close()

@@ -157,6 +157,9 @@ def test_files_below_a_folder_are_read(tmp_path):
         for named, said in (("pipe", "is no file"), ("none", "No such file"), (".", "cannot be read|is no file")):
             with pytest.raises(ImageError, match=said):
                 allowed.fetch(f"{folder}/{named}")
+        for odd in ("file:within", "file:", "file:///%00", f"file://{folder}/..%2f..%2fetc/passwd"):
+            with pytest.raises(ImageError, match="below no folder that is allowed"):
+                allowed.fetch(odd)
         with pytest.raises(ImageError, match="another machine"):
             allowed.fetch(f"file://example.com{folder}/within")
         with pytest.raises(ImageError, match="does not fetch"):
