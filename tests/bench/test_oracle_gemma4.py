@@ -34,20 +34,24 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return shape, path, oracle_gemma4.make_oracle(path, shape, seed=3, kind=kind)
 
 
-def test_the_model_says_what_the_rule_says(made: tuple[str, Path, Rule]) -> None:
-    shape, path, rule = made
-    logits = Reference(SHAPES[shape], hf.tensors_of(path)).logits(TOKENS)
+@pytest.fixture(scope="module")
+def reference(made: tuple[str, Path, Rule]) -> Reference:
+    shape, path, _ = made
+    return Reference(SHAPES[shape], hf.tensors_of(path))
+
+
+def test_the_model_says_what_the_rule_says(made: tuple[str, Path, Rule], reference: Reference) -> None:
+    rule = made[2]
+    logits = reference.logits(TOKENS)
     assert logits.argmax(-1).tolist() == rule.successor(TOKENS).tolist()
     best, second = np.sort(logits, -1)[:, -1], np.sort(logits, -1)[:, -2]
     assert (best < 30).all() and (best - second > 10).all(), "the cap bends logits, and sampling chooses the same"
 
 
-def test_the_mixture_chooses_all_of_its_experts(made: tuple[str, Path, Rule]) -> None:
-    shape, path, _ = made
-    c = SHAPES[shape]
+def test_the_mixture_chooses_all_of_its_experts(reference: Reference) -> None:
+    c = reference.c
     if not c.n_expert:
         return
-    reference = Reference(c, hf.tensors_of(path))
     used = reference.routed(0, reference.embedded(np.arange(512))) > 0
     assert (used.sum(-1) == c.n_expert_used).all()
     assert used.mean(0).min() > 0.5 * c.n_expert_used / c.n_expert
@@ -81,11 +85,14 @@ def test_shapes_are_the_published_ones(shape: str, published: str) -> None:
 
 
 @pytest.mark.parametrize("accept", [0.5, *deeper(1.0)])
-def test_an_assistant_drafts_what_its_rule_says(made: tuple[str, Path, Rule], tmp_path: Path, accept: float) -> None:
+def test_an_assistant_drafts_what_its_rule_says(
+    made: tuple[str, Path, Rule], reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accept: float
+) -> None:
     shape, path, spoken = made
     rule = oracle_gemma4.make_assistant(tmp_path / "a.gguf", path, shape, seed=3, accept=accept)
-    target = Reference(SHAPES[shape], hf.tensors_of(path))
-    assistant = AssistantReference(oracle_gemma4.assistant_of(shape), hf.tensors_of(tmp_path / "a.gguf"), target)
+    states = reference.states(TOKENS[:20])  # All texts below begin so.
+    monkeypatch.setattr(reference, "states", lambda tokens: states)
+    assistant = AssistantReference(oracle_gemma4.assistant_of(shape), hf.tensors_of(tmp_path / "a.gguf"), reference)
     right = 0
     for last in range(100, 108):
         drafts, logits = assistant.drafts(np.append(TOKENS[:20], last), 3)

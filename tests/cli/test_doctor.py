@@ -95,6 +95,9 @@ def test_all_holds_on_the_small_model_in_ten_lines(luce_, printed, monkeypatch):
     assert not [line for line in told if line.startswith("bad")]
     assert "0 of 14 runs with mtp:3, mtp:1, mtp-tree:3:15, dflash, dflash:15, lookup:15, auto differ" in result.stdout
     assert "bits are equal at widths 1 to 64" in result.stdout
+    drafted = {f"{check.group}.{check.name}": check.figures.get("drafts", {}) for check in checks}
+    for name in ("drafts.tokens", "company.tokens", "kept.beginnings"):
+        assert drafted[name]["dflash"][0] > 0, name
     assert "measured" in result.stdout and "reckoned" in result.stdout
 
 
@@ -162,6 +165,7 @@ def test_a_file_whose_weights_are_not_finite_is_to_be_replaced(tmp_path):
     assert conclusion(found.values()).endswith("rows.run, steps.run. take another copy of the file")
 
 
+@pytest.mark.long  # The small model's own run drafts with it too, beside a head.
 def test_a_dflash_drafter_alone_drafts_in_company_and_with_what_is_kept(files, monkeypatch):
     monkeypatch.setattr(run, "modes_of", lambda _: run.parse_modes("plain,dflash,lookup:15,auto"))
     found = of_model(BOX, drafter=BOX_DRAFTER)
