@@ -434,7 +434,7 @@ typedef struct luce_image_span {
 /* A place of a prompt from which text was left out: n positions are skipped ahead of the item's token `at`. RoPE turns that
  * token, and all that follows it, to n positions more; all else counts what is there: the context, pages, a window, the noise of
  * sampling. A recurrent layer has no positions, and sees the tokens that are there in their order. E_ARG: the engine was opened
- * without gaps, they are not in order, or the prompt's positions pass 2^30. */
+ * without gaps, they are not in order, the item has images too, or the prompt's positions pass 2^30. */
 typedef struct luce_gap {
     uint32_t at; /* one of the item's tokens */
     uint32_t n; /* >= 1 */

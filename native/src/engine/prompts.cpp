@@ -109,6 +109,9 @@ void Prompts::check_gaps(const PromptItem &item) const {
     if (!engine_.params().cache.gaps) {
         fail(LUCE_E_ARG, "the engine was opened without gaps: its prompts leave nothing out");
     }
+    if (item.n_images > 0) { // an image's rows have positions by their place in it
+        fail(LUCE_E_ARG, "%u gaps among tokens with images: they come in items of their own", item.n_gaps);
+    }
     int64_t end = int64_t(line.n_past()) + line.delta() + item.n;
     for (uint32_t i = 0; i < item.n_gaps; i++) {
         const luce_gap &gap = item.gaps[i];
@@ -116,8 +119,7 @@ void Prompts::check_gaps(const PromptItem &item) const {
         if (gap.at >= item.n || gap.n < 1 || (i > 0 && gap.at <= item.gaps[i - 1].at) || end > MOST) {
             fail(LUCE_E_ARG,
                  "gap %u leaves %u positions out ahead of token %u, expected 1 or more ahead of one of %u "
-                 "tokens, "
-                 "in order, and %lld positions at most",
+                 "tokens, in order, and %lld positions at most",
                  i, gap.n, gap.at, item.n, (long long) MOST);
         }
     }

@@ -13,10 +13,11 @@ import pytest
 import tiny
 import tiny_dflash
 import tiny_gemma4
+import tiny_vision
 from checkout import GOLDENS
 
 from luce.errors import ArgumentError
-from luce.native import Prompt, Source
+from luce.native import ImageSpan, Prompt, Source
 from luce.native.structs import Sampling
 
 N = 32
@@ -227,3 +228,22 @@ def test_an_engine_without_gaps_refuses_them(model):
     with drive.open_engine(model) as engine, engine.sequence() as sequence:
         with pytest.raises(ArgumentError, match="opened without gaps"):
             read(sequence)
+
+
+def test_gaps_and_images_come_in_items_of_their_own(native, tmp_path):
+    """Text with gaps may stand ahead of an image and behind it: positions go on from there."""
+    path = tiny_vision.write_text(tmp_path / "model.gguf")
+    rows = np.random.default_rng(2).uniform(-1, 1, (6, tiny_vision.TEXT.n_embd)).astype(np.float32)
+    names = [-10 - i for i in range(6)]
+    with drive.open_model(native, path) as model, drive.open_engine(model, gaps=1) as engine, engine.sequence() as s:
+        image = (ImageSpan(rows, 0, 0, 2, 3),)
+        with pytest.raises(ArgumentError, match="items of their own"):
+            engine.prefill([Prompt(s, [*names, 5], False, image, ((6, 3),))])
+        logits = []
+        for before, behind in (((), ()), (((20, 7),), ()), ((), ((3, 9),))):
+            s.reset()
+            engine.prefill([Prompt(s, TOKENS[:64], False, (), before)])
+            engine.prefill([Prompt(s, names, False, image)])
+            engine.prefill([Prompt(s, TOKENS[64:90], True, (), behind)])
+            logits.append(s.logits(0))
+        assert all(np.abs(a - b).max() > 1e-4 for a, b in ((logits[0], logits[1]), (logits[0], logits[2])))
