@@ -202,10 +202,6 @@ template <int TYPE> int run(const RowScoresArgs &a, cudaStream_t stream) {
 
 } // namespace
 
-int64_t row_scores_partials(const RowScoresArgs &a) {
-    return 2 * (a.n / PAGE + 1) * a.H * int64_t(a.T);
-}
-
 int cuda::row_scores(const RowScoresArgs &a, void *stream) {
     if (a.T < 1 || a.T > MAX_ROWS || a.pool.D < 8 || a.pool.D > MOST_D || a.pool.D % 32 != 0 ||
         a.pool.Hkv < 1 || a.H % a.pool.Hkv != 0 || a.n < PAGE || a.n % PAGE != 0 || !aligned(a.pool.k) ||

@@ -271,7 +271,9 @@ struct RowScoresArgs {
     float *partials; // on CUDA [row_scores_partials(args)] the rows' sums of each page, and then of all
 };
 // Returns the values of RowScoresArgs.partials. It needs T, H and n alone.
-int64_t row_scores_partials(const RowScoresArgs &args);
+inline int64_t row_scores_partials(const RowScoresArgs &args) {
+    return 2 * (args.n / PAGE + 1) * args.H * int64_t(args.T);
+}
 
 // nextn_pack packs the NextN head's input [RMS(e) * e_norm ; RMS(h) * h_norm] as matmul/quantised.h takes rows of 2 E values, where e
 // of row t is its token's row of the table, whose tokens are those of row_tokens, and h is row hidden_from[t] of
