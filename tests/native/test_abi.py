@@ -213,6 +213,9 @@ def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence
             checkpoint.handle, s, native.ffi.NULL, 0
         ),
         "luce_type_info": lambda s: lib.luce_type_get(0, s),
+        "luce_tower_params": lambda s: lib.luce_tower_open(
+            native.ffi.cast("luce_tower **", out), file.handle, s
+        ),
         "luce_tower_info": lambda s: lib.luce_tower_get_info(tower.handle, s),
         "luce_sampling": lambda s: lib.luce_sequence_set_sampling(sequence.handle, s),
         "luce_penalties": lambda s: lib.luce_sequence_set_penalties(sequence.handle, s),
