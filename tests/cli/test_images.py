@@ -193,8 +193,8 @@ def test_towers_and_models_that_do_not_fit_are_refused(luce_, folder, tmp_path):
     wide = tiny.write(tmp_path / "wide.gguf", c, tiny.layout(c, 1), marks=tiny_vision.MARKS)
     blind = tiny.write(tmp_path / "blind.gguf", TEXT, tiny.layout(TEXT, 1))
     for model, said in ((wide, "width 96"), (blind, "the model's tokenizer has no <|vision_start|>")):
-        words = ("generate", "-m", model, "--mmproj", folder / "mmproj.gguf", "--image", folder / "0.png", *RUN, "AB")
-        result = luce_(*words)
+        words = ("generate", "-m", model, "--mmproj", folder / "mmproj.gguf", "--image", folder / "0.png")
+        result = luce_(*words, "--device", "cpu", *RUN, "AB")
         assert result.exit_code == 1 and said in result.stderr, result.stderr
     words = ("-m", folder / "model.gguf", "--mmproj", folder / "model.gguf", "--image", folder / "0.png")
     assert "this is no vision tower" in luce_("generate", *words, *RUN, "AB").stderr
