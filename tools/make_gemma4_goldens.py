@@ -23,7 +23,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
 import drive
-import gemma4_rounding
 import numpy as np
 import tiny_gemma4
 from make_goldens import choices
@@ -86,6 +85,8 @@ def golden(c: Config, seed: int, n_prompt: int, at: tuple[int, ...]) -> dict[str
 
 def bounded(model, made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
     """Returns `sure` of a model with experts. A golden that a GPU's rounding may move too far is an error."""
+    import gemma4_rounding  # It needs torch.
+
     n_prompt = len(made["prompt"])
     moved = gemma4_rounding.moved(model, np.append(made["prompt"], made["greedy"][:-1]))
     by = {kind: float(error[made["at"]].max()) for kind, error in moved.logits.items()}
