@@ -45,6 +45,14 @@ def test_a_launch_has_to_do_with_its_ops_tensors_alone(name: str, lists: Path) -
     assert "NOT A SOURCE" not in text and "beyond it" not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [("27b", 2), ("27b-dflash", 4), ("small-f32", 3), ("small-iq2", 3), ("small-dflash2", 3), ("35b", 2)],
+)
+def test_a_stage_reads_what_is_its_own(name: str, stages: int, program: Path) -> None:
+    recorder.check_stages(program, name, recorder.CASES[name], stages)
+
+
 LARGE = replace(recorder.LARGE, n_embd=1024, n_ff=3072, n_v_head=16, n_head=8, n_head_kv=2)
 WINDOWS = replace(recorder.GEMMA4["31B"], n_embd=1024, n_ff=3072, n_head=8, n_head_kv=2, n_head_kv_swa=4)
 

@@ -23,8 +23,7 @@ bool cuda::peers(int device, int other) {
     const bool can = cudaDeviceCanAccessPeer(&there, device, other) == cudaSuccess &&
                      cudaDeviceCanAccessPeer(&back, other, device) == cudaSuccess && there != 0 && back != 0;
     cudaGetDevice(&before);
-    const bool reached =
-        can && reach(device, other) == cudaSuccess && reach(other, device) == cudaSuccess;
+    const bool reached = can && reach(device, other) == cudaSuccess && reach(other, device) == cudaSuccess;
     cudaSetDevice(before);
     cudaGetLastError();
     return reached;
@@ -33,7 +32,8 @@ bool cuda::peers(int device, int other) {
 int cuda::follow(void *ahead, void *event, void *stream) {
     const cudaEvent_t reached = static_cast<cudaEvent_t>(event);
     const cudaError_t error = cudaEventRecord(reached, static_cast<cudaStream_t>(ahead));
-    return int(error != cudaSuccess ? error : cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), reached, 0));
+    return int(error != cudaSuccess ? error
+                                    : cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), reached, 0));
 }
 
 } // namespace luce

@@ -42,7 +42,8 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
     }
     Split split(find_devices(params == nullptr ? nullptr : params->device), {});
     if (split.devices.size() > LUCE_MAX_DEVICES) {
-        fail(LUCE_E_ARG, "a model lies on at most %d devices, got %zu", LUCE_MAX_DEVICES, split.devices.size());
+        fail(LUCE_E_ARG, "a model lies on at most %d devices, got %zu", LUCE_MAX_DEVICES,
+             split.devices.size());
     }
     if (params != nullptr && params->n_layers > 0) {
         need(params->layers, "layers");

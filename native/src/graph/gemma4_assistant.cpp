@@ -123,9 +123,8 @@ std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, cons
         a.sources.push_back(find_source(pair, target, shape));
         a.layers.push_back(read_gemma4_layer(r, a.hp, il, n_ff[il], 0, /*has_cells=*/false));
     }
-    for (const char *unused :
-         {"token_embd.weight", "rope_freqs.weight", "mtp.centroids.", "mtp.token_ordering.",
-          "masked_embedding."}) {
+    for (const char *unused : {"token_embd.weight", "rope_freqs.weight", "mtp.centroids.",
+                               "mtp.token_ordering.", "masked_embedding."}) {
         r.forget(unused);
     }
     r.finish("", "assistants");

@@ -21,7 +21,8 @@ struct Device {
     ggml_backend_dev_t dev = nullptr;
     bool gpu = false;
     int index = 0; // it is the GPU's number, as CUDA counts
-    uint64_t pretended = 0; // of a device of tests, which the CPU stands in for: the memory that it seems to have free
+    uint64_t pretended =
+        0; // of a device of tests, which the CPU stands in for: the memory that it seems to have free
 
     // Whether weights are copied there. (A CPU has them mapped.)
     bool holds_weights() const { return gpu || pretended > 0; }

@@ -250,7 +250,7 @@ public:
     // Returns in words what computes with it (Device::arithmetic), and of how many layers a CPU computes the experts. There, and
     // in one build, a cold prompt has the bits of a warm one.
     std::string arithmetic() const;
-    // Says whether a layer is the first of its kind. Layers of one kind launch the same kernels: they have the same
+    // Says whether a layer is the first of its kind on its device. Layers of one kind launch the same kernels: they have the same
     // tensors, of the same types and shapes, and their attention looks equally far.
     bool first_of_kind(uint32_t layer) const { return first_of_kind_[layer]; }
     bool has(const ggml_tensor *weight) const; // it says whether this is one of its weights

@@ -41,7 +41,8 @@ static bool fills(const Shares &s, double part, std::vector<uint32_t> &layers) {
 std::vector<uint32_t> share_out(const Shares &s) {
     std::vector<uint32_t> layers, best;
     double low = 0, high = 1;
-    while (!fills(s, high, best) && high < 1e18) { // beyond 1 it does not fit, and then each lacks a like part
+    while (!fills(s, high, best) &&
+           high < 1e18) { // beyond 1 it does not fit, and then each lacks a like part
         low = high;
         high *= 2;
     }

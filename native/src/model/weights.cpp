@@ -311,10 +311,13 @@ static Shares shares_of(const GgufFile &trunk, const std::vector<DrafterFile> &d
     for (const GgufTensor &t : trunk.tensors()) {
         unsigned layer = 0;
         const bool in_layer = sscanf(t.name.c_str(), "blk.%u.", &layer) == 1 && layer < n_layer;
-        (in_layer ? shares.layers[layer] : t.name == "token_embd.weight" ? shares.first : shares.last) += t.size;
+        (in_layer                        ? shares.layers[layer]
+         : t.name == "token_embd.weight" ? shares.first
+                                         : shares.last) += t.size;
     }
     for (const DrafterFile &drafter : drafters) {
-        for (const GgufTensor &t : drafter.file.get() == &trunk ? std::vector<GgufTensor>() : drafter.file->tensors()) {
+        for (const GgufTensor &t :
+             drafter.file.get() == &trunk ? std::vector<GgufTensor>() : drafter.file->tensors()) {
             shares.last += t.size;
         }
     }
@@ -345,14 +348,16 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
     }
     const bool none = std::find(split.layers.begin(), split.layers.end(), 0u) != split.layers.end();
     if (!split.layers.empty() && (split.layers.size() != n || sum != n_layer || none)) {
-        fail(LUCE_E_ARG, "%zu devices are given %zu numbers of layers, %u in all: %s has %u, and each device has some",
-             n, split.layers.size(), sum, path, n_layer);
+        fail(LUCE_E_ARG,
+             "%zu devices are given %zu numbers of layers, %u in all: %s has %u, and each device has some", n,
+             split.layers.size(), sum, path, n_layer);
     }
     if (n > 1 && gpu && !splits_gpus()) {
         fail(LUCE_E_UNSUPPORTED, "luce has not been tried on several GPUs yet: name one device");
     }
     if (n > 1 && gpu && n_cpu_experts > 0) {
-        fail(LUCE_E_UNSUPPORTED, "experts in host memory and several GPUs do not go together yet: leave one out");
+        fail(LUCE_E_UNSUPPORTED,
+             "experts in host memory and several GPUs do not go together yet: leave one out");
     }
 }
 
@@ -452,13 +457,13 @@ void Model::find_kinds() {
                             shape_text(tensor->ne, GGML_MAX_DIMS) + (is_in_ram(tensor) ? "in ram;" : ";");
         }
     }
-    std::set<std::string> found;
+    std::set<std::pair<uint32_t, std::string>> found; // by stage: each device loads its kernels
     for (uint32_t layer = 0; layer < hp_.n_layer; layer++) {
         if (const Attention *attention = weights_.blocks[layer].attention()) {
             kinds[layer] +=
                 format("window %u, softcap %g", attention->shape.window, double(attention->shape.softcap));
         }
-        first_of_kind_.push_back(found.insert(kinds[layer]).second);
+        first_of_kind_.push_back(found.insert({stage_of(layer), kinds[layer]}).second);
     }
 }
 

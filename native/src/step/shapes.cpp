@@ -377,8 +377,8 @@ static int stage_of_leaf(const Model &model, const Cache &cache, const Step::Gra
         }
     }
     return leaf == cache.given() || leaf == cache.lists() ? -1
-           : model.has(leaf)                             ? int(stage_of(leaf))
-                                                         : int(cache.stages().size()) - 1;
+           : model.has(leaf)                              ? int(stage_of(leaf))
+                                                          : int(cache.stages().size()) - 1;
 }
 
 // What a node reads lies on its own stage's device, but for rows that arrive there.

@@ -398,6 +398,13 @@ def check_fits(program: Path, name: str, case: Case, n_ctx: int) -> None:
     subprocess.run([program, program.parent / name, *arguments, f"fits={n_ctx}"], check=True)
 
 
+def check_stages(program: Path, name: str, case: Case, stages: int) -> None:
+    """Fails where a step of a model that is cut into so many stages, alike in layers, reads what lies on another one."""
+    arguments = write_model(program.parent, name, case)
+    cut = [f"stages={stages}", f"layers={case.config.n_layer}"]
+    subprocess.run([program, program.parent / name, *arguments, *cut], check=True)
+
+
 ABOUT = """\
 What steps launch on a pretended H200 (recorder.py). A step has a hash of its launches with all their arguments,
 and the bytes of its compute buffer. Steps with the same ops are followed by these, and how many of each there are.

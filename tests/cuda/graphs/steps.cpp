@@ -292,7 +292,13 @@ void run(const std::string &out, const std::string &path) {
         uses = {{0, 3, 0, 0, false}, {0, 3, 256, 0, false}};
     }
     images_on_gpus = option("images") != 0;
-    const auto model = Model::describe(file, drafters, device, uint32_t(option("cpu_experts")));
+    const uint32_t stages = std::max(uint32_t(option("stages")), 1u), layers = uint32_t(option("layers"));
+    Split split = device;
+    if (stages > 1) { // all on the one device that is pretended
+        try_splits(true);
+        split = {std::vector<const Device *>(stages, &device), std::vector<uint32_t>(stages, layers / stages)};
+    }
+    const auto model = Model::describe(file, drafters, split, uint32_t(option("cpu_experts")));
     if (options.count("drafter")) {
         const Drafter &drafter = *model->weights().drafters.back();
         uses.push_back({drafter.index, drafter.n_draft, 0, drafter.n_block});
@@ -316,6 +322,10 @@ void run(const std::string &out, const std::string &path) {
     const Cache cache(*model, c);
     place_cache(cache, *model);
     Regions regions(cache, params);
+    if (stages > 1) { // the step's own checks say whether each stage reads what is its own
+        Step::measure(*model, cache, params);
+        return;
+    }
     if (fits) {
         return check_fits(*model, cache, params, regions);
     }
