@@ -525,10 +525,12 @@ protected:
         }
         MoeSumArgs sum{};
         sum.dims = dims;
+        const bool packs =
+            part(n, "N").stage == n.stage; // else a weight of this stage stands in for the norm's
         const OpNode t = (plain.prefill() ? ops::moe_sum_prompt : ops::moe_sum)(
-            ctx, {routed, experts, x, part(n, "N").w[0], sums}, sum);
+            ctx, {routed, experts, x, part(n, packs ? "N" : "P").w[0], sums}, sum);
         made(y, Form::rows) = t[0]; // {E, T}
-        if (!plain.prefill()) {
+        if (!plain.prefill() && packs) {
             made({y.graph, y.node, 1}, Form::packed) = t[1];
         }
     }

@@ -393,10 +393,13 @@ void apply(Plain &g, const Rule &rule, const Match &m) {
     for (const Ref &ref : rule.out) {
         fused.n.push_back(g.width(value(ref)));
     }
+    const uint32_t stage = old.stage;
     g.nodes[size_t(at)].in.clear();
     std::vector<Val> outs;
     for (const Ref &ref : rule.out) {
-        outs.push_back(value(ref));
+        if (g.at(value(ref)).stage == stage) {
+            outs.push_back(value(ref));
+        }
     }
     // Two passes, since an output of the node itself may become another one of it.
     constexpr int32_t ASIDE = 1 << 16;
@@ -432,10 +435,13 @@ const std::vector<Rule> &rules() {
     return all;
 }
 
-// A fused op is a launch, which runs on one device.
-static bool on_one_stage(const Plain &g, const Match &m) {
+// A fused op is a launch, which runs on one device. The norm behind a mixture, for which a GPU has no other op, may be of the
+// next stage: then it stays a node of its own.
+static bool on_one_stage(const Plain &g, const Rule &rule, const Match &m) {
+    const uint32_t stage = g.at(m[rule.at]).stage;
     return std::all_of(m.nodes.begin(), m.nodes.end(), [&](int32_t i) {
-        return g.nodes[size_t(i)].stage == g.nodes[size_t(m.nodes[0])].stage;
+        const bool behind = rule.op == Op::mixture && i == m["N"].node;
+        return behind || g.nodes[size_t(i)].stage == stage;
     });
 }
 
@@ -449,7 +455,7 @@ void fuse(Plain &graph, const Target &target) {
             Match match;
             if (!graph.nodes[size_t(i)].dead && graph.nodes[size_t(i)].op == rule.pattern.op &&
                 matches(graph, rule.pattern, {&graph, i, std::max(rule.pattern.out, 0)}, match) &&
-                on_one_stage(graph, match) && rule.when(target, match)) {
+                on_one_stage(graph, rule, match) && rule.when(target, match)) {
                 apply(graph, rule, match);
                 uses[r]++;
             }
