@@ -98,12 +98,12 @@ def test_another_model_leaves_before_a_context_shrinks(endless, monkeypatch):
             held.remove(self)
             super().close()
 
-    def needed(memory):
+    def has_room(memory):
         kv.append(memory.kv)  # The first is that of 32768 positions, which has room alone.
-        return memory.device_free + (1 if held and memory.kv > kv[0] / 3 else -1)
+        return not held or memory.kv <= kv[0] / 3
 
     monkeypatch.setattr(models, "Served", Counted)
-    monkeypatch.setattr("luce.model.defaults.total", needed)
+    monkeypatch.setattr("luce.native.structs.Memory.has_room", property(has_room))
     with serving({"a": endless, "b": endless}, settings(checkpoints=0, spec="off")) as server:
 
         def lengths():

@@ -136,9 +136,9 @@ def test_the_memory_of_a_plan_is_that_of_the_engine_which_auto_opens(
     asked: list[EngineParams] = []
     real = File.plan_memory
 
-    def plan_memory(self: File, name: str, params: EngineParams, *rest: Any) -> Memory:
+    def plan_memory(self: File, name: str, params: EngineParams, *rest: Any, **more: Any) -> Memory:
         asked.append(params)
-        return real(self, name, params, *rest)
+        return real(self, name, params, *rest, **more)
 
     monkeypatch.setattr(File, "plan_memory", plan_memory)
     with engine.Files(BOX, device=device if named else None) as files:

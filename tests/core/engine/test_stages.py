@@ -4,7 +4,7 @@ of them its stages are on that."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -134,3 +134,31 @@ def test_rows_pass_through_host_memory_where_devices_do_not_reach_each_other(
     with op_run.parted_devices(native):
         found = run(native, stages(device, 2), "dense", made, (2, 2))
     assert held(one, found) == held(one, whole)
+
+
+def test_a_saved_checkpoint_goes_on_in_another_split(native: Library, device: str, tmp_path: Path) -> None:
+    made, prompt = files(tmp_path, "dense"), [7 + 3 * i % 200 for i in range(256)]
+    logits, saved = [], b""
+    for where, layers in ((device.split(",")[0], ()), (stages(device, 2), (1, 3)), (stages(device, 2), (3, 1))):
+        model = drive.open_model(native, made[0], where, layers=layers)
+        sequence = drive.open_sequence(model, n_ctx=1024, n_checkpoints=1)
+        if saved:
+            sequence.resume(sequence.engine.load_checkpoint(saved))
+        else:
+            drive.prefill(sequence, prompt)
+            saved = bytes(sequence.checkpoint().save())
+        logits.append(drive.step(sequence, 11).tobytes())
+        sequence.engine.close()
+        model.close()
+    assert logits[0] == logits[1] == logits[2]
+
+
+SAMPLED = ("--temp", "1", "--top-k", "40", "--seed", "5")
+
+
+@pytest.mark.parametrize("asked", [("--spec", "off"), ("--mtp-gamma", "3", *SAMPLED), ("--spec", "auto", *SAMPLED)])
+def test_a_split_model_writes_the_same_text(luce_: Callable[..., Any], device: str, asked: tuple[str, ...]) -> None:
+    words = ("generate", "def is_even(n):\n", "-n", "40", "--ctx", "512", *asked)
+    one, several = (luce_(*words, "--device", name) for name in (device.split(",")[0], stages(device, 2)))
+    assert (one.exit_code, several.exit_code) == (0, 0), several.stderr
+    assert one.stdout == several.stdout and one.stdout

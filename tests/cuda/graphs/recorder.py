@@ -399,7 +399,7 @@ def check_fits(program: Path, name: str, case: Case, n_ctx: int) -> None:
 
 
 def check_stages(program: Path, name: str, case: Case, stages: int) -> None:
-    """Fails where a step of a model that is cut into so many stages, alike in layers, reads what lies on another one."""
+    """Fails where a step of a model in so many stages, alike in layers, reads what lies on another one."""
     arguments = write_model(program.parent, name, case)
     cut = [f"stages={stages}", f"layers={case.config.n_layer}"]
     subprocess.run([program, program.parent / name, *arguments, *cut], check=True)
