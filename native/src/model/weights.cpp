@@ -378,7 +378,9 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     model->n_cpu_experts_ = n_cpu_experts;
     check_split(trunk, split, hp.n_layer, n_cpu_experts);
     std::vector<uint32_t> layers = split.layers;
-    if (layers.empty()) {
+    if (split.devices.size() == 1) {
+        layers = {hp.n_layer};
+    } else if (layers.empty()) {
         layers = share_out(shares_of(trunk, drafters, hp.n_layer, split.devices));
     }
     for (size_t i = 0, first = 0; i < layers.size(); first += layers[i++]) {
