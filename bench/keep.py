@@ -163,7 +163,7 @@ def main() -> None:
     def say(what: str) -> None:
         print(what, file=sys.stderr, flush=True)
 
-    asked = Options("cpu", 2048, threads=args.threads, rows=NEXT, spec="off", gaps=True)
+    asked = Options("cpu", ctx=2048, threads=args.threads, rows=NEXT, spec="off", gaps=True)
     with Files(BOX, device="cpu") as files, decode.Engine.open(files, asked) as engine:
         tokenizer = files.tokenizer
         with Scorer(BOX, tokenizer, files.file.kv, device="cpu", threads=args.threads) as scorer:

@@ -73,7 +73,7 @@ class Scorer:
                 said = f"{path} was trained for {trained} tokens, and the prompt has {ctx}"
                 raise ContextFull(f"{said}: a scorer has to read all of it")
             longest = min((ctx or trained) + AHEAD, trained)
-            asked = Options(device, longest, threads=threads, rows=ROWS + AHEAD, spec="off", scores=True)
+            asked = Options(device, ctx=longest, threads=threads, rows=ROWS + AHEAD, spec="off", scores=True)
             self._engine = opened.enter_context(Engine.open(files, asked)).native
             self._sequence = opened.enter_context(self._engine.sequence())
             self._opened = opened.pop_all()
