@@ -134,10 +134,11 @@ def test_blocks_behind_gaps_change_no_token(native, tmp_path, device, case):
 
 def test_cuts_change_no_bit(model):
     with drive.open_engine(model, gaps=1) as engine, engine.sequence() as sequence:
-        assert engine.info.n_cut == 64
+        n_cut = engine.info.n_cut
+        assert n_cut == (64 if model.info.device == "cpu" else 128)
         read(sequence)
         whole = sequence.dump()
-        for cuts in ((64,), (128,), (64, 128, 192, 256)):
+        for cuts in ((n_cut,), (2 * n_cut,), tuple(range(n_cut, len(TOKENS), n_cut))):
             sequence.reset()
             read(sequence, cuts=cuts)
             assert sequence.dump() == whole
@@ -165,9 +166,10 @@ def test_sampled_tokens_are_the_same_in_every_mode(model):
         assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("n_past", [64, 128, 256])
-def test_a_resumed_prompt_has_the_bits_of_a_cold_one(model, n_past):
+@pytest.mark.parametrize("n_cuts", [1, 2])
+def test_a_resumed_prompt_has_the_bits_of_a_cold_one(model, n_cuts):
     with drive.open_engine(model, gaps=1, n_checkpoints=2, n_draft=4) as engine, engine.sequence() as sequence:
+        n_past = n_cuts * engine.info.n_cut
         cold = decoded(sequence, gamma=3).tokens
         state = sequence.dump()
         sequence.reset()
