@@ -31,7 +31,7 @@ AUTO = "auto"  # The vision tower beside the hub's model.
 MMPROJ = (
     click.option("--mmproj", type=ProjectorPath(path_type=Path), metavar="FILE",
                  help="See images with the vision tower of this GGUF (qwen3vl_merger), or with --hf of the one "
-                 "beside the model: auto. It needs luce[vision], and a model that runs on the CPU."),
+                 "beside the model: auto. It needs luce[vision]."),
     click.option("--image-tokens", type=click.IntRange(FEWEST_TOKENS, MOST_TOKENS), metavar="N",
                  help=f"Reduce images that take more tokens than N, {FEWEST_TOKENS} to {MOST_TOKENS}.  [default: none "
                  "is reduced, and one that is too large for memory is refused]"),

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import drive
 import pytest
 import tiny_gemma4
 from click.testing import CliRunner
@@ -28,17 +27,12 @@ def files(tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="module")
-def where(native, files, device):
-    return drive.where_it_runs(native, files["dense"], device)
-
-
 @pytest.fixture
-def generate(files, where):
+def generate(files, device):
     """Gives generate(model, *flags), which returns what --json prints."""
 
     def run(model, *flags):
-        args = ["generate", "--gguf", str(files[model]), "--device", where, "--json", "-n", "150", *flags, PROMPT]
+        args = ["generate", "--gguf", str(files[model]), "--device", device, "--json", "-n", "150", *flags, PROMPT]
         result = CliRunner().invoke(cli, args, input="")
         assert result.exit_code == 0, result.stderr
         return json.loads(result.stdout)
@@ -89,9 +83,9 @@ def test_an_assistant_changes_no_token(generate, assistants, model, sampling):
         assert found["tokens"] == plain["tokens"] and found["stats"]["mode"] in ("auto", "plain"), flags
 
 
-def test_an_assistant_alone_chains(oracle, where):
+def test_an_assistant_alone_chains(oracle, device):
     target, assistant = oracle
-    args = ["generate", "--gguf", target, "--device", where, "--json", "--raw", "-n", "80"]
+    args = ["generate", "--gguf", target, "--device", device, "--json", "--raw", "-n", "80"]
     plain = json.loads(run(*args, "--spec", "off", "w1 w2"))
     found = json.loads(run(*args, "--draft", assistant, "w1 w2"))
     assert found["tokens"] == plain["tokens"]
@@ -143,10 +137,10 @@ def test_probe_counts_an_assistant(files, assistants):
 
 
 @pytest.mark.parametrize("temp", ["0", *deeper("30")])
-def test_benches_draft_with_an_assistant(oracle, assistants, temp, where):
+def test_benches_draft_with_an_assistant(oracle, assistants, temp, device):
     """Trees have the next best candidates beside each draft of the chain. Where noise decides, it is the same one."""
     target, assistant = oracle
-    args = ["bench", "prompts", "--gguf", target, "--limit", "1", "--rounds", "1", "-n", "24", "--device", where]
+    args = ["bench", "prompts", "--gguf", target, "--limit", "1", "--rounds", "1", "-n", "24", "--device", device]
     modes = "plain,mtp:3,mtp-tree:3:11,mtp-part:2:512,auto"
     found = json.loads(run(*args, "--temp", temp, "--modes", modes, "--draft", assistant, "--json"))
     assert [each["same_tokens"] for each in found["modes"]] == [1] * 5

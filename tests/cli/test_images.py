@@ -19,7 +19,6 @@ from luce.native import Tower
 
 Image = pytest.importorskip("PIL.Image")
 PICTURES = [(100, 40), (50, 110)]
-RUN = ("--threads", "1")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def golden():
 def chat(luce_, folder, device):
     def run(*words, stdin, mmproj=("--mmproj", "mmproj.gguf")):
         files = ("-m", folder / "model.gguf", *(folder / word if word.endswith("gguf") else word for word in mmproj))
-        return luce_("chat", *files, "--device", device, *RUN, *words, stdin=stdin)
+        return luce_("chat", *files, "--device", device, *words, stdin=stdin)
 
     return run
 
@@ -61,7 +60,7 @@ def generate(luce_, folder):
     def run(*words, images=("0.png", "1.png"), **how):
         shown = [word for name in images for word in ("--image", folder / name)]
         files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf")
-        return luce_("generate", *files, *shown, *RUN, *words, **how)
+        return luce_("generate", *files, *shown, *words, **how)
 
     return run
 
@@ -194,10 +193,10 @@ def test_towers_and_models_that_do_not_fit_are_refused(luce_, folder, tmp_path):
     blind = tiny.write(tmp_path / "blind.gguf", TEXT, tiny.layout(TEXT, 1))
     for model, said in ((wide, "width 96"), (blind, "the model's tokenizer has no <|vision_start|>")):
         words = ("generate", "-m", model, "--mmproj", folder / "mmproj.gguf", "--image", folder / "0.png")
-        result = luce_(*words, "--device", "cpu", *RUN, "AB")
+        result = luce_(*words, "--device", "cpu", "AB")
         assert result.exit_code == 1 and said in result.stderr, result.stderr
     words = ("-m", folder / "model.gguf", "--mmproj", folder / "model.gguf", "--image", folder / "0.png")
-    assert "this is no vision tower" in luce_("generate", *words, *RUN, "AB").stderr
+    assert "this is no vision tower" in luce_("generate", *words, "AB").stderr
 
 
 def test_a_tower_of_another_name_gets_a_warning(luce_, folder, tmp_path, monkeypatch):
@@ -205,7 +204,7 @@ def test_a_tower_of_another_name_gets_a_warning(luce_, folder, tmp_path, monkeyp
     monkeypatch.setattr(tiny_vision, "NAME", "Another-9B")
     path = tiny_vision.write(tmp_path / "other.gguf", TINY, weights)
     words = ("-m", folder / "model.gguf", "--mmproj", path, "--image", folder / "0.png", "-n", "1")
-    result = luce_("generate", *words, *RUN, "AB")
+    result = luce_("generate", *words, "AB")
     assert result.exit_code == 0 and "is named Another-9B, and the model tiny-model" in result.stderr
 
 

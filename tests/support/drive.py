@@ -17,7 +17,6 @@ import numpy as np
 import tiny
 
 from luce.decode.generation import Prefixes
-from luce.errors import UnsupportedError
 from luce.native import CHOSEN, Drafts, Engine, File, IntArray, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 from luce.native.structs import EngineParams, Memory
@@ -98,17 +97,6 @@ def open_model(
     file = File(path, native)
     own = None if drafter is None else File(drafter, native)
     return Model(file, device, head=_head_file(file, head), drafter=own, cpu_experts=cpu_experts, layers=layers)
-
-
-def where_it_runs(native: Library, path: Path, device: str) -> str:
-    """Returns the device, or the CPU where luce runs the file's architecture on no GPU yet (graph/architecture.h)."""
-    try:
-        File(path, native).plan_memory(device)
-    except UnsupportedError as error:
-        if "on a GPU yet" not in str(error):
-            raise
-        return "cpu"
-    return device
 
 
 def memory(native: Library, path: Path, device: str = "cpu", *, head: Head = None, n_draft: int = 0) -> Memory:

@@ -83,8 +83,8 @@ PUBLISHED = {
                              n_head_kv_swa=16, softcap=None, n_shared_kv=4, n_embd_out=5376),
 }  # fmt: skip
 
-# An assistant of CASES["dense"], whose K and V it reads, and its seed: the first for which 17 of the golden's 20 drafts are
-# as far ahead as a GPU's rounding asks for, or stand directly behind such ones.
+# An assistant of CASES["dense"], whose K and V it reads, and its seed: the first for which 17 of the golden's 20 drafts
+# are as far ahead as a GPU's rounding asks for, or stand directly behind such ones.
 ASSISTANT = Config(sliding=_kinds("sssg"), n_embd=32, n_ff=64, v_is_k=True, softcap=None, n_shared_kv=4, n_embd_out=64)
 ASSISTANT_SEED = 35
 

@@ -49,10 +49,6 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
         need(params->layers, "layers");
         split.layers.assign(params->layers, params->layers + params->n_layers);
     }
-    if (const Architecture &a = architecture_of(*file.gguf); split.devices[0]->gpu && !a.on_gpu) {
-        fail(LUCE_E_UNSUPPORTED, "%s: luce does not run %s on a GPU yet: device \"cpu\" runs it",
-             file.gguf->path().c_str(), a.name);
-    }
     return Model::describe(file.gguf, drafters, split, params == nullptr ? 0 : params->n_cpu_experts);
 }
 

@@ -13,7 +13,7 @@
 namespace luce {
 
 // Whether engines on GPUs keep what verifies give positions: their kernel (attention/row_scores.cu) has run emulated alone.
-constexpr bool SCORES_ON_GPUS = false;
+constexpr bool SCORES_ON_GPUS = true;
 extern std::atomic<bool> scores_on_gpus; // which a hook of the tests switches (abi/test_hooks.h)
 
 class Checkpoint;

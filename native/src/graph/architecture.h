@@ -10,8 +10,6 @@ struct NextN; // nextn.h defines it
 
 struct Architecture {
     const char *name; // it is the value of general.architecture in the file
-    bool
-        on_gpu; // whether it has run on GPUs: if not, luce_model_load refuses it there, though its steps are built
     uint32_t layer_nodes; // ggml's nodes and views of a layer of its steps: so many at most
 
     // Reads the hyperparameters except n_vocab, each block's mixer among them, whose shapes check_shapes (ops/shapes.h)

@@ -281,7 +281,7 @@ void build_gemma4(Plain &g) {
 
 } // namespace
 
-const Architecture GEMMA4 = {"gemma4",     /*on_gpu=*/true,       /*layer_nodes=*/128, gemma4_hparams,
+const Architecture GEMMA4 = {"gemma4",     /*layer_nodes=*/128,   gemma4_hparams,
                              gemma4_trunk, /*read_head=*/nullptr, build_gemma4};
 
 } // namespace luce

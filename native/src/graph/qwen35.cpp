@@ -343,9 +343,7 @@ static void build(Plain &g) {
     end_step(x, outputs);
 }
 
-const Architecture QWEN35 = {"qwen35", /*on_gpu=*/true, /*layer_nodes=*/64, hparams, read_trunk, read_head,
-                             build};
-const Architecture QWEN35MOE = {
-    "qwen35moe", /*on_gpu=*/true, /*layer_nodes=*/64, hparams, read_trunk, read_head, build};
+const Architecture QWEN35 = {"qwen35", /*layer_nodes=*/64, hparams, read_trunk, read_head, build};
+const Architecture QWEN35MOE = {"qwen35moe", /*layer_nodes=*/64, hparams, read_trunk, read_head, build};
 
 } // namespace luce

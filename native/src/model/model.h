@@ -198,7 +198,7 @@ struct DrafterFile {
 // Consecutive layers of the trunk on one device.
 // Whether models on GPUs, and towers there, take images. It is off as long as that has run on none; tests switch it on
 // (luce_show_gpus_images).
-constexpr bool IMAGES_ON_GPUS = false;
+constexpr bool IMAGES_ON_GPUS = true;
 extern std::atomic<bool> images_on_gpus;
 // Says why a model takes no images.
 const char *why_no_images(bool gpu);

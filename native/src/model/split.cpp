@@ -5,7 +5,7 @@
 
 namespace luce {
 
-constexpr bool SPLITS_GPUS = false;
+constexpr bool SPLITS_GPUS = true;
 
 static std::atomic<bool> tried{SPLITS_GPUS};
 

@@ -73,17 +73,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Files]:
 
 
 @pytest.fixture(scope="module")
-def runs_on(native: Library, device: str, files: Callable[[str], Files]) -> str:
-    return drive.where_it_runs(native, files("golden").target, device)
-
-
-@pytest.fixture(scope="module")
-def model_of(native: Library, runs_on: str, files: Callable[[str], Files]) -> Callable[[str], Model]:
+def model_of(native: Library, device: str, files: Callable[[str], Files]) -> Callable[[str], Model]:
     made = dict[str, Model]()
 
     def make(name: str) -> Model:
         if name not in made:
-            made[name] = drive.open_model(native, files(name).target, runs_on, head=files(name).assistant)
+            made[name] = drive.open_model(native, files(name).target, device, head=files(name).assistant)
         return made[name]
 
     return make
@@ -272,13 +267,13 @@ def test_rounds_that_draft_on_the_device_give_the_tokens_of_plain_decoding(
         assert out[: len(expected)] == expected, n
 
 
-def test_a_list_has_several_assistants(runs_on: str, native: Library, files: Callable[[str], Files]) -> None:
+def test_a_list_has_several_assistants(device: str, native: Library, files: Callable[[str], Files]) -> None:
     """They have no KV of their own, and nothing is fed to them; a part of the vocabulary is one's first tokens."""
     target, assistant = files("golden")
     other = target.with_name("other.gguf")
     tiny_gemma4.write(other, ASSISTANT, tiny_gemma4.layout(ASSISTANT, 5))
     drafters = [(File(assistant, native), None), (File(other, native), "assistant")]
-    model = Model(File(target, native), runs_on, drafters=drafters)  # type: ignore[arg-type]
+    model = Model(File(target, native), device, drafters=drafters)  # type: ignore[arg-type]
     uses = (DrafterParams(1, 3), DrafterParams(0, 8), DrafterParams(0, 4, 128))
     engine = Engine(model, EngineParams(n_ctx=256, n_rows=9, n_threads=1, kv_type="f32", drafters=uses))
     assert [each.kind for each in model.info.drafters] == ["assistant"] * 2
@@ -292,7 +287,7 @@ def test_a_list_has_several_assistants(runs_on: str, native: Library, files: Cal
         engine.draft([Drafts(sequence, 7, n, index)])
         found.append(sequence.drafted(n))
     assert found[0] != found[1][:3] and all(token < 128 for token in found[2])
-    one = drive.open_model(native, target, runs_on, head=assistant)
+    one = drive.open_model(native, target, device, head=assistant)
     alone = drive.open_sequence(one, n_ctx=256, n_draft=8, n_rows=9)
     drive.prefill(alone, tokens_of(30))
     assert drafts_of(alone, 7, 8) == found[1]
@@ -332,13 +327,13 @@ def test_a_cancel_ends_a_draft_and_the_text_goes_on(model_of: Callable[[str], Mo
 
 
 def test_damaged_weights_are_the_drafts_error_alone(
-    runs_on: str, native: Library, files: Callable[[str], Files], tmp_path: Path
+    device: str, native: Library, files: Callable[[str], Files], tmp_path: Path
 ) -> None:
     weights: Any = tiny_gemma4.layout(ASSISTANT, ASSISTANT_SEED)
     weights["output_norm.weight"][:] = np.nan
     damaged = tiny_gemma4.write(tmp_path / "damaged.gguf", ASSISTANT, weights)
     target = files("golden").target
-    model = drive.open_model(native, target, runs_on, head=damaged)
+    model = drive.open_model(native, target, device, head=damaged)
     sequence = drive.open_sequence(model, n_ctx=128, n_draft=4, n_rows=5)
     expected = drive.decode(sequence, [1, 2, 3], 20).tokens
     found = drive.decode(sequence, [1, 2, 3], 5)

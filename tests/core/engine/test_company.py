@@ -111,7 +111,7 @@ def bench_of(
             weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
             weights["output.weight"][BAD] = 0
             path = tiny_gemma4.write(folder / f"{kind}.gguf", GEMMA, weights, type_name, quantize=native.quantize)
-            model = drive.open_model(native, path, drive.where_it_runs(native, path, device))
+            model = drive.open_model(native, path, device)
             engine = drive.open_engine(model, n_rows=N_ROWS, **many, **sizes)
             lone = drive.open_sequence(model, n_rows=1, **sizes)
             return Bench(model, type_name == "F32", engine, lone, UNDRAFTED)

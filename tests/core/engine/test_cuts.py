@@ -41,7 +41,7 @@ def model(kind: str, native: Library, device: str, tmp_path_factory: pytest.Temp
     path = tmp_path_factory.mktemp("cuts") / "model.gguf"
     if "gemma4" in kind:
         tiny_gemma4.write(path, GEMMA, tiny_gemma4.layout(GEMMA, 7), kind.split()[0], quantize=native.quantize)
-        return drive.open_model(native, path, drive.where_it_runs(native, path, device))
+        return drive.open_model(native, path, device)
     config = tiny.with_experts(WIDE) if "experts" in kind else WIDE
     tiny.write(path, config, tiny.layout(config, 7), kind.split()[0], quantize=native.quantize)
     return drive.open_model(native, path, device, head=True)

@@ -82,11 +82,10 @@ def opened(
         tiny_dflash2.files(folder, case) if isinstance(case, More) else tiny_dflash.files(folder, case)
     )
     target, drafter = files(folder)
-    where = "cpu" if request.param == "Gemma 4" else device  # No GPU runs it.
-    model = drive.open_model(native, target, where, drafter=drafter)
+    model = drive.open_model(native, target, device, drafter=drafter)
     sizes = {"n_ctx": N_CTX, "n_sequences": 2, "n_checkpoints": 3, "blocks": 1, "n_top": 4, "kv_type": "f16"}
     engines = [drive.open_engine(model, n_chunk=n_chunk, **sizes) for n_chunk in (N_CTX, PAGE)]
-    return Opened(case, *engines, where)
+    return Opened(case, *engines, device)
 
 
 def edges(window: int) -> list[int]:

@@ -89,7 +89,7 @@ def path_of(native: Library, folder: Path) -> Callable[[str], Path]:
 @pytest.fixture
 def model_of(native: Library, path_of: Callable[[str], Path], device: str) -> Callable[[str], Model]:
     def opened(kind: str) -> Model:
-        return drive.open_model(native, path_of(kind), drive.where_it_runs(native, path_of(kind), device))
+        return drive.open_model(native, path_of(kind), device)
 
     return opened
 

@@ -235,7 +235,7 @@ def test_prompts_of_sliding_layers_have_the_bits_that_they_have_alone(
                     n_embd_per_layer=32)  # fmt: skip
     weights = tiny_gemma4.layout(config, 7)
     path = tiny_gemma4.write(tmp_path / "model.gguf", config, weights, "Q8_0", quantize=native.quantize)
-    model = drive.open_model(native, path, drive.where_it_runs(native, path, device))
+    model = drive.open_model(native, path, device)
     engine = drive.open_engine(model, n_ctx=N_CTX, n_sequences=N_SEQUENCES, n_rows=6, n_chunk=N_CHUNK)
     lengths = [(40, 0), (700, 0), (256, 512), (90, 640), (129, 0), (1, 320)]  # Rows that are read, and those ahead.
 

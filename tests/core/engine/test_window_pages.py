@@ -39,7 +39,7 @@ def file_of(folder: Path, window: int) -> Path:
 @pytest.fixture(params=deeper_but(WINDOWS, 7, 300))
 def model(request: pytest.FixtureRequest, native: Library, device: str, folder: Path) -> Model:
     path = file_of(folder, request.param)
-    return drive.open_model(native, path, drive.where_it_runs(native, path, device))
+    return drive.open_model(native, path, device)
 
 
 def tokens_of(n: int, seed: int) -> list[int]:

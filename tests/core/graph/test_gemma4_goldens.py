@@ -30,30 +30,23 @@ def golden(case: str) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def where(native: Library, device: str, tmp_path: Path) -> str:
-    config, seed = CASES["dense"]
-    path = tiny_gemma4.write(tmp_path / "where.gguf", config, tiny_gemma4.layout(config, seed))
-    return drive.where_it_runs(native, path, device)
+def bound(device: str) -> float:
+    return BOUND if device == "cpu" else drive.CUDA_BOUND
 
 
 @pytest.fixture
-def bound(where: str) -> float:
-    return BOUND if where == "cpu" else drive.CUDA_BOUND
-
-
-@pytest.fixture
-def sequence(case: str, native: Library, where: str, tmp_path: Path) -> Timeline:
+def sequence(case: str, native: Library, device: str, tmp_path: Path) -> Timeline:
     config, seed = (CASES | LONG_CASES)[case]
     path = tiny_gemma4.write(tmp_path / "f32.gguf", config, tiny_gemma4.layout(config, seed))
-    return drive.open_sequence(drive.open_model(native, path, where), n_ctx=1024, n_chunk=CHUNK)
+    return drive.open_sequence(drive.open_model(native, path, device), n_ctx=1024, n_chunk=CHUNK)
 
 
-def check(sequence: Timeline, golden: dict[str, np.ndarray], error: float, where: str) -> None:
+def check(sequence: Timeline, golden: dict[str, np.ndarray], error: float, device: str) -> None:
     """Logits are off by no more than `error`, and the same tokens follow the prompt."""
-    assert error <= (BOUND if where == "cpu" else drive.CUDA_BOUND)
+    assert error <= (BOUND if device == "cpu" else drive.CUDA_BOUND)
     greedy = golden["greedy"]
     sequence.reset()
-    if where == "cpu":
+    if device == "cpu":
         assert drive.greedy(sequence, golden["prompt"], len(greedy)) == greedy.tolist()
         return
     # Two logits that move towards each other by `error` each may change places; other experts choose other tokens.
@@ -63,7 +56,7 @@ def check(sequence: Timeline, golden: dict[str, np.ndarray], error: float, where
 
 @pytest.mark.parametrize("case", CASES)
 def test_core_agrees_with_transformers(
-    golden: dict[str, np.ndarray], sequence: Timeline, where: str, record_property: Callable[[str, object], None]
+    golden: dict[str, np.ndarray], sequence: Timeline, device: str, record_property: Callable[[str, object], None]
 ) -> None:
     prompt, expected = golden["prompt"], golden["logits"]
     errors = []
@@ -75,12 +68,12 @@ def test_core_agrees_with_transformers(
         drive.prefill(sequence, prompt[: at + 1])
         errors.append(np.abs(sequence.logits(0) - row).max())
     record_property("max_abs_logit_error", float(max(errors)))
-    check(sequence, golden, float(max(errors)), where)
+    check(sequence, golden, float(max(errors)), device)
 
 
 @pytest.mark.parametrize("case", LONG_CASES)
 def test_long_prompts_agree_with_transformers(
-    golden: dict[str, np.ndarray], sequence: Timeline, where: str
+    golden: dict[str, np.ndarray], sequence: Timeline, device: str
 ) -> None:
     """A prompt takes three calls, and passes several windows and pages; then its text goes on."""
     prompt, errors = golden["prompt"], []
@@ -90,7 +83,7 @@ def test_long_prompts_agree_with_transformers(
         errors.append(np.abs(sequence.logits(0) - row).max())
     sequence.reset()
     errors.append(np.abs(drive.chain_logits(sequence, prompt, 64)[golden["at"]] - golden["logits"]).max())
-    check(sequence, golden, float(max(errors)), where)
+    check(sequence, golden, float(max(errors)), device)
 
 
 # F32 experts in one tensor, quantised ones apart, and types that ggml multiplies.
@@ -99,7 +92,7 @@ DEEP = {"F32": {}, "Q8_0": {"fused_experts": False}, "IQ3_S": {"n_embd": 256, "n
 
 @pytest.mark.parametrize("kind", deeper_but(DEEP, "Q8_0"))
 def test_as_many_layers_as_models_have_with_all_parts_fit_a_graph(
-    kind: str, native: Library, where: str, tmp_path: Path
+    kind: str, native: Library, device: str, tmp_path: Path
 ) -> None:
     sizes = {"n_embd_per_layer": 32, "n_expert": 4, "n_expert_used": 2, "n_ff_expert": 32} | DEEP[kind]
     config = Config(sliding=tuple((i + 1) % 5 != 0 for i in range(60)), window=20, **sizes)
@@ -110,8 +103,8 @@ def test_as_many_layers_as_models_have_with_all_parts_fit_a_graph(
 
     tensors, made = tiny_gemma4.layout(config, 1), partial(drive.quantize, native)
     path = tiny_gemma4.write(tmp_path / "deep.gguf", config, tensors, type_of, quantize=made)
-    where = where if kind != "IQ3_S" else "cpu"  # A GPU has no experts of ggml's.
-    sequence = drive.open_sequence(drive.open_model(native, path, where), n_ctx=512, n_chunk=512)
+    device = device if kind != "IQ3_S" else "cpu"  # A GPU has no experts of ggml's.
+    sequence = drive.open_sequence(drive.open_model(native, path, device), n_ctx=512, n_chunk=512)
     drive.prefill(sequence, list(range(200)))
     assert np.isfinite(sequence.logits(0)).all()
     assert np.isfinite(drive.chain_logits(sequence, [1, 2, 3, 4], 4)).all()
@@ -119,11 +112,11 @@ def test_as_many_layers_as_models_have_with_all_parts_fit_a_graph(
 
 @pytest.mark.parametrize("case", ["experts", "experts-apart"])
 def test_experts_in_host_memory_agree_with_transformers(
-    case: str, golden: dict[str, np.ndarray], native: Library, where: str, bound: float, tmp_path: Path
+    case: str, golden: dict[str, np.ndarray], native: Library, device: str, bound: float, tmp_path: Path
 ) -> None:
     config, seed = CASES[case]
     path = tiny_gemma4.write(tmp_path / "f32.gguf", config, tiny_gemma4.layout(config, seed))
-    model = drive.open_model(native, path, where, cpu_experts=config.n_layer)
+    model = drive.open_model(native, path, device, cpu_experts=config.n_layer)
     found = drive.chain_logits(drive.open_sequence(model, n_ctx=64), golden["prompt"], 20)
     assert np.abs(found[golden["at"]] - golden["logits"]).max() <= bound
 

@@ -40,7 +40,7 @@ def steps(native: Library, device: str) -> Callable[..., Steps]:
     """Counts the ops of all steps of an engine that drafts where it can."""
 
     def count(path: Path, head: drive.Head = False, drafter: Path | None = None) -> Steps:
-        model = drive.open_model(native, path, drive.where_it_runs(native, path, device), head=head, drafter=drafter)
+        model = drive.open_model(native, path, device, head=head, drafter=drafter)
         said: list[str] = []
         native.set_log(lambda level, text: said.append(text))
         try:

@@ -68,11 +68,10 @@ ON_CPU = {"host_experts", "experts_glu", "add_shared", "norm_rope", "norm_rope_k
           "matmul_first", "add_norm"}  # fmt: skip
 # A GPU has no other op for these patterns.
 NEEDED = {"mixture", "mixture_shared", "mixture_in_ram", "mixture_in_ram_shared", "routed_experts"}
-# These are for Gemma 4, which a GPU may not run yet.
-OF_GEMMA = {"routed_experts", "heads_plain", "heads_plain_k", "queries", "queries_committed", "add_normed",
-            "add_normed_packed", "add_normed_scaled"}  # fmt: skip
-ON_GPU = NEEDED | OF_GEMMA | {
-    "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer", "draft_input",
+ON_GPU = NEEDED | {
+    "heads_plain", "heads_plain_k", "queries", "queries_committed", "add_normed", "add_normed_packed",
+    "add_normed_scaled", "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer",
+    "draft_input",
     "matmul_first", "add_norm_partials", "norm_partials", "matmul_add",
 }  # fmt: skip
 
@@ -145,8 +144,6 @@ class Fused:
 def fused(native: Library, device: str, files: dict[str, tuple[Path, Path | None]]) -> dict[str, Fused]:
     found = {}
     for name, model in MODELS.items():
-        if isinstance(model.config, Gemma4) and drive.where_it_runs(native, files[name][0], device) != device:
-            continue
         before = op_run.rules(native)
         computed = run(native, device, model, files[name])
         after = op_run.rules(native)
@@ -173,7 +170,7 @@ def check(found: Found, expected: Found, bound: float, rule: str = "") -> None:
 
 def test_every_rule_of_a_device_fuses_something(fused: dict[str, Fused], device: str, native: Library) -> None:
     used = {rule.name for each in fused.values() for rule in each.rules}
-    assert used == (ON_CPU if device.startswith("cpu") else ON_GPU if "gemma4" in fused else ON_GPU - OF_GEMMA)
+    assert used == (ON_CPU if device.startswith("cpu") else ON_GPU)
     names = [rule.name for rule in op_run.rules(native)]
     assert set(names) == ON_CPU | ON_GPU and len(names) == len(set(names))
 
@@ -182,7 +179,7 @@ def test_every_rule_of_a_device_fuses_something(fused: dict[str, Fused], device:
 def test_each_rule_alone_keeps_what_it_says(
     name: str, fused: dict[str, Fused], native: Library, device: str, files: dict[str, tuple[Path, Path | None]]
 ) -> None:
-    for rule in fused[name].rules if name in fused else ():
+    for rule in fused[name].rules:
         with op_run.without(native, rule):
             if not device.startswith("cpu") and rule.name in NEEDED:
                 with pytest.raises(UnsupportedError, match="mixture"):
@@ -199,8 +196,6 @@ def test_each_rule_alone_keeps_what_it_says(
 def test_a_plain_graph_computes_what_the_fused_one_does(
     name: str, fused: dict[str, Fused], native: Library, device: str, files: dict[str, tuple[Path, Path | None]]
 ) -> None:
-    if name not in fused:
-        return
     off = [rule for rule in op_run.rules(native) if device.startswith("cpu") or rule.name not in NEEDED]
     with op_run.without(native, *off):
         before = op_run.rules(native)

@@ -139,14 +139,6 @@ def test_keys_may_be_a_number_or_one_for_each_layer(write: Write, native: Librar
     assert logits_of(native, write(DENSE, final_logit_softcapping=None)) != whole
 
 
-def test_a_device_runs_it_or_says_that_a_cpu_does(write: Write, native: Library, device: str) -> None:
-    if drive.where_it_runs(native, write(DENSE), device) == device:
-        assert drive.open_model(native, write(DENSE), device).info.architecture == "gemma4"
-        return
-    with pytest.raises(UnsupportedError, match=r"does not run gemma4 on a GPU yet: device \"cpu\" runs it"):
-        drive.open_model(native, write(DENSE), device)
-
-
 def test_layers_that_read_the_cells_of_others_have_none(write: Write, native: Library) -> None:
     file = File(write(SHARED), native)
     params = EngineParams(n_ctx=PAGE, kv_type="f32")
