@@ -19,7 +19,7 @@ SYNTHETIC = "synthetic weights, 0.8 of the drafts right"
 PEERS = (
     ("27B, Q4_K, one H200", "2026-11-24-peer-oracle-27b-h200.json", SYNTHETIC),
     ("35B-A3B, Q4_K, one H200", "2026-11-24-peer-oracle-35b-a3b-h200.json", SYNTHETIC),
-    ("9B, Q8_0, one H200", "2026-11-22-peer-oracle-9b-q8_0-h200.json", "synthetic weights"),
+    ("Gemma 4 31B, Q4_K, one H200", "2026-11-30-peer-oracle-gemma4-31b-h200.json", "synthetic weights"),
 )
 BOX = ("the small model, Q8_0, 2 CPU cores", "2026-11-22-prompts-box-cpu-3.json", "real weights and prompts")
 

@@ -45,6 +45,12 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
         fail(LUCE_E_ARG, "a model lies on at most %d devices, got %zu", LUCE_MAX_DEVICES,
              split.devices.size());
     }
+    for (size_t i = 0; i < split.devices.size(); i++) { // a CPU may come twice, for tests
+        if (split.devices[i]->gpu &&
+            std::count(split.devices.begin(), split.devices.begin() + long(i), split.devices[i]) > 0) {
+            fail(LUCE_E_ARG, "%s is named twice: name each GPU once", split.devices[i]->name.c_str());
+        }
+    }
     if (params != nullptr && params->n_layers > 0) {
         need(params->layers, "layers");
         split.layers.assign(params->layers, params->layers + params->n_layers);

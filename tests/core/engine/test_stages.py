@@ -1,6 +1,6 @@
 """Cuts a model into stages: each has its layers' caches, inputs and backend, and all that is computed, drafted and
-saved has the bits that it has in one stage. A CPU is named several times; GPUs are those of --luce-device, and with one
-of them its stages are on that."""
+saved has the bits that it has in one stage. A CPU is named several times; GPUs are those of --luce-device, each of
+which has one stage."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import tiny_gemma4
 from depth import deeper_but
 
 from luce.convert.gemma4_layout import Config as Gemma4
+from luce.errors import UnsupportedError
 from luce.files.probe import probe
 from luce.native import File, Library, Prompt, Source
 
@@ -99,9 +100,18 @@ def run(
     return found
 
 
-def stages(device: str, n: int) -> str:
-    """Returns n devices for n stages, of those that are tested."""
-    return ",".join(islice(cycle(device.split(",")), n))
+def stages(device: str, n: int) -> str | None:
+    """Returns n devices for n stages, of those that are tested, or None where there are too few GPUs."""
+    given = device.split(",")
+    if not device.startswith("cpu") and len(given) < n:
+        return None
+    return ",".join(islice(cycle(given), n))
+
+
+def two_stages(device: str) -> str:
+    if (found := stages(device, 2)) is None:
+        pytest.skip("one GPU is tested, and a stage needs one of its own")
+    return found
 
 
 def held(device: str, found: list[bytes]) -> list[bytes]:
@@ -116,29 +126,35 @@ def test_several_stages_have_the_bits_of_one(native: Library, device: str, name:
     one = device.split(",")[0]
     if one != "cpu" and name == "host":
         pytest.skip("experts in host memory and several GPUs do not go together yet")
-    whole, n = held(one, run(native, one, name, made)), n_layers(made, native)
+    two, n = two_stages(device), n_layers(made, native)
+    if one != "cpu" and name in ("gemma4", "assistant"):
+        with pytest.raises(UnsupportedError, match="reads cells of one on"):
+            run(native, two, name, made, (2, n - 2))
+        return
+    whole = held(one, run(native, one, name, made))
     assert len(set(whole)) >= 7  # Logits differ, and states.
     for layer in (2, 5) if name == "assistant" else range(1, 3):
-        found = run(native, stages(device, 2), name, made, (layer, n - layer))
+        found = run(native, two, name, made, (layer, n - layer))
         assert held(one, found) == whole, f"cut ahead of layer {layer}"
-    found = run(native, stages(device, 3), name, made, (1, 1, n - 2))
-    assert held(one, found) == whole, "three stages"
+    if three := stages(device, 3):
+        found = run(native, three, name, made, (1, 1, n - 2))
+        assert held(one, found) == whole, "three stages"
 
 
 def test_rows_pass_through_host_memory_where_devices_do_not_reach_each_other(
     native: Library, device: str, tmp_path: Path
 ) -> None:
     made, one = files(tmp_path, "dense"), device.split(",")[0]
-    whole = run(native, one, "dense", made)
+    two, whole = two_stages(device), run(native, one, "dense", made)
     with op_run.parted_devices(native):
-        found = run(native, stages(device, 2), "dense", made, (2, 2))
+        found = run(native, two, "dense", made, (2, 2))
     assert held(one, found) == held(one, whole)
 
 
 def test_a_saved_checkpoint_goes_on_in_another_split(native: Library, device: str, tmp_path: Path) -> None:
     made, prompt = files(tmp_path, "dense"), [7 + 3 * i % 200 for i in range(256)]
-    logits, saved = [], b""
-    for where, layers in ((device.split(",")[0], ()), (stages(device, 2), (1, 3)), (stages(device, 2), (3, 1))):
+    two, logits, saved = two_stages(device), list[bytes](), b""
+    for where, layers in ((device.split(",")[0], ()), (two, (1, 3)), (two, (3, 1))):
         model = drive.open_model(native, made[0], where, layers=layers)
         sequence = drive.open_sequence(model, n_ctx=1024, n_checkpoints=1)
         if saved:
@@ -158,6 +174,6 @@ SAMPLED = ("--temp", "1", "--top-k", "40", "--seed", "5")
 @pytest.mark.parametrize("asked", [("--spec", "off"), ("--mtp-gamma", "3", *SAMPLED), ("--spec", "auto", *SAMPLED)])
 def test_a_split_model_writes_the_same_text(luce_: Callable[..., Any], device: str, asked: tuple[str, ...]) -> None:
     words = ("generate", "def is_even(n):\n", "-n", "40", "--ctx", "512", *asked)
-    one, several = (luce_(*words, "--device", name) for name in (device.split(",")[0], stages(device, 2)))
+    one, several = (luce_(*words, "--device", name) for name in (device.split(",")[0], two_stages(device)))
     assert (one.exit_code, several.exit_code) == (0, 0), several.stderr
     assert one.stdout == several.stdout and one.stdout
