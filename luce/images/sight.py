@@ -59,10 +59,11 @@ class Placed(NamedTuple):
 
 
 class Sight:
-    """The tower of a file, on a device: on a GPU it takes its memory at once, ahead of the model that it is opened for.
-    Images of more than `tokens` tokens are reduced to that. Without it they are not, and those that have too many for
-    memory are refused. `say` is told what whoever runs this should know. It is a context manager, and any thread may
-    use it. Raises what opening the file and the tower raises, and ArgumentError where `tokens` are too few or many."""
+    """The tower of a file, on a device, and of several on the first: on a GPU it takes its memory at once, ahead of the
+    model that it is opened for. Images of more than `tokens` tokens are reduced to that. Without it they are not, and
+    those that have too many for memory are refused. `say` is told what whoever runs this should know. It is a context
+    manager, and any thread may use it. Raises what opening the file and the tower raises, and ArgumentError where
+    `tokens` are too few or many."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Sight:
         if tokens is not None and not FEWEST_TOKENS <= tokens <= MOST_TOKENS:
             raise ArgumentError(f"images of {tokens} tokens: expected {FEWEST_TOKENS} to {MOST_TOKENS}")
         self._file, self._say, self._said = File(path), say, False
+        device = device.split(",")[0]  # Rows of images enter the model on its first one.
         try:
             with about(self._file.path):
                 try:

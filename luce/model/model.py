@@ -314,7 +314,8 @@ def load(
 ) -> Model:
     """Opens the model of a GGUF, or the one that comes with luce where no path is given.
 
-    device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N"
+    device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N", or several, "cuda:0,cuda:1", which each have
+        consecutive layers
     ctx: room for so many tokens of a prompt and its answer; None: as many as were trained, up to 32768, and fit
     parallel: so many answers are generated at once; the others wait
     draft: "auto" (as it pays), "mtp" (the NextN head, or an assistant), "dflash" (a drafter), "lookup" (what

@@ -107,6 +107,11 @@ def test_all_images_of_one_request_are_kept_and_that_is_said_once(folder, device
         assert len(encoded) == 7
 
 
+def test_beside_a_model_on_several_devices_a_tower_is_on_the_first(folder, device):
+    with Sight(folder / "mmproj.gguf", 1, f"{device},nowhere") as sight:
+        assert len(sight.shown(sight.placed([IMAGE_PAD], IMAGE_PAD, [picture(sight, 1)]))) == 1
+
+
 def test_images_are_reduced_to_a_number_of_tokens(folder, device):
     with Sight(folder / "mmproj.gguf", 1, device, tokens=64) as sight:
         for size in ((1600, 1400), (100, 100), (6000, 40), (40, 6000), (320, 256)):

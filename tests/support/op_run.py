@@ -278,7 +278,7 @@ def _fill(ffi: Any, out: Any, array: np.ndarray | Weights) -> None:
 
 
 def try_splits(native: Library, on: bool = True) -> None:
-    """Lets models lie on several GPUs, which luce refuses as long as it has not been tried (model/split.h)."""
+    """Lets models lie on several GPUs, also where a build refuses that (model/split.h)."""
     _, lib = core(native.path)
     native.check(lib.luce_try_splits(int(on)))
 

@@ -154,8 +154,8 @@ CONVERSATION = (
     *refused((OLLAMA_GENERATE,), "the model's own template is used: `raw` prompts need none",
              {"template": ("{{ .Prompt }}",)}),
     *refused((OLLAMA_GENERATE,), "send the whole conversation to /api/chat", {"context": ([1, 2],)}),
-    *refused((OLLAMA_GENERATE,), _TEXT_ALONE, {"images": (["AAAA"],), "width": (64,), "height": (64,),
-                                               "steps": (4,)}),
+    *refused((OLLAMA_GENERATE,), "send images to /api/chat", {"images": (["AAAA"],)}),
+    *refused((OLLAMA_GENERATE,), "models here make no images", {"width": (64,), "height": (64,), "steps": (4,)}),
     *refused((CHAT,), _TEXT_ALONE, {"audio": ({"voice": "a"},), "modalities": (["audio"], ["text"])}),
     *refused((RESPONSES,), _TEXT_ALONE, {"image": ({"size": "a"},)}),
     *refused(TALK, "nothing is looked up on the "

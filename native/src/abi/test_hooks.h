@@ -47,7 +47,7 @@ LUCE_API luce_status luce_rule(uint32_t index, const char **name, int32_t *same,
 // a device has no other op.
 LUCE_API luce_status luce_switch_rule(uint32_t index, int32_t on);
 
-// Lets models lie on several GPUs, which luce refuses as long as it has not been tried (model/split.h), or not again.
+// Lets models lie on several GPUs, also where a build refuses that (model/split.h).
 LUCE_API luce_status luce_try_splits(int32_t on);
 
 // Adds a device that the CPU stands in for and that seems to have so many bytes, or takes all such back where the name is

@@ -30,7 +30,7 @@ struct Shares {
 // as devices, or more.
 std::vector<uint32_t> share_out(const Shares &shares);
 
-// Whether models lie on several GPUs: that has not been tried yet, so that they are refused unless a test asks for it.
+// Whether models lie on several GPUs, which a build can refuse; then a test may ask for it.
 bool splits_gpus();
 void try_splits(bool on);
 

@@ -23,7 +23,7 @@ WEIGHTS = tiny_vision.layout(TINY, tiny_vision.weights(TINY, SEED))
 
 
 # A GPU multiplies F32 as TF32, which has the bits of F16; so rows of a file in F32 are off by what those of a file in
-# F16 are on a CPU: 0.0012 of their norm over these grids. No GPU has been measured.
+# F16 are on a CPU: 0.0012 of their norm over these grids. On an H200 (2026-11-30) they were within this.
 CUDA_ROWS = 0.004
 
 
