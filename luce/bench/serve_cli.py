@@ -121,7 +121,7 @@ def serve_bench(**flags: Any) -> None:
             require_supported(files.facts)
         tokenizer, trained = files.tokenizer, files.facts.context_length or MAX_U32
         chosen = files.plan(Options(threads=flags["threads"]))
-        device = _native.default().device(files.device).name
+        device = chosen.device if "," in chosen.device else _native.default().device(files.device).name
     needed = _needed(flags, trained)
     if flags["turns"] and min(turn_lengths(flags["turns"], flags["length"])) < (least := len(turn_of(tokenizer))):
         said = f"a conversation of {flags['length']} tokens is too short for {flags['turns']} turns of {least} or more"

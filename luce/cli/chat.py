@@ -110,7 +110,7 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
                 raise click.UsageError(problem)
             sight = opened.enter_context(seeing) if (seeing := sight_of(files, flags, display)) else None
             display.spin("loading the model")
-            scorer = opened.enter_context(found) if (found := scorer_of(files, flags, None)) else None
+            scorer = opened.enter_context(found) if (found := scorer_of(files, flags, ctx)) else None
             with sight.beside() if sight else nullcontext():
                 loaded = opened.enter_context(Loaded(files, asked, Settings(asked, host_bytes=0), display.loading))
             display.clear()

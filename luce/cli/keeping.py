@@ -39,20 +39,21 @@ def idle_keeping(flags: Mapping[str, Any]) -> str | None:
     return None
 
 
-def scorer_of(files: Files, flags: Mapping[str, Any], ctx: int | None) -> Scorer | None:
-    """Opens the scorer that was named, for prompts of `ctx` tokens at most."""
+def scorer_of(files: Files, flags: Mapping[str, Any], ctx: int, whole: bool = False) -> Scorer | None:
+    """Opens the scorer that was named: with `whole` for a prompt of `ctx` tokens, else for those beside a model with
+    such a context."""
     if flags["prefill_model"] is None:
         return None
-    from luce.prompts.scorer import Scorer
+    from luce.prompts.scorer import Scorer, longest_of
 
-    return Scorer(
-        flags["prefill_model"], files.tokenizer, files.file.kv, ctx, flags["device"], flags["threads"]
-    )
+    longest = ctx if whole else longest_of(files.facts.context_length, ctx)
+    how = flags["device"], flags["threads"]
+    return Scorer(flags["prefill_model"], files.tokenizer, files.file.kv, longest, *how, whole=whole)
 
 
 def compressed(files: Files, ids: Sequence[int], flags: Mapping[str, Any]) -> Compressed | None:
     """Returns what of a prompt is read, chosen by a scorer that is open meanwhile; None where all of it is."""
-    scorer = scorer_of(files, flags, len(ids))
+    scorer = scorer_of(files, flags, len(ids), whole=True)
     if scorer is None:
         return None
     with scorer:

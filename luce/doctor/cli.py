@@ -45,6 +45,8 @@ def doctor(
       luce doctor --gguf model.gguf --draft drafter.gguf
       luce doctor --gguf model.gguf --json > report.json
     """
+    if device is not None and "," in device:
+        raise click.UsageError(f"--device {device}: doctor looks at one device at a time")
     stdout.put("")  # This fails where stdout is closed, before there is work to lose.
     began, found = time.perf_counter(), list[Check]()
     with ExitStack() as opened, Display(quiet) as display, CtrlC() as ctrl_c:

@@ -27,7 +27,7 @@ REDIRECTS = 3
 MOVED = (301, 302, 303, 307, 308)
 PORTS = {"http": 80, "https": 443}
 # Servers read a path with these in their own ways.
-_ODD = re.compile(r"[\x00-\x20\x7f\\]|%2e|%2f|%5c|%00", re.IGNORECASE)
+_ODD = re.compile(r"[\x00-\x20\x7f\\]|%2e|%2f|%5c|%00|%25", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ class Allowed:
         end = monotonic() + SECONDS
         if not self.prefixes:
             raise ImageError("an image comes as base64 or as a data URL of it: no address is fetched")
-        if address.startswith(("file:", "/")):
-            return self._read(address)
+        try:
+            return self._read(address) if address.startswith(("file:", "/")) else self._fetched(address, end)
+        except (ValueError, http.client.HTTPException) as error:  # Python's own parsers refuse it.
+            raise ImageError(f"luce does not fetch {_short(address)}: it is no address") from error
+
+    def _fetched(self, address: str, end: float) -> bytes:
         for _ in range(REDIRECTS + 1):
             place = _place(address)
             if not any(_is_below(place, _place(prefix)) for prefix in self.prefixes if _folder(prefix) is None):
@@ -109,7 +113,7 @@ def _place(address: str) -> SplitResult:
         raise ImageError(f"luce does not fetch {_short(address)}: it is no http or https address")
     if place.username is not None or place.password is not None:
         raise ImageError("luce does not fetch addresses with a name or a password")
-    if any(part in (".", "..") for part in place.path.split("/")):
+    if any(part.partition(";")[0] in (".", "..") for part in place.path.split("/")):
         raise ImageError(f"luce does not fetch {_short(address)}: it has dots for folders")
     return place
 
@@ -130,7 +134,8 @@ def _asked(place: SplitResult, end: float) -> bytes | str:
     if left <= 0:
         raise ImageError(f"{_short(place.geturl())} takes longer than {SECONDS:.0f} seconds")
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-    with closing(kind(str(place.hostname), place.port, timeout=left)) as connection:
+    port = place.port or PORTS[place.scheme]
+    with closing(kind(str(place.hostname), port, timeout=left)) as connection:
         late: Timer | None = None
         try:
             connection.connect()

@@ -22,7 +22,7 @@ from luce.model.defaults import penalties_of, sampling_of
 from luce.model.loaded import Loaded
 from luce.model.options import Chosen, How, HowChat, Image, chosen
 from luce.planning.opened import Files
-from luce.prompts.scorer import Scorer
+from luce.prompts.scorer import Scorer, longest_of
 from luce.text.conversation import arguments_of, ordered
 from luce.text.dialects import QWEN, Opening
 from luce.text.held import Held
@@ -59,7 +59,7 @@ class Prompting:
         self._scorer: Scorer | None = None
         if scorer is not None:
             how = loaded.engine.plan
-            longest = files.facts.context_length
+            longest = longest_of(files.facts.context_length, loaded.info.n_ctx)
             self._scorer = self._opened.enter_context(
                 Scorer(scorer, files.tokenizer, files.file.kv, longest, files.device, how.threads)
             )
@@ -176,14 +176,14 @@ class Prompting:
 
     def _request(self, placed: Placed, options: Chosen, held: Held, opening: Opening | None = None) -> Request:
         """Returns a request, whose images are encoded here. Raises Cancelled where the model is closed meanwhile."""
+        if options.keep is not None and placed.at:
+            raise ArgumentError("prefill_keep: a prompt with images is read whole")
         images = self._sight.shown(placed, lambda part: self._closed) if self._sight else ()
         lark = None if held.is_free else held.lark(opening or Opening(QWEN))
         ids, kept = placed.tokens, None
         if options.keep is not None:
             assert self._scorer is not None  # _longest() has asked.
-            if images:
-                raise ArgumentError("prefill_keep: a prompt with images is read whole")
-            kept = self._scorer.compressed(ids, options.keep)
+            kept = self._scorer.compressed(ids, options.keep, lambda: self._closed)
             ids = self._fitting(list(kept.of(ids)), self._loaded.info.n_ctx)
         return Request(
             tuple(ids),

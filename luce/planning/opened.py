@@ -84,15 +84,15 @@ class Files:
         chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
         if options.cpu_experts == "auto":
             chosen = with_room(chosen, trunk_layers(self.facts), self.memory)
-        if "," in chosen.device and not chosen.layers:
-            chosen = self._shared_out(chosen)
+        shared = "," in chosen.device and not chosen.layers
+        chosen = self._shared_out(chosen) if shared else chosen
         while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
-            chosen = less
+            chosen = self._shared_out(less) if shared else less
         return chosen
 
     def _shared_out(self, chosen: Plan) -> Plan:
         """Returns the plan with the numbers of layers that the core finds for its engine."""
-        devices = self.memory(chosen).devices
+        devices = self.memory(replace(chosen, layers=())).devices
         why = "as many as leave the fullest device as empty as can be"
         return chosen.because("layers", why, layers=tuple(each.n_layers for each in devices))
 

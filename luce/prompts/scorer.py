@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 ROWS = 16  # So many last tokens of the prompt are asked what they attend to,
 AHEAD = 8  # and so many that follow it.
+COUNTED = 4  # Prompts are counted, and a part of them is read, up to so many contexts.
 HEADS = 8  # A position is as important as the mean of so many heads says that find it most so.
 
 
@@ -47,10 +48,16 @@ class _Breaks:
         return isinstance(token, int) and b"\n" in self._tokenizer.bytes_of(token)
 
 
+def longest_of(trained: int | None, n_ctx: int) -> int:
+    """Returns how long prompts may be of which a part is read, beside a model with such a context."""
+    return min(trained or COUNTED * n_ctx, COUNTED * n_ctx)
+
+
 class Scorer:
-    """The scorer of the file at `path`, for prompts of `ctx` tokens at most (None: as long as it was trained for),
-    whose tokens are those of `tokenizer`, which `metadata` describes. It is a context manager, and any thread may use
-    it, one at a time. Raises what opening the file raises, and UnsupportedError where its tokenizer is another."""
+    """The scorer of the file at `path`, for prompts of `ctx` tokens, or of as many as it was trained for where those
+    are fewer (None: of as many as it was trained for), whose tokens are those of `tokenizer`, which `metadata`
+    describes. It is a context manager, and any thread may use it, one at a time. Raises what opening the file raises,
+    UnsupportedError where its tokenizer is another, and with `whole` ContextFull where it was trained for fewer."""
 
     def __init__(
         self,
@@ -60,6 +67,8 @@ class Scorer:
         ctx: int | None = None,
         device: str | None = None,
         threads: int | None = None,
+        *,
+        whole: bool = False,
     ):
         with ExitStack() as opened:
             files = opened.enter_context(Files(path, device=device))
@@ -69,7 +78,7 @@ class Scorer:
                 require_supported(files.facts)
             files.tokenizer = tokenizer  # It is the same.
             trained = files.facts.context_length or ctx or DEFAULT_CTX
-            if ctx is not None and ctx > trained:
+            if whole and ctx is not None and ctx > trained:
                 said = f"{path} was trained for {trained} tokens, and the prompt has {ctx}"
                 raise ContextFull(f"{said}: a scorer has to read all of it")
             longest = min((ctx or trained) + AHEAD, trained)

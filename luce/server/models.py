@@ -22,11 +22,10 @@ from luce.images.opening import ImageError, image_size
 from luce.images.sight import Placed, Shown, Sight, marks_of
 from luce.model.defaults import penalties_of, sampling_of, with_defaults
 from luce.model.loaded import Loaded, Settings, in_thread_of
-from luce.model.options import MAX_U32
 from luce.planning import cpus
 from luce.planning.opened import Files
 from luce.prompts.cache import PrefixCache
-from luce.prompts.scorer import Scorer
+from luce.prompts.scorer import COUNTED, Scorer, longest_of
 from luce.server.ask import Ask, Message, Refused, TooLong, refuse
 from luce.server.lanes import FETCHED, GRAMMARS, IMAGES, LARGE, MESSAGE, PICTURES, SCORES, SHORT, Lane, fitting
 from luce.text.conversation import ordered
@@ -37,7 +36,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 LEAVING = 100  # It is looked so often, each 10 ms, whether a request has left the scheduler.
 FETCHED_BYTES = 64 << 20  # Images of one request that come by their addresses have so many.
-COUNTED = 4  # A prompt's tokens are counted up to so many contexts.
 
 
 class Served:
@@ -65,14 +63,14 @@ class Served:
             with about(path):
                 self.defaults = sampling_of(files.file.kv)
                 self.penalties = penalties_of(files.file.kv)
-            options = with_defaults(files, settings.options, shrink)
-            hand_over, owner = in_thread_of(loop), "the server"
             self._sight: Sight | None = None
             self._allowed = Allowed(settings.image_urls)
-            if settings.mmproj is not None:
-                threads, device = options.threads or min(cpus.usable(), 16), files.device or "auto"
+            if settings.mmproj is not None:  # It takes its memory before the context is chosen.
+                threads, device = settings.options.threads or min(cpus.usable(), 16), files.device or "auto"
                 sight = Sight(settings.mmproj, threads, device, settings.image_tokens, log.warning)
                 self._sight = opened.enter_context(sight)
+            options = with_defaults(files, settings.options, shrink)
+            hand_over, owner = in_thread_of(loop), "the server"
             with self._sight.beside() if self._sight else nullcontext():
                 loaded = opened.enter_context(
                     Loaded(files, options, settings, lambda _: cancelled(), hand_over=hand_over, owner=owner)
@@ -87,7 +85,7 @@ class Served:
                     self._image = marks_of(files.tokenizer.control.get)
             self._scorer: Scorer | None = None
             if settings.scorer is not None:
-                longest = min(files.facts.context_length or MAX_U32, COUNTED * loaded.info.n_ctx)
+                longest = longest_of(files.facts.context_length, loaded.info.n_ctx)
                 how = options.device, options.threads
                 self._scorer = opened.enter_context(
                     Scorer(settings.scorer, files.tokenizer, files.file.kv, longest, *how)

@@ -89,7 +89,8 @@ def test_what_lies_below_a_prefix_is_fetched(web):
         "{base}/img%2fa", "{base}/img\\a", "http://user@{host}/img/a", "http://user:word@{host}/img/a",
         "http://localhost:{port}/img/a", "https://{host}/img/a", "http://127.0.0.1/img/a", "ftp://{host}/img/a",
         "file:///etc/passwd", "/etc/passwd", "{base}/img/a b", "{base}/img/a\r\nHost: b", "http://[/img/", "",
-        "img/a", "http://{host}.example.com/img/a", "{base}/img/\u00e9",
+        "img/a", "http://{host}.example.com/img/a", "{base}/img/\u00e9", "file://[x", "{base}/img/..;/other",
+        "{base}/img/%252e%252e/other", "http://[fd00::abcd]/img/a", "http://[x/img/a",
     ],
 )  # fmt: skip
 def test_nothing_else_is(web, address):

@@ -116,7 +116,9 @@ def test_what_cannot_be_is_refused(scorer, file, tokenizer, tmp_path):
     with pytest.raises(UnsupportedError, match="with images"):
         scorer.scores([1, -2, 3])
     with pytest.raises(ContextFull, match="was trained for 2048 tokens, and the prompt has 5000"):
-        Scorer(BOX, tokenizer, file.kv, 5000, "cpu")
+        Scorer(BOX, tokenizer, file.kv, 5000, "cpu", whole=True)
+    with Scorer(BOX, tokenizer, file.kv, 5000, "cpu") as shorter:
+        assert shorter.n_ctx == 2048
     config = tiny.Config()
     path = tiny.write(tmp_path / "tiny.gguf", config, tiny.layout(config, seed=1))
     with pytest.raises(UnsupportedError, match="cannot score prompts of this model: key tokenizer.ggml.tokens has"):

@@ -205,7 +205,19 @@ void VisionTower::find_largest(uint32_t max_rows) {
         }
         max_rows_ = low;
     }
-    scratch_bytes_ = bytes(max_rows_);
+    for (const uint32_t n : sizes_to_hold()) {
+        scratch_bytes_ = std::max(scratch_bytes_, bytes(n));
+    }
+}
+
+// Images of so many rows, of which the one that takes most is held. A smaller image can take more than the largest one: blocks
+// of queries have a multiple of 64, and those of fewer patches can be nearer to block_bytes_.
+std::vector<uint32_t> VisionTower::sizes_to_hold() const {
+    std::vector<uint32_t> sizes;
+    for (uint32_t part = 16; part > 0; part--) {
+        sizes.push_back(std::max(max_rows_ * part / 16, std::min(max_rows_, FEWEST_IMAGE_ROWS)));
+    }
+    return sizes;
 }
 
 // Takes all of a GPU's memory that it will take, and runs once: a handle of cuBLAS is made then, which waits for the device.
@@ -234,11 +246,13 @@ void VisionTower::place() {
     upload(device_, items, [](uint64_t) { return true; });
     backend_ = make_backend(device_, 1);
     allocator_ = new_graph_allocator({&device_});
-    const Graph largest = build(shape_.merge, max_rows_ * shape_.merge);
-    check_supported(largest);
-    if (!ggml_gallocr_reserve(allocator_.get(), largest.nodes)) {
-        fail(LUCE_E_MEMORY, "%s: allocating %s for images failed", device_.name.c_str(),
-             human_bytes(scratch_bytes_).c_str());
+    for (const uint32_t n : sizes_to_hold()) {
+        const Graph g = build(shape_.merge, n * shape_.merge);
+        check_supported(g);
+        if (!ggml_gallocr_reserve(allocator_.get(), g.nodes)) {
+            fail(LUCE_E_MEMORY, "%s: allocating %s for images failed", device_.name.c_str(),
+                 human_bytes(scratch_bytes_).c_str());
+        }
     }
     warm_up();
 }
@@ -476,6 +490,9 @@ void VisionTower::encode(const float *patches, uint32_t rows, uint32_t columns, 
         own = new_graph_allocator({&device_});
     }
     if (!ggml_gallocr_alloc_graph((device_.gpu ? allocator_ : own).get(), g.nodes)) {
+        if (device_.gpu) { // what failed to grow has no buffer any more, and would be taken for one that fits
+            allocator_ = new_graph_allocator({&device_});
+        }
         fail(LUCE_E_MEMORY, "%s: allocating %s for an image failed", device_.name.c_str(),
              human_bytes(encode_bytes(rows, columns)).c_str());
     }

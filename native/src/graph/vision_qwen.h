@@ -62,6 +62,7 @@ private:
     ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, bool f32);
     void place();
     void find_largest(uint32_t max_rows);
+    std::vector<uint32_t> sizes_to_hold() const;
     uint64_t encode_bytes(uint32_t rows, uint32_t columns) const;
     uint64_t pool_bytes(uint64_t n) const;
     void check_supported(const Graph &g) const;
@@ -89,7 +90,7 @@ private:
     // On a GPU they are held, by one encode at a time.
     mutable std::mutex encoding_;
     Backend backend_;
-    GraphAllocator allocator_;
+    mutable GraphAllocator allocator_; // of a GPU, under device_lock()
     ggml_tensor *patch_[2]; // {patch_values, D} of the frames
     ggml_tensor *patch_bias_; // {D}
     const float *positions_; // {D, table * table}, which the host reads

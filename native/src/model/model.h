@@ -195,14 +195,13 @@ struct DrafterFile {
     const char *kind;
 };
 
-// Consecutive layers of the trunk on one device.
-// Whether models on GPUs, and towers there, take images. It is off as long as that has run on none; tests switch it on
-// (luce_show_gpus_images).
+// Whether models on GPUs, and towers there, take images. A build may refuse them; tests switch them on (luce_show_gpus_images).
 constexpr bool IMAGES_ON_GPUS = true;
 extern std::atomic<bool> images_on_gpus;
 // Says why a model takes no images.
 const char *why_no_images(bool gpu);
 
+// Consecutive layers of the trunk on one device.
 struct Placement {
     const Device *device;
     uint32_t first, end; // its layers

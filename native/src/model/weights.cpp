@@ -311,9 +311,8 @@ static Shares shares_of(const GgufFile &trunk, const std::vector<DrafterFile> &d
     for (const GgufTensor &t : trunk.tensors()) {
         unsigned layer = 0;
         const bool in_layer = sscanf(t.name.c_str(), "blk.%u.", &layer) == 1 && layer < n_layer;
-        (in_layer                        ? shares.layers[layer]
-         : t.name == "token_embd.weight" ? shares.first
-                                         : shares.last) += t.size;
+        const bool table = t.name == "token_embd.weight" || t.name.compare(0, 10, "per_layer_") == 0;
+        (in_layer ? shares.layers[layer] : table ? shares.first : shares.last) += t.size;
     }
     for (const DrafterFile &drafter : drafters) {
         for (const GgufTensor &t :
