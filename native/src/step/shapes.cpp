@@ -252,8 +252,11 @@ std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, co
     std::vector<size_t> sizes(cache.stages().size(), 0);
     ggml_gallocr_reserve_n_size(galloc, graph.nodes, graph.stages_of_nodes(cache).data(),
                                 graph.stages_of_leaves(cache).data(), sizes.data());
-    for (size_t i = 1; i < sizes.size(); i++) { // stages on one device share a buffer
-        sizes[i] = &cache.stages()[i].device == &cache.stages()[i - 1].device ? 0 : sizes[i];
+    // Stages on one device share a buffer, which counts to the first of them.
+    for (size_t i = 1; i < sizes.size(); i++) {
+        const auto here = [&, i](const Stage &stage) { return &stage.device == &cache.stages()[i].device; };
+        const auto begin = cache.stages().begin();
+        sizes[i] = std::any_of(begin, begin + long(i), here) ? 0 : sizes[i];
     }
     return {sizes.begin(), sizes.end()};
 }
