@@ -145,7 +145,7 @@ class Served:
         """Returns what is read of a prompt. Raises Refused where the server has no scorer, or none of that name."""
         scorer, gone = self._scorer, Flag()
         if scorer is None:
-            raise refuse("prefill: the server was started without --prefill-model, and reads prompts whole", "prefill")
+            raise refuse("prefill: the server was started without a scorer, and reads prompts whole", "prefill")
         if name not in (None, scorer.name):
             raise refuse(f"prefill.model is {name!r}: the server has {scorer.name}", "prefill.model")
         if len(prompt) > scorer.n_ctx:

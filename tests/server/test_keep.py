@@ -132,4 +132,4 @@ def test_what_cannot_be_is_refused(server, prefill, more, said):
 def test_a_server_without_a_scorer_refuses(native):
     with serving({"box": BOX}) as plain:
         refused = plain.post("/v1/completions", prompt=TEXT, **GREEDY, **KEEP)
-        assert refused.status_code == 400 and "started without --prefill-model" in refused.text
+        assert refused.status_code == 400 and "started without a scorer" in refused.text

@@ -393,14 +393,18 @@ def test_feeding_the_head_in_each_step_of_several_sequences_is_part_of_the_3_per
 def test_what_the_host_takes_is_part_of_the_3_percent(between, fires, noise, seed):
     """It is learned from the rounds, and a machine whose rounds vary is no worse: what rounds that draft take is
     held against what plain ones take on average, and the last of them may take longer than it seemed. The first
-    and the last round of a text wait for the host in plain decoding too."""
+    and the last round of a text wait for the host in plain decoding too. The average of m plain rounds, each off by up
+    to half of `noise`, has a standard deviation of noise / sqrt(12 m): so what k rounds that draft seem to lose is off
+    by k times that, of which four are allowed. Without noise nothing is."""
     rng = random.Random(seed)
     text, drafters = Repeats(rng, 0.02, 0.5, fires), [Drafter(Fresh(), Source.NEXTN, MAX_GAMMA)]
     source = Auto(GPU, AUTO_BUDGET, hidden=True).source(text, drafters)
     seen = lambda took: took * (1 + noise * (rng.random() - 0.5))  # noqa: E731
     seconds, rounds = decode(source, text, GPU, 256, between=between, seen=seen)
-    assert seconds <= 1.03 * 255 + 2 * between + noise
-    assert any(any(each) for each in rounds), "something is tried all the same"
+    drafted = sum(1 for each in rounds if any(each))
+    unsure = 4 * drafted * noise / (12 * max(len(rounds) - drafted, 1)) ** 0.5
+    assert seconds <= 1.03 * 255 + 2 * between + noise + unsure
+    assert drafted, "something is tried all the same"
 
 
 @examples(80)
