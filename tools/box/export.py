@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from box import tokens
-from box.dflash import Drafter, Sizes
+from box.dflash import Drafter
 from box.model import Config
 from box.store import Store, say
 
 
-def export(store: Store, config: Config, sizes: Sizes, folder: Path) -> list[Path]:
-    """Writes folder/box (trunk and NextN head, tokenizer, template) and folder/box-dflash, each only if it
+def export(store: Store, config: Config, drafters: Sequence[Drafter], folder: Path) -> list[Path]:
+    """Writes folder/box (trunk and NextN head, tokenizer, template) and folder/box-KIND of each drafter that
     was trained. Tensors are those of the checkpoints: matrices are F16, the rest F32."""
     written = []
     trunk = folder / "box"
@@ -31,12 +32,13 @@ def export(store: Store, config: Config, sizes: Sizes, folder: Path) -> list[Pat
     tokens.write_json(trunk / "tokenizer_config.json", tokens.tokenizer_config())
     shutil.copy(store.state / "tokenizer.json", trunk / "tokenizer.json")
     written.append(trunk)
-    if (store.state / "dflash.safetensors").exists():
-        draft = folder / "box-dflash"
-        draft.mkdir(parents=True, exist_ok=True)
-        shutil.copy(store.state / "dflash.safetensors", draft / "model.safetensors")
-        tokens.write_json(draft / "config.json", Drafter(config, sizes).hf())
-        written.append(draft)
+    for drafter in drafters:
+        if (store.state / f"{drafter.kind}.safetensors").exists():
+            draft = folder / f"box-{drafter.kind}"
+            draft.mkdir(parents=True, exist_ok=True)
+            shutil.copy(store.state / f"{drafter.kind}.safetensors", draft / "model.safetensors")
+            tokens.write_json(draft / "config.json", drafter.hf())
+            written.append(draft)
     for path in written:
         size = sum(file.stat().st_size for file in path.iterdir())
         say(f"wrote {path.name}: {size / 1e6:.1f} MB")

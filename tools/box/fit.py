@@ -48,11 +48,16 @@ def loop(
 
 
 def fit(
-    name: str, module: nn.Module, next_loss: Callable[[], Tensor], deadline: Deadline, max_steps: int
+    name: str,
+    module: nn.Module,
+    next_loss: Callable[[], Tensor],
+    deadline: Deadline,
+    max_steps: int,
+    say_more: Callable[[], str] = lambda: "",
 ) -> dict[str, Any]:
-    """Trains a drafter at a rate that falls to zero. next_loss gives the loss of the next batch. Returns the
-    number of steps, and the curve: [step, mean loss since the last point]. Raises FloatingPointError where
-    the loss is not finite."""
+    """Trains a drafter at a rate that falls to zero. next_loss gives the loss of the next batch, and say_more what
+    is printed beside it. Returns the number of steps, and the curve: [step, mean loss since the last point]. Raises
+    FloatingPointError where the loss is not finite."""
     optimizer = Optimizer(module)
     curve: list[list[float]] = []
     said = deadline.left()
@@ -70,7 +75,7 @@ def fit(
         curve.append([steps, round(mean, 4)])
         if said - deadline.left() > 5:
             said = deadline.left()
-            say(f"{name}: step {steps} loss {mean:.4f} {said:.0f}s left")
+            say(f"{name}: step {steps} loss {mean:.4f} {say_more()} {said:.0f}s left")
 
     return {"steps": loop(name, take_step, check, CHECK_STEPS, deadline, max_steps), "curve": curve}
 

@@ -12,18 +12,19 @@ MUON_LR, ADAM_LR = 0.02, 3e-3  # Both are at full rate. Muon's is relative to an
 MOMENTUM, BETAS, MUON_DECAY = 0.95, (0.9, 0.95), 0.04
 CLIP = 1.0  # The gradient's global norm is at most this.
 WARMUP_STEPS = 60
+TABLES = ("embed", "codebook", "markov_w")  # Matrices with these in their names have a row for each token.
 
 
 class Optimizer:
-    """Steps every parameter of `module`. A matrix whose sides are both at least 64 is Muon's, unless it
-    is an embedding; so are none of the norms, convolutions and gates."""
+    """Steps every parameter of `module`. A matrix whose sides are both at least 64 is Muon's, unless it has a row for
+    each token (TABLES); so are none of the norms, convolutions and gates."""
 
     def __init__(self, module: nn.Module):
         self.muon: list[nn.Parameter] = []
         self.adam: list[nn.Parameter] = []
         for name, p in module.named_parameters():
             if p.requires_grad:
-                matrix = p.ndim == 2 and min(p.shape) >= 64 and "embed" not in name
+                matrix = p.ndim == 2 and min(p.shape) >= 64 and not any(t in name for t in TABLES)
                 (self.muon if matrix else self.adam).append(p)
         self.reset()
 

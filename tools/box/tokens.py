@@ -37,8 +37,9 @@ ENCODE_BATCH = 2048  # So many texts are encoded at once.
 SAMPLE_BYTES = 48_000_000  # The tokenizer is trained on so many bytes of text.
 
 
-def train_tokenizer(texts: list[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
+def new_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """Returns a byte-level BPE of these tokens and merges, as yet without the control tokens."""
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,6 +48,15 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def add_special_tokens(tokenizer: Tokenizer) -> None:
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    tokenizer = new_tokenizer({}, [])
     trainer = trainers.BpeTrainer(
         vocab_size=N_VOCAB - len(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -57,7 +67,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     missing = N_VOCAB - len(SPECIAL) - tokenizer.get_vocab_size()
     if missing > 0:  # A toy corpus has too few: with fillers, the special ids stay where they are.
         tokenizer.add_tokens([f"<|unused{i}|>" for i in range(missing)])
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    add_special_tokens(tokenizer)
     return tokenizer
 
 
