@@ -85,7 +85,7 @@ def write(store: Store, c: Config, data: Path) -> None:
     trunk, head = trunk_and_head(c, read(data / "box.gguf"))
     made = {"trunk": trunk, "nextn": head, Drafter.kind: drafter(read(data / "box-dflash.gguf"))}
     for name, arrays in made.items():
-        tensors = {key: torch.from_numpy(np.ascontiguousarray(x, np.float32)) for key, x in arrays.items()}
+        tensors = {key: torch.from_numpy(np.array(x, np.float32)) for key, x in arrays.items()}
         save_file(tensors, store.state / f"{name}.safetensors", metadata={"format": "pt"})
     path = store.state / "tokenizer.json"
     if not path.exists():
