@@ -10,6 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from luce.decode.events import Event
+from luce.decode.scheduler import put_all
 from luce.errors import StateError
 from luce.model.answer import Answer, Piece
 from luce.model.loaded import in_thread_of
@@ -94,7 +95,7 @@ class AsyncModel:
 
     async def open(self) -> AsyncModel:
         """Opens the model, as luce.load does. Where the task is cancelled meanwhile, it is closed again."""
-        hand_over = in_thread_of(asyncio.get_running_loop())
+        hand_over = in_thread_of(asyncio.get_running_loop(), put_all)
         opening = asyncio.ensure_future(beside(partial(opened, self._path, self._options, hand_over)))
         try:
             self._model = await asyncio.shield(opening)

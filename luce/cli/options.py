@@ -66,6 +66,36 @@ def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str |
     return None if value == "auto" else value
 
 
+def replica_devices(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> dict[str, tuple[str | None, ...]]:
+    """Returns by the names of models where each has replicas; "" stands for those that were not named."""
+    found: dict[str, tuple[str | None, ...]] = {}
+    for value in values:
+        name, _, device = value.rpartition("=")
+        found[name] = (*found.get(name, ()), device_name(ctx, param, device))
+    for devices in found.values():
+        if wrong := unlike(devices):
+            raise click.BadParameter(wrong, ctx, param)
+    return found
+
+
+def unlike(devices: Sequence[str | None]) -> str | None:
+    """Says what is wrong with the devices of replicas: each has its own GPUs, and all are of a kind, since a request
+    has the same tokens on any."""
+    if len(devices) < 2:
+        return None
+    if any(device in (None, "cuda") for device in devices):
+        return "replicas have devices of their own: name each GPU by its number, cuda:0."
+    names = [name for device in devices for name in (device or "").split(",")]
+    twice = sorted({name for name in names if name != "cpu" and names.count(name) > 1})
+    if twice:
+        return f"{twice[0]} has two replicas of one model: give each its own GPU."
+    if len({name.partition(":")[0] for name in names}) > 1:
+        return "a CPU and a GPU may have different tokens, and replicas the same: name devices of one kind."
+    return None
+
+
 def shares(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     """Checks shares of layers, 3,1; auto becomes none at all."""
     if value is None or value == "auto":
@@ -123,6 +153,12 @@ EXPERTS = (
                  "has the same tokens in every mode; another N may have others."),
 )  # fmt: skip
 RUN = (*DEVICE, *THREADS, *KV_TYPE)
+REPLICAS = (
+    click.option("--device", "devices", multiple=True, callback=replica_devices, metavar="[NAME=]auto|cpu|cuda[:N]",
+                 help="Take this device; with several, cuda:0,cuda:1, each has consecutive layers of the model. May be "
+                 "repeated: each then has a replica, the whole model with an engine of its own. NAME= says it of one "
+                 "model.  [default: auto]"),
+)  # fmt: skip
 
 
 def idle_split(flags: Mapping[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ from luce.decode.events import Event, Failed, Finished, State
 from luce.decode.generation import Generation, Prefixes
 from luce.decode.loop import Loop
 from luce.decode.request import Request
-from luce.errors import Busy, Cancelled, Error, InternalError, OutOfMemory
+from luce.errors import Busy, Cancelled, DeviceError, Error, InternalError, OutOfMemory
 from luce.native.structs import PAGE
 from luce.speculate.prices import MAX_ROWS
 
@@ -77,7 +77,8 @@ class Scheduler:
     """One engine and its thread. `max_waiting` bounds the requests that wait for a sequence; None bounds
     nothing. `owner` is what errors call the one that runs it. `prefill_share` is the Loop's. `hand_over` gets
     what happened in a turn and calls put_all with it, in any thread: once for all jobs, since it costs the
-    engine's thread about as much for one as for many."""
+    engine's thread about as much for one as for many. Where a device fails, `lost` gets the jobs that wait, in the
+    engine's thread, and has to have others run them; without it they are tried here."""
 
     def __init__(
         self,
@@ -87,9 +88,11 @@ class Scheduler:
         prefill_share: float = 0.75,
         hand_over: Callable[[Happened], None] = put_all,
         owner: str = "the server",
+        lost: Callable[[list[Job]], None] | None = None,
     ):
         self._engine, self._cache, self._max_waiting = engine, cache, max_waiting
         self._share, self._hand_over, self._owner = prefill_share, hand_over, owner
+        self._lost = lost
         self._loop = Loop(engine.native, prefill_share=prefill_share)
         self._jobs = dict[Generation, Job]()
         self._waiting = deque[Job]()
@@ -216,6 +219,11 @@ class Scheduler:
         except Exception:
             self._jobs |= over  # They end with the others.
             raise
+        if self._lost and any(isinstance(each, Failed) and isinstance(each.error, DeviceError) for _, each in events):
+            with self._changed:
+                waiting = list(self._waiting)
+                self._waiting.clear()
+            self._lost(waiting)
 
     def _admit(self) -> None:
         with self._changed:

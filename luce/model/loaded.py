@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from luce.decode.engine import Engine
 from luce.decode.events import Event, Failed, Finished
@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # Who keeps no beginnings imports none of these, nor numpy.
 
     from luce.prompts.cache import PrefixCache
     from luce.prompts.disk import DiskCache
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,21 @@ class Settings:
     max_waiting: int | None = 64
     prefill_share: float = 0.75
 
+    def each_of(self, n: int) -> list[Settings]:
+        """Returns the settings of each of n replicas: those of one, of which they share bytes and places to wait."""
+        if n == 1:
+            return [self]
+        host = _free_memory() // 4 if self.host_bytes is None else self.host_bytes
+        waiting = None if self.max_waiting is None else -(-self.max_waiting // n)
+        one = replace(self, host_bytes=host // n, disk_bytes=self.disk_bytes // n, max_waiting=waiting)
+        folders = [self.cache_dir and self.cache_dir / f"replica-{i}" for i in range(1, n)]
+        return [one, *(replace(one, cache_dir=folder) for folder in folders)]
+
 
 class Loaded:
     """An engine of opened files, its thread, and the beginnings of prompts that are kept. Engine.open says what
-    `options`, `progress`, `prompt` and `new` are, and what is raised; Scheduler says it of `hand_over` and
-    `owner`. The files stay the caller's to close."""
+    `options`, `progress`, `prompt` and `new` are, and what is raised; Scheduler says it of `hand_over`,
+    `owner` and `lost`. The files stay the caller's to close."""
 
     def __init__(
         self,
@@ -60,6 +72,7 @@ class Loaded:
         new: int | None = None,
         hand_over: Callable[[Happened], None] = put_all,
         owner: str = "the model",
+        lost: Callable[[list[Job]], None] | None = None,
     ):
         with ExitStack() as opened:
             # Files of checkpoints have to fit the next process too, whose steps may measure otherwise.
@@ -72,7 +85,7 @@ class Loaded:
             if self.cache:
                 opened.callback(self.cache.close)
             self.scheduler = Scheduler(
-                self.engine, self.cache, settings.max_waiting, settings.prefill_share, hand_over, owner
+                self.engine, self.cache, settings.max_waiting, settings.prefill_share, hand_over, owner, lost
             )
             opened.callback(self.scheduler.close)
             self._opened = opened.pop_all()
@@ -157,11 +170,11 @@ def _free_memory() -> int:
     return 4 << 30
 
 
-def in_thread_of(loop: asyncio.AbstractEventLoop) -> Callable[[Happened], None]:
-    """Returns a `hand_over` that gives events to their jobs in the thread of an event loop."""
+def in_thread_of(loop: asyncio.AbstractEventLoop, do: Callable[[T], None]) -> Callable[[T], None]:
+    """Returns what does the same in the thread of an event loop: with put_all a `hand_over`."""
 
-    def hand_over(happened: Happened) -> None:
+    def there(given: T) -> None:
         with suppress(RuntimeError):  # The loop has ended, and with it who waited.
-            loop.call_soon_threadsafe(put_all, happened)
+            loop.call_soon_threadsafe(do, given)
 
-    return hand_over
+    return there

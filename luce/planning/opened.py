@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +45,15 @@ class Files:
                     raise ArgumentError(f"{both}: leave one out")
                 self.head, self.drafter = self.drafter, None
             self._opened = opened.pop_all()
+
+    def on(self, device: str | None) -> Files:
+        """Returns the same opened files for another device. They stay this one's to close."""
+        _ = self.tokenizer  # One serves both.
+        other = copy(self)
+        other.device, other._opened = device, ExitStack()
+        for name in ("facts", "head_facts", "drafter_facts"):
+            other.__dict__.pop(name, None)
+        return other
 
     @cached_property
     def facts(self) -> Facts:

@@ -141,6 +141,11 @@ class PrefixCache:
         self._pins.append(pin)
         return pin
 
+    def begun(self, tokens: np.ndarray) -> int:
+        """Returns how many tokens the longest beginning of a prompt has that is kept. Any thread may ask, and what is
+        kept may have changed by then."""
+        return max((len(kept.tokens) for kept in list(self._kept) if kept.begins(tokens)), default=0)
+
     # ---- what a generation asks (generation.Prefixes)
 
     def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:

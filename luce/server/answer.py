@@ -21,6 +21,7 @@ from luce.model.answer import stop_of
 from luce.native.structs import Logprobs, Penalties, Sampling
 from luce.server.ask import Ask, Refused, TooLong, refuse
 from luce.server.models import Served
+from luce.server.replicas import Replica
 from luce.server.watch import Watch
 from luce.text.dialects import QWEN, Opening
 from luce.text.grammar import Matcher
@@ -82,6 +83,7 @@ class Answer:
         self._awaited: asyncio.Future[None] | None = None  # Who waits for events awaits it.
         self._requests: list[Request] = []  # They run one after the other.
         self._job: Job | None = None
+        self.replica: Replica | None = None  # It took the job.
         self._opening, self._shown = Opening(QWEN), Shown(ask.thoughts)
         self._parser = self._held.parser(self._opening)
         self._done = False
@@ -143,7 +145,7 @@ class Answer:
         Raises Refused where too many wait."""
         job = Job(self._requests.pop(0), self._put)
         try:
-            self.model.scheduler.submit(job, admitted)
+            self.replica = self.model.replicas.submit(job, admitted)
         except Busy as busy:
             self._watch.refused()
             raise Refused(503, str(busy), "busy", retry_after=busy.retry_after) from busy
@@ -266,7 +268,8 @@ class Answer:
 
     def _put(self, events: list[Event]) -> None:
         self._events += events
-        self.model.note(events[-1])
+        assert self._job is not None
+        self.model.replicas.note(self._job, events[-1])
         self._wake()
 
     def _wake(self) -> None:
@@ -349,7 +352,7 @@ class Answer:
         self._done = True
         self._let_go()
         if self._job is not None and self.finished is None:
-            self.model.scheduler.cancel(self._job)
+            self.model.replicas.cancel(self._job)
         seconds = time.perf_counter() - self._began
         reason = error or self.reason or "gone"
         self._watch.ended(self, reason, seconds, self._first - self._began if self._first else None)

@@ -20,9 +20,11 @@ from luce.cli.keeping import PREFILL_MODEL
 from luce.cli.options import (
     DRAFTING,
     EXPERTS,
+    KV_TYPE,
     QUIET,
-    RUN,
+    REPLICAS,
     SPLIT,
+    THREADS,
     drafter_of,
     fetched,
     given,
@@ -111,7 +113,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     type=click.IntRange(1, 64),
     default=4,
     show_default=True,
-    help="Run at most so many requests at once.",
+    help="Run at most so many requests at once, on each replica.",
 )
 @click.option(
     "--ctx",
@@ -193,7 +195,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     metavar="SECONDS",
     help="Let requests end for so long after SIGTERM, while no others are taken.",
 )
-@options(RUN, SPLIT, EXPERTS, MMPROJ, PREFILL_MODEL, DRAFTING)
+@options(REPLICAS, THREADS, KV_TYPE, SPLIT, EXPERTS, MMPROJ, PREFILL_MODEL, DRAFTING)
 @click.option(
     "--allow-image-urls",
     "image_urls",
@@ -218,17 +220,20 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
       luce serve
       luce serve --gguf model.gguf --ctx 65536 --parallel 8
       luce serve --gguf big=a.gguf --gguf small=b.gguf --cache-dir prompts
+      luce serve --gguf model.gguf --device cuda:0 --device cuda:1
+      luce serve --gguf big=a.gguf --gguf small=b.gguf --device big=cuda:0 --device small=cuda:1
       luce serve --host 0.0.0.0 --api-key KEY --origin https://chat.example.com
       luce serve --origin 'chrome-extension://*' --shutdown-timeout 60 --log-json
     """
     if hf is not None:
         models = {**models, hf: fetched(hf)}
     models = models or {"box": BOX}
-    if problem := contradiction(models, flags) or beside_one(models, flags, hf):
+    if problem := contradiction(models, flags) or beside_one(models, flags, hf) or misplaced_replicas(models, flags):
         raise click.UsageError(problem)
     flags["mmproj"] = mmproj_of(flags, hf)
     if flags["alias"]:
         models = {flags["alias"]: next(iter(models.values()))}
+    devices = {name: devices_for(name, flags) for name in models}
     try:  # --help does without these.
         from luce.server.access import Access
         from luce.server.app import make_app
@@ -240,9 +245,9 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     watch = Watch("" if flags["quiet"] else "json" if flags["log_json"] else "text")
     # The box's drafter fits no other model.
     drafter = drafter_of(next(iter(models.values())), flags) if len(models) == 1 else flags["draft"]
-    served = Models(models, settings_of(flags, drafter))
+    served = Models(models, settings_of(flags, drafter), devices)
     for slot in served.slots.values():  # Those that are loaded later have to open too.
-        with Files(slot.path, flags["mtp_gguf"], flags["device"]) as files, suppress(Error):
+        with Files(slot.path, flags["mtp_gguf"], slot.devices[0]) as files, suppress(Error):
             for warning in () if flags["quiet"] else files.warnings:  # What fails here fails at loading too.
                 click.echo(f"Warning: {printable(warning)}", err=True)
     hosts = (*LOOPBACK, flags["host"]) if flags["host"] in LOOPBACK else ()
@@ -309,7 +314,23 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
         for name in ("cache_ram", "cache_dir"):
             if flags[name] is not None:
                 return f"--{name.replace('_', '-')} is for beginnings of prompts: --checkpoints 0 keeps none"
-    return misplaced(flags) or idle_threads(flags) or idle_split(flags)
+    return misplaced(flags)
+
+
+def misplaced_replicas(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str | None:
+    """Says the same of flags that say where models and their replicas run."""
+    names = [flags["alias"]] if flags["alias"] else list(models)
+    if unknown := sorted(set(flags["devices"]) - {"", *names}):
+        return f"--device {unknown[0]}= names no model that is served: {', '.join(names)}"
+    if "" in flags["devices"] and all(name in flags["devices"] for name in names):
+        return "--device without a name is for models that have none of their own: each has"
+    each = [{**flags, "device": device} for name in names for device in devices_for(name, flags)]
+    return next((problem for one in each if (problem := idle_threads(one) or idle_split(one))), None)
+
+
+def devices_for(name: str, flags: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """Returns on which devices a model has replicas: its own, those of all models, or one that is chosen."""
+    return flags["devices"].get(name) or flags["devices"].get("") or (None,)
 
 
 def beside_one(models: Mapping[str, Path], flags: Mapping[str, Any], hf: str | None) -> str | None:
@@ -329,7 +350,6 @@ def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settin
     """Returns how the flags say that models are served, with this drafter for each of them."""
     asked = options_of(
         flags,
-        device=flags["device"],
         sequences=flags["parallel"],
         checkpoints=flags["checkpoints"],
         pages=flags["pages"],

@@ -1,5 +1,5 @@
-"""Has the models that are served. Each has an engine, is loaded at first use, and is unloaded when another
-needs memory."""
+"""Has the models that are served. Each has an engine, or replicas on several devices, is loaded at first use, and is
+unloaded when another needs memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event as Flag
 from typing import Any, TypeVar
 
-from luce.decode.events import Event, Failed, Finished
 from luce.decode.request import Compressed
-from luce.errors import ArgumentError, Cancelled, DeviceError, Error, OutOfMemory, about
+from luce.decode.scheduler import Job, put_all
+from luce.errors import ArgumentError, Cancelled, Error, OutOfMemory, about
 from luce.images.fetching import Allowed
 from luce.images.opening import ImageError, image_size
 from luce.images.sight import Placed, Shown, Sight, marks_of
@@ -24,10 +24,11 @@ from luce.model.defaults import penalties_of, sampling_of, with_defaults
 from luce.model.loaded import Loaded, Settings, in_thread_of
 from luce.planning import cpus
 from luce.planning.opened import Files
-from luce.prompts.cache import PrefixCache
+from luce.planning.plan import MAX_THREADS, Options
 from luce.prompts.scorer import COUNTED, Scorer, longest_of
 from luce.server.ask import Ask, Message, Refused, TooLong, refuse
 from luce.server.lanes import FETCHED, GRAMMARS, IMAGES, LARGE, MESSAGE, PICTURES, SCORES, SHORT, Lane, fitting
+from luce.server.replicas import Replicas
 from luce.text.conversation import ordered
 from luce.text.infill import Gap, infill_ids
 from luce.text.prompt import KEY, BoundedTemplate, chat_template, prompt_ids
@@ -39,13 +40,14 @@ FETCHED_BYTES = 64 << 20  # Images of one request that come by their addresses h
 
 
 class Served:
-    """This is a model that is loaded: its files, engine, thread and cache. What happens to its requests is
+    """This is a model that is loaded: its files, and its replicas, of which each has an engine, a thread and a cache.
+    There is one on each of `devices`, where it says none on that of the settings. What happens to its requests is
     put in the thread of `loop`. A context that nobody asked for may `shrink` to fit the free memory; else
     OutOfMemory is raised. Where `cancelled` says so, loading ends and Cancelled is raised. Raises what
     opening them raises.
 
-    `users` counts the requests that are prepared for it: it is not unloaded meanwhile, nor while its
-    scheduler has any. `failed` is what its device reported last, "" while it works."""
+    `users` counts the requests that are prepared for it: it is not unloaded meanwhile, nor while a scheduler has
+    any."""
 
     def __init__(
         self,
@@ -54,12 +56,12 @@ class Served:
         loop: asyncio.AbstractEventLoop,
         shrink: bool = True,
         cancelled: Callable[[], bool] = lambda: False,
+        devices: Sequence[str | None] = (),
     ):
-        self.users, self.failed = 0, ""
+        self.users = 0
+        device, *others = devices or (settings.options.device,)
         with ExitStack() as opened:
-            files = opened.enter_context(
-                Files(path, settings.head, settings.options.device, settings.drafter)
-            )
+            files = opened.enter_context(Files(path, settings.head, device, settings.drafter))
             with about(path):
                 self.defaults = sampling_of(files.file.kv)
                 self.penalties = penalties_of(files.file.kv)
@@ -69,31 +71,32 @@ class Served:
                 threads, device = settings.options.threads or min(cpus.usable(), 16), files.device or "auto"
                 sight = Sight(settings.mmproj, threads, device, settings.image_tokens, log.warning)
                 self._sight = opened.enter_context(sight)
-            options = with_defaults(files, settings.options, shrink)
-            hand_over, owner = in_thread_of(loop), "the server"
+            each = [files, *(files.on(other) for other in others)]
+            asked = _alike([with_defaults(one, _options_of(one, settings.options, len(each)), shrink) for one in each])
+            events = in_thread_of(loop, put_all), "the server", in_thread_of(loop, self._move) if others else None
+            replicas = list[Loaded]()
             with self._sight.beside() if self._sight else nullcontext():
-                loaded = opened.enter_context(
-                    Loaded(files, options, settings, lambda _: cancelled(), hand_over=hand_over, owner=owner)
-                )
+                for one, options, own in zip(each, asked, settings.each_of(len(each)), strict=True):
+                    loaded = Loaded(one, options, own, lambda _: cancelled(), 0, None, *events)
+                    replicas.append(opened.enter_context(loaded))
+            self.replicas, self.first = Replicas(path.stem, replicas), replicas[0]
             if cancelled():
                 raise Cancelled("loading was cancelled")
             if self._sight is not None:
-                self._sight.require_fit(loaded.engine.model)
+                self._sight.require_fit(self.first.engine.model)
                 if warning := self._sight.misnamed(files.facts.name):
                     log.warning(warning)
                 with about(path):
                     self._image = marks_of(files.tokenizer.control.get)
             self._scorer: Scorer | None = None
             if settings.scorer is not None:
-                longest = longest_of(files.facts.context_length, loaded.info.n_ctx)
-                how = options.device, options.threads
+                longest = longest_of(files.facts.context_length, self.first.info.n_ctx)
+                where = device, settings.options.threads
                 self._scorer = opened.enter_context(
-                    Scorer(settings.scorer, files.tokenizer, files.file.kv, longest, *how)
+                    Scorer(settings.scorer, files.tokenizer, files.file.kv, longest, *where)
                 )
-            self.cache: PrefixCache | None = loaded.cache
-            self.engine, self.scheduler = loaded.engine, loaded.scheduler
-            self.info, self.tokenizer, self.facts = loaded.info, loaded.tokenizer, loaded.facts
-            self.grammars = loaded.grammars
+            self.info, self.tokenizer, self.facts = self.first.info, files.tokenizer, files.facts
+            self.grammars = self.first.grammars
             self.lanes = (Lane("luce-prompts", SHORT), *LARGE)
             self.lanes[0].begin()
             opened.callback(self.lanes[0].close)
@@ -110,12 +113,17 @@ class Served:
         """Returns the model's chat template, if it has one."""
         return self._templates.get(self.lanes[0])
 
-    def note(self, last: Event) -> None:
-        """Notes by the last event of a request whether the device works."""
-        if isinstance(last, Finished):
-            self.failed = ""
-        elif isinstance(last, Failed) and isinstance(last.error, DeviceError):
-            self.failed = str(last.error)
+    def _move(self, waiting: list[Job]) -> None:
+        self.replicas.move(waiting)
+
+    @property
+    def n_replicas(self) -> int:
+        return len(self.replicas.all)
+
+    @property
+    def n_sequences(self) -> int:
+        """Returns how many requests run at once on all replicas."""
+        return sum(each.loaded.info.n_sequences for each in self.replicas.all)
 
     async def prompt(self, ask: Ask) -> list[int]:
         """Returns the tokens of a conversation without rows of images, none of which is decoded. Raises as seen()
@@ -263,6 +271,20 @@ class Served:
         self._opened.close()
 
 
+def _options_of(files: Files, options: Options, n: int) -> Options:
+    """Returns the options of one of n replicas. CPUs that nobody counted out are shared."""
+    threads = options.threads
+    if n > 1 and threads is None and (files.device or "").startswith("cpu"):
+        threads = max(1, min(cpus.usable(), MAX_THREADS) // n)
+    return replace(options, device=files.device, threads=threads)
+
+
+def _alike(options: Sequence[Options]) -> list[Options]:
+    """Returns the options of replicas with the shortest context of any: a prompt that one takes fits all."""
+    contexts = [each.ctx for each in options if each.ctx is not None]
+    return [replace(each, ctx=min(contexts, default=None)) for each in options]
+
+
 def each_image(images: Sequence[bytes], make: Callable[[bytes], T]) -> list[T]:
     """Returns what `make` makes of each image. An error says which image it is of."""
     found = list[T]()
@@ -294,9 +316,11 @@ async def closing(close: Callable[[], None]) -> None:
 @dataclass(eq=False)
 class Slot:
     """This is a model by its name, loaded or not. `used` is the time of day when it was asked last, and
-    `loading` loads it at present."""
+    `loading` loads it at present. It has a replica on each of `devices`; where it says none, one on that of the
+    settings."""
 
     path: Path
+    devices: tuple[str | None, ...] = ()
     served: Served | None = None
     used: float = 0.0
     loading: asyncio.Task[None] | None = None
@@ -305,16 +329,19 @@ class Slot:
     def state(self) -> str:
         """Returns "unloaded", "loading", "ready", or "failed" where its device has."""
         if self.served is not None:
-            return "failed" if self.served.failed else "ready"
+            return "ready" if self.served.replicas.working else "failed"
         return "unloaded" if self.loading is None else "loading"
 
 
 class Models:
-    """Holds models by their names. A single one answers to every name."""
+    """Holds models by their names. A single one answers to every name. `devices` says on which devices each has a
+    replica, where that is not the one of the settings."""
 
-    def __init__(self, paths: Mapping[str, Path], settings: Settings):
+    def __init__(
+        self, paths: Mapping[str, Path], settings: Settings, devices: Mapping[str, Sequence[str | None]] | None = None
+    ):
         self.sees = settings.mmproj is not None
-        self.slots = {name: Slot(path) for name, path in paths.items()}
+        self.slots = {name: Slot(path, tuple((devices or {}).get(name, ()))) for name, path in paths.items()}
         self._settings = settings
         self._turn = asyncio.Lock()  # One model is loaded at a time.
         self.draining = self._stopping = False
@@ -329,6 +356,12 @@ class Models:
         if "failed" in states:
             return "failed"
         return "loading" if "loading" in states and "ready" not in states else "ready"
+
+    @property
+    def left_out(self) -> list[str]:
+        """Returns the replicas whose devices have failed while others of their model go on."""
+        loaded = [(name, slot.served) for name, slot in self.slots.items() if slot.served]
+        return [f"{name} on {each.name}" for name, served in loaded for each in served.replicas.all if each.failed]
 
     def name_of(self, asked: str) -> str:
         """Returns the name that a request means. Raises Refused where it means none."""
@@ -373,7 +406,7 @@ class Models:
     def _idle(self) -> list[Slot]:
         """Returns the models that are loaded and that nobody asks now."""
         loaded = ((slot, slot.served) for slot in self.slots.values() if slot.served)
-        return [slot for slot, served in loaded if not served.users and served.scheduler.idle]
+        return [slot for slot, served in loaded if not served.users and served.replicas.idle]
 
     async def _load(self, slot: Slot) -> None:
         try:
@@ -391,7 +424,7 @@ class Models:
                 raise stopping()
             idle = self._idle()
             try:
-                given = slot.path, self._settings, loop, not idle, self._is_stopping
+                given = slot.path, self._settings, loop, not idle, self._is_stopping, slot.devices
                 return await loop.run_in_executor(None, Served, *given)
             except OutOfMemory as error:
                 idle = self._idle()
@@ -414,7 +447,8 @@ class Models:
         self._stopping = self.draining = True
         for slot in self.slots.values():
             if slot.served is not None:
-                slot.served.scheduler.stop()
+                for each in slot.served.replicas.all:
+                    each.loaded.scheduler.stop()
 
     async def close(self) -> None:
         """Unloads all models, also those that are being loaded."""

@@ -51,7 +51,7 @@ class Several:
 
     def __init__(self, model: Served, asks: Sequence[Ask], n: int, watch: Watch):
         self.answers = [Answer(model, ask, watch) for ask in asks]
-        self._n, self._width = n, model.info.n_sequences
+        self._n, self._width = n, model.n_sequences
         # Who reads slowly is waited for.
         self._parts = asyncio.Queue[Part | Silence | Exception](2 * self._width)
         self._waiting = list(enumerate(self.answers))[::-1]

@@ -39,6 +39,9 @@ class Watch:
         self._waiting = gauge("num_requests_waiting", "Requests that wait for a sequence.")
         self._processing = gauge("requests_processing", "Requests that have a sequence.")
         self._deferred = gauge("requests_deferred", "Requests that wait for a sequence.")
+        self._replica_running = gauge("replica_requests_running", "Requests that have a sequence.", "model", "replica")
+        self._replica_waiting = gauge("replica_requests_waiting", "Requests that wait.", "model", "replica")
+        self._replica_failed = gauge("replica_failed", "1 where its device has failed, else 0.", "model", "replica")
         self._pages = gauge("kv_cache_usage_perc", "Part of the KV pages that is taken, 0..1.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens that were looked up.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens that were not read again.")
@@ -108,20 +111,29 @@ class Watch:
                     "reason": reason,
                 }
                 | ({} if usage.left_out is None else {"left_out": usage.left_out})
+                | ({"replica": answer.replica.name} if answer.replica and answer.model.n_replicas > 1 else {})
             )
 
     def scrape(self, models: Models) -> bytes:
         """Returns all metrics as Prometheus reads them."""
-        served = [slot.served for slot in models.slots.values() if slot.served]
-        running = sum(model.scheduler.running for model in served)
-        waiting = sum(model.scheduler.waiting for model in served)
+        served = [(name, slot.served) for name, slot in models.slots.items() if slot.served]
+        replicas = [(name, each) for name, model in served for each in model.replicas.all]
+        for gauge in (self._replica_running, self._replica_waiting, self._replica_failed):
+            gauge.clear()  # Those of models that are not loaded now are told of no more.
+        for name, each in replicas:
+            self._replica_running.labels(name, each.name).set(each.loaded.scheduler.running)
+            self._replica_waiting.labels(name, each.name).set(each.loaded.scheduler.waiting)
+            self._replica_failed.labels(name, each.name).set(bool(each.failed))
+        loaded = [each.loaded for _, each in replicas]
+        running = sum(each.scheduler.running for each in loaded)
+        waiting = sum(each.scheduler.waiting for each in loaded)
         for gauge, value in ((self._running, running), (self._processing, running),
                              (self._waiting, waiting), (self._deferred, waiting)):  # fmt: skip
             gauge.set(value)
-        pages = sum(model.info.n_pages for model in served)
-        free = sum(model.scheduler.pages_free for model in served)
+        pages = sum(each.info.n_pages for each in loaded)
+        free = sum(each.scheduler.pages_free for each in loaded)
         self._pages.set((pages - free) / pages if pages else 0.0)
-        caches = [model.cache for model in served if model.cache]
+        caches = [each.cache for each in loaded if each.cache]
         for place in ("device", "host", "disk"):
             sizes = [cache.sizes()[place] for cache in caches]
             self._cache_entries.labels(place).set(sum(count for count, _ in sizes))

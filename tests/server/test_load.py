@@ -19,8 +19,8 @@ def test_every_answer_is_the_one_alone_and_nothing_is_left(native):
         assert load.counts["right"] and load.counts["gone"] and load.counts["bad"]
         until(lambda: server.scheduler.idle, "all sequences are free")
         served = server.models.slots["box"].served
-        held, _ = served.cache.sizes()["device"]
-        assert served.engine.native.info.sequences_free == 3
-        assert served.engine.native.info.checkpoints_free == 3 - held
-        served.cache.free_pages(served.info.n_pages)
-        assert served.engine.native.info.pages_free == served.info.n_pages
+        held, _ = served.first.cache.sizes()["device"]
+        assert served.first.engine.native.info.sequences_free == 3
+        assert served.first.engine.native.info.checkpoints_free == 3 - held
+        served.first.cache.free_pages(served.info.n_pages)
+        assert served.first.engine.native.info.pages_free == served.info.n_pages

@@ -82,7 +82,7 @@ def test_beginnings_take_a_quarter_of_the_free_memory_unless_it_is_said(tiny_ggu
     monkeypatch.setattr("luce.model.loaded._free_memory", lambda: 4000)
     for said, taken in ((None, 1000), (0, 0), (7, 7)):
         with serving({"a": tiny_gguf}, settings(ctx=512, host_bytes=said, spec="off")) as server:
-            assert server.models.slots["a"].served.cache._host_bytes == taken
+            assert server.models.slots["a"].served.first.cache._host_bytes == taken
 
 
 def test_another_model_leaves_before_a_context_shrinks(endless, monkeypatch):

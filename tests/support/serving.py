@@ -35,8 +35,8 @@ def settings(*, host_bytes=1 << 30, cache_dir=None, max_waiting=64, scorer=None,
 class Serving:
     """This is a server that runs: `url` is its address, and `models` what it serves."""
 
-    def __init__(self, paths, how, access, watch, loading=False, drain_s=HANG_S):
-        self.models = Models(paths, how)
+    def __init__(self, paths, how, access, watch, loading=False, drain_s=HANG_S, devices=None):
+        self.models = Models(paths, how, devices)
         self.watch = watch
         self.listener = Listener(make_app(self.models, watch, access), self.models, watch.log, drain_s)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.listener.serve()))
@@ -52,7 +52,7 @@ class Serving:
     def scheduler(self):
         """Returns that of the one model that is loaded."""
         (slot,) = [slot for slot in self.models.slots.values() if slot.served]
-        return slot.served.scheduler
+        return slot.served.first.scheduler
 
     def post(self, path, **body):
         return self.http.post(path, json=body)

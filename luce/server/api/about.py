@@ -60,6 +60,7 @@ def model_of(name: str, slot: Slot, created: int) -> dict[str, Any]:
     }
     if served is not None:
         found["max_model_len"] = served.info.n_ctx
+        found["replicas"] = [each.as_json() for each in served.replicas.all]
         found["meta"] = {
             "n_ctx": served.info.n_ctx,
             "n_ctx_train": served.facts.context_length,
@@ -86,11 +87,12 @@ async def one_model(server: Server, request: Request) -> Response:
 
 
 async def health(server: Server, request: Request) -> Response:
-    """Says how the server is: 200 and "ok" where it answers, else 503 and "loading", "draining" or
-    "failed"."""
+    """Says how the server is: 200 and "ok" where it answers, with the replicas that are left out, if any are; else
+    503 and "loading", "draining" or "failed"."""
     state = server.models.state
     if state == "ready":  # llama.cpp's clients look for this word.
-        return reply({"status": "ok", "state": state})
+        failed = server.models.left_out
+        return reply({"status": "ok", "state": state} | ({"left_out": failed} if failed else {}))
     retry = {} if state == "failed" else {"Retry-After": "5"}
     error = {"code": 503, "message": STATES[state], "type": "unavailable_error"}
     return reply({"status": state, "state": state, "error": error}, 503, retry)
@@ -108,14 +110,15 @@ async def props(server: Server, request: Request) -> Response:
         {
             "model_alias": server.models.name_of(asked),
             "build_info": f"luce {luce.__version__}",
-            "total_slots": served.info.n_sequences,
+            "total_slots": served.n_sequences,
+            "replicas": [each.as_json() for each in served.replicas.all],
             "chat_template": served.template_source,
             "modalities": {"vision": server.models.sees, "audio": False},
             "default_generation_settings": {
                 "n_ctx": served.info.n_ctx,
                 "params": served.defaults | served.penalties,
             },
-            "speculation": served.engine.plan.as_json()["draft"],
+            "speculation": served.first.engine.plan.as_json()["draft"],
         }
     )
 

@@ -332,8 +332,9 @@ async def ps(server: Server, request: Request) -> Response:
     loaded = []
     for name, slot in server.models.slots.items():
         if slot.served is not None:
-            size = slot.served.engine.info.memory_bytes + slot.served.engine.model.info.weight_bytes
-            vram = 0 if slot.served.engine.model.info.device.startswith("cpu") else size
+            engines = [each.loaded.engine for each in slot.served.replicas.all]
+            size = sum(each.info.memory_bytes + each.model.info.weight_bytes for each in engines)
+            vram = 0 if engines[0].model.info.device.startswith("cpu") else size
             more = {"size": size, "size_vram": vram, "context_length": slot.served.info.n_ctx}
             loaded.append(_model(name, slot) | more | {"expires_at": "9999-12-31T23:59:59Z"})
     return reply({"models": loaded})
