@@ -3,6 +3,7 @@
 // activations that these take (matmul/rings.cuh): producers and consumers, with mbarriers between them.
 #pragma once
 
+#include "common/small_shared.h"
 #include "matmul/multiply.cuh"
 #include "matmul/results.cuh"
 #include "matmul/warp_groups.cuh"
@@ -264,14 +265,15 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
 // threads kept 28 to 100 bytes in memory where they had a half or a third of the registers.
 template <int NT, bool WIDE> constexpr int launch_blocks() {
     constexpr int BLOCKS = Shape<NT, WIDE>::BLOCKS;
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
-    return 1;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-    return BLOCKS;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-    return NT == 1 ? BLOCKS + 1 : 1;
+#if SMALL_SHARED
+    constexpr int OWN = 1;
 #else
-    return BLOCKS + (NT == 1 ? 1 : 0);
+    constexpr int OWN = BLOCKS;
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    return OWN;
+#else
+    return NT == 1 ? BLOCKS + 1 : OWN;
 #endif
 }
 

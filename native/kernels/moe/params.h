@@ -1,6 +1,7 @@
 // Has what the kernels of up and down are told (moe/matmul.cu), and how much their blocks hold.
 #pragma once
 
+#include "common/small_shared.h"
 #include "common/warp.cuh"
 #include "moe/matrix.h"
 #include "moe/plan.h"
@@ -18,7 +19,7 @@ constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a t
 constexpr int SMALL_BLOCKS_SM = 3; // the same of steps of one row and a few more, whose kernels are smaller
 // Registers are shared out among so many blocks. Where a multiprocessor has 100 KB of shared memory (8.6, 8.9 and 12.0), there is no
 // room for three of the fewest rows' blocks, nor for two of many rows', whose threads then would keep 28 to 112 bytes in memory.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+#if SMALL_SHARED
 constexpr int FEWEST_BLOCKS = 2, MANY_BLOCKS = 1;
 #else
 constexpr int FEWEST_BLOCKS = SMALL_BLOCKS_SM, MANY_BLOCKS = BLOCKS_SM;
