@@ -5,10 +5,10 @@
     python3 tools/build_card.py "RTX 3090" build /tmp/3090
     cd /tmp/3090 && ./kernel_check check && python3 -m luce bench oracle
 
-Kernels are compiled for the card's generation, without what only Hopper has, and then into Hopper's instructions; launches
-are planned with the card's limits (tests/cuda/pretended/limits.cu). All else is the build's. Blocks that are planned for the
-multiprocessors of the card may still be spread over more of Hopper's, which are faster too, and have another cache before
-them: what a figure of such a build says of the card is docs/gpus.md's.
+Kernels are compiled for the card's generation, without what only Hopper has, and then into Hopper's instructions;
+launches are planned with the card's limits (tests/cuda/pretended/limits.cu). All else is the build's. Blocks that are
+planned for the multiprocessors of the card may still be spread over more of Hopper's, which are faster too, and have
+another cache before them: docs/gpus.md says what a figure of such a build means.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ WRAPPED = (  # tests/cuda/launches.cu has them
     "__cudaGetKernel",
     "__cudaRegisterFunction",
 )
-# The code that is compiled for each. No Hopper runs code for 12.0: that of 9.0 has all that 12.0 has of it here, which is bulk
-# copies and launches that overlap without wgmma, and it is told of the small shared memory.
+# The code that is compiled for each. No Hopper runs code for 12.0: that of 9.0 has all that 12.0 has of it here, which
+# is bulk copies and launches that overlap without wgmma, and it is told of the small shared memory.
 CARDS = {
     "RTX 3060 12 GB": ["-gencode", "arch=compute_86,code=sm_90"],
     "RTX 3090": ["-gencode", "arch=compute_86,code=sm_90"],
@@ -129,8 +129,8 @@ def main() -> None:
         run_all([([*linked, f"-Wl,-rpath,$ORIGIN:{toolkit}"], folder)])
     if checks:
         wraps = ["-Xlinker", ",".join(f"--wrap={name}" for name in WRAPPED)]
-        program = [nvcc, "-o", str(folder / "kernel_check"), *map(str, [*checks, *kernels]), f"-L{toolkit}", "-lcublasLt", *wraps]
-        run_all([(program, folder)])
+        program = [nvcc, "-o", str(folder / "kernel_check"), *map(str, [*checks, *kernels])]
+        run_all([([*program, f"-L{toolkit}", "-lcublasLt", *wraps], folder)])
     print(f"{args.card}: {len(kernels)} kernels' and {len(checks)} checks' files, in {folder}")
 
 

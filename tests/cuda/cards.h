@@ -3,6 +3,10 @@
 
 #include "common/device_limits.h"
 
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+
 using namespace luce;
 
 // Sources. By compute capability, from the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability") and
@@ -41,3 +45,19 @@ inline const Card CARDS[] = {
     {"H100", 90, 2048, 32, HOPPER_LIMITS, 80, 3350},
     {"H200", 90, 2048, 32, HOPPER_LIMITS, 141, 4800},
 };
+
+// Takes a card's limits in the place of a device's, of whose multiprocessors it uses no more than there are. Returns false
+// where there is no such card, where the code was compiled for other instructions than the card has, or where the device can do less.
+inline bool pretend(const char *name, DeviceLimits &device) {
+    const auto card = std::find_if(std::begin(CARDS), std::end(CARDS),
+                                   [&](const Card &c) { return std::strcmp(c.name, name) == 0; });
+    if (card == std::end(CARDS) || card->limits.wgmma != device.wgmma || card->limits.bulk_copies != device.bulk_copies ||
+        card->limits.shared_sm > device.shared_sm || card->limits.shared_block > device.shared_block ||
+        card->limits.registers > device.registers) {
+        return false;
+    }
+    const int multiprocessors = std::min(device.multiprocessors, card->limits.multiprocessors);
+    device = card->limits;
+    device.multiprocessors = multiprocessors;
+    return true;
+}

@@ -108,3 +108,4 @@ void plan_attention(const Card &card);
 void plan_deltanet(const Card &card);
 void plan_sampling(const Card &card);
 void plan_reserve(const Card &card);
+void plan_pretended(const Card &card);

@@ -18,6 +18,7 @@ int main() {
         plan_deltanet(card);
         plan_sampling(card);
         plan_reserve(card);
+        plan_pretended(card);
     }
     std::map<std::string, int> found;
     for (const auto &[of, lack] : lacks) {
