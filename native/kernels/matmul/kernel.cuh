@@ -264,7 +264,7 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
 // beside another. With 100 KB of shared memory (8.6, 8.9 and 12.0) a launch has a block a multiprocessor (blocks_per_sm), whose
 // threads kept 28 to 100 bytes in memory where they had a half or a third of the registers.
 template <int NT, bool WIDE> constexpr int launch_blocks() {
-    constexpr int BLOCKS = Shape<NT, WIDE>::BLOCKS;
+    [[maybe_unused]] constexpr int BLOCKS = Shape<NT, WIDE>::BLOCKS;
 #if SMALL_SHARED
     constexpr int OWN = 1;
 #else
