@@ -15,6 +15,7 @@ from luce.cli import stdout
 from luce.cli.command import MAX_U32, CtrlC, Utf8, with_remedy
 from luce.cli.keeping import KEEPING, idle_keeping, scorer_of
 from luce.cli.options import (
+    COPIES,
     DRAFTING,
     EXPERTS,
     MODEL,
@@ -22,6 +23,7 @@ from luce.cli.options import (
     SPLIT,
     drafter_of,
     hf_option,
+    idle_copies,
     idle_sampling,
     idle_split,
     idle_thinking,
@@ -81,7 +83,7 @@ QUOTE = '"""'
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens.  [default: 8192, or what was trained]",
 )
-@options(RUN, SPLIT, EXPERTS, MMPROJ, KEEPING, DRAFTING)
+@options(RUN, SPLIT, EXPERTS, COPIES, MMPROJ, KEEPING, DRAFTING)
 def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     """Talk with a model. /help says what else can be done.
 
@@ -91,7 +93,7 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
       luce chat --hf OWNER/REPO --system "You are terse."
       luce chat --gguf model.gguf --mmproj mmproj.gguf
     """
-    idle = idle_sampling(flags) or idle_threads(flags) or idle_split(flags)
+    idle = idle_sampling(flags) or idle_threads(flags) or idle_copies(flags) or idle_split(flags)
     if problem := misplaced(flags) or idle or idle_images(flags, hf) or idle_keeping(flags):
         raise click.UsageError(problem)
     path = model_path(gguf, hf)

@@ -18,6 +18,7 @@ from luce.cli import stdout
 from luce.cli.command import MAX_U32, Commands, CtrlC, FilePath, Utf8, text_file
 from luce.cli.keeping import KEEPING, compressed, idle_keeping
 from luce.cli.options import (
+    COPIES,
     DEVICE,
     DRAFTING,
     EXPERTS,
@@ -29,6 +30,7 @@ from luce.cli.options import (
     SPLIT,
     drafter_of,
     hf_option,
+    idle_copies,
     idle_sampling,
     idle_split,
     idle_thinking,
@@ -116,7 +118,7 @@ def cli(version: bool) -> None:
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens of prompt and text.  [default: 4096, or what the request needs]",
 )
-@options(RUN, SPLIT, EXPERTS)
+@options(RUN, SPLIT, EXPERTS, COPIES)
 @click.option(
     "--chat/--raw",
     default=False,
@@ -231,7 +233,7 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
         return "--quiet and --verbose: give one of them"
     if flags["special"] and flags["chat"]:
         return "--special is for --raw: in a chat only the template spells control tokens"
-    idle = idle_sampling(flags) or idle_threads(flags) or idle_split(flags)
+    idle = idle_sampling(flags) or idle_threads(flags) or idle_copies(flags) or idle_split(flags)
     return misplaced(flags) or idle or idle_images(flags, flags["hf"]) or idle_keeping(flags)
 
 

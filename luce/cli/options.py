@@ -152,6 +152,12 @@ EXPERTS = (
                  "and the rest of the model on the GPU; auto keeps those that the GPU has no room for. One N "
                  "has the same tokens in every mode; another N may have others."),
 )  # fmt: skip
+COPIES = (
+    click.option("--prompt-copies", type=click.Choice(("auto", "off")),
+                 help="Keep F16 copies of the layers' matrices on a GPU, with which prompts are read faster; auto "
+                 "makes as many as fit into half of what is left of its memory. No token depends on it.  "
+                 "[default: auto]"),
+)  # fmt: skip
 RUN = (*DEVICE, *THREADS, *KV_TYPE)
 REPLICAS = (
     click.option("--device", "devices", multiple=True, callback=replica_devices, metavar="[NAME=]auto|cpu|cuda[:N]",
@@ -172,13 +178,24 @@ def idle_split(flags: Mapping[str, Any]) -> str | None:
     return f"--split has {len(split)} shares, and --device names {n} devices" if len(split) not in (0, n) else None
 
 
+def idle_copies(flags: Mapping[str, Any]) -> str | None:
+    """Says what is wrong with --prompt-copies where the model runs on the CPU."""
+    if flags["prompt_copies"] is None or not _device_of(flags).startswith("cpu"):
+        return None
+    return "--prompt-copies is for a model on a GPU: the CPU multiplies matrices as they are"
+
+
+def _device_of(flags: Mapping[str, Any]) -> str:
+    return flags["device"] or next(iter(_native.default().devices())).name
+
+
 def idle_threads(flags: Mapping[str, Any]) -> str | None:
     """Says what is wrong with --threads where the model runs on a GPU, and with --cpu-experts where it does
     not."""
     experts = flags.get("cpu_experts") is not None
     if flags["threads"] is None and not experts:
         return None
-    device = flags["device"] or next(iter(_native.default().devices())).name
+    device = _device_of(flags)
     if experts:
         why = "--cpu-experts is for a model on a GPU: on the CPU all experts are in host memory"
         return why if device.startswith("cpu") else None
@@ -335,6 +352,7 @@ def options_of(flags: Mapping[str, Any], **more: Any) -> Options:
         kv_type=flags["kv_type"],
         threads=flags["threads"],
         cpu_experts=flags["cpu_experts"],
+        copies=flags["prompt_copies"] != "off",
         split=flags["split"],
         spec=flags["spec"] or of_drafter,
         gamma=flags["mtp_gamma"],

@@ -72,12 +72,13 @@ class File(Handle):
         cpu_experts: int = 0,
         drafters: Sequence[DrafterFile] = (),
         layers: Sequence[int] = (),
+        copy_bytes: int = 0,
     ) -> Memory:
         """Returns what a model and one engine of it need, in bytes. Raises what opening the model would
         raise: UnsupportedError or FileError where luce cannot run the files."""
         library = self.library
         listed = _listed(head, drafter, drafters)
-        model = _model_params(library, device, listed, cpu_experts, layers)
+        model = _model_params(library, device, listed, cpu_experts, layers, copy_bytes)
         engine = engine_params(library, params or EngineParams(), [kind for _, kind in listed])
         out = library.struct("luce_memory")
         library.check(library.lib.luce_plan_memory(self.handle, model.struct, engine.struct, out))
@@ -107,6 +108,7 @@ def _model_params(
     drafters: Sequence[DrafterFile],
     cpu_experts: int,
     layers: Sequence[int],
+    copy_bytes: int,
     progress: Any = None,
 ) -> Params:
     new = library.ffi.new
@@ -115,8 +117,9 @@ def _model_params(
     for struct, (file, _), kind in zip(listed, drafters, kinds, strict=False):
         struct.file, struct.kind = file.handle, kind
     made = library.struct(
-        "luce_model_params", device=name, n_cpu_experts=cpu_experts, drafters=listed, n_drafters=len(drafters)
-    )
+        "luce_model_params", device=name, n_cpu_experts=cpu_experts, drafters=listed, n_drafters=len(drafters),
+        copy_bytes=copy_bytes,
+    )  # fmt: skip
     counts = new("uint32_t[]", list(layers) or 1)
     if layers:
         made.layers, made.n_layers = counts, len(layers)
@@ -158,7 +161,8 @@ class Model(Handle):
     """Weights on a device, with a list of drafters: the NextN head that `head` holds (the model's own file or
     another) or the assistant that it is, the DFlash drafter of `drafter`, and those of `drafters`. Of several
     devices ("cuda:0,cuda:1") each has its number of `layers`, or as many as its memory has room for. Of the first
-    `cpu_experts` layers the experts stay in host memory, where the CPU multiplies them. `progress` may cancel
+    `cpu_experts` layers the experts stay in host memory, where the CPU multiplies them. Each GPU keeps up to
+    `copy_bytes` of F16 copies of its layers' matrices, which prompts read (luce_model_params). `progress` may cancel
     (Cancelled); what it raises is raised here."""
 
     def __init__(
@@ -171,6 +175,7 @@ class Model(Handle):
         cpu_experts: int = 0,
         drafters: Sequence[DrafterFile] = (),
         layers: Sequence[int] = (),
+        copy_bytes: int = 0,
     ):
         library = file.library
         raised: list[BaseException] = []
@@ -182,7 +187,8 @@ class Model(Handle):
                 error=1,
                 onerror=lambda kind, error, trace: raised.append(error),
             )
-        params = _model_params(library, device, _listed(head, drafter, drafters), cpu_experts, layers, callback)
+        listed = _listed(head, drafter, drafters)
+        params = _model_params(library, device, listed, cpu_experts, layers, copy_bytes, callback)
         self.cpu_experts = cpu_experts
         out = library.ffi.new("luce_model **")
         status = library.lib.luce_model_open(out, file.handle, params.struct)

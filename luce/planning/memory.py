@@ -41,7 +41,7 @@ def fits(files: Files, options: Options) -> list[Fit]:
 
 
 def _fit(files: Files, mode: str, options: Options) -> Fit:
-    chosen = files.plan(options)
+    chosen = files.plan(replace(options, copies=False))  # Copies are made in what is left.
 
     def holds(context: int) -> bool:
         try:

@@ -17,7 +17,7 @@ from luce.native import File, Model, Progress
 from luce.native.files import is_assistant
 from luce.native.structs import EngineParams, Memory
 from luce.planning import cpus
-from luce.planning.plan import PART, Auto, Options, Plan, plan, smaller, trunk_layers, with_room
+from luce.planning.plan import PART, Auto, Options, Plan, plan, smaller, trunk_layers, with_copies, with_room
 from luce.planning.split import devices_of, lacking
 
 
@@ -98,6 +98,8 @@ class Files:
         chosen = self._shared_out(chosen) if shared else chosen
         while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
             chosen = self._shared_out(less) if shared else less
+        if options.copies and not _device(chosen).startswith("cpu"):
+            chosen = with_copies(chosen, self.memory)
         return chosen
 
     def _shared_out(self, chosen: Plan) -> Plan:
@@ -108,13 +110,12 @@ class Files:
 
     def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
         """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
-        device = chosen.device
-        if device == "auto":
-            device = _native.default().devices()[0].name
-        params = params_of(chosen, device, self.facts.vocab_size or 0)
+        params = params_of(chosen, _device(chosen), self.facts.vocab_size or 0)
         params = params if ctx is None else replace(params, n_ctx=ctx)
         head, drafter = self._drafters([chosen])
-        return self.file.plan_memory(chosen.device, params, head, drafter, chosen.cpu_experts, layers=chosen.layers)
+        return self.file.plan_memory(
+            chosen.device, params, head, drafter, chosen.cpu_experts, layers=chosen.layers, copy_bytes=chosen.copy_bytes
+        )
 
     def load(self, plans: Collection[Plan], progress: Progress | None = None) -> Model:
         """Loads the weights onto the device for engines of these plans, which share them: with the drafters
@@ -126,7 +127,22 @@ class Files:
             for each in plans:
                 if lack := lacking(self.memory(replace(each, layers=first.layers))):
                     raise OutOfMemory(lack)
-        return Model(self.file, first.device, progress, *self._drafters(plans), cpu_experts, layers=first.layers)
+        return Model(
+            self.file, first.device, progress, *self._drafters(plans), cpu_experts,
+            layers=first.layers, copy_bytes=self._copies(list(plans)),
+        )  # fmt: skip
+
+    def _copies(self, plans: list[Plan]) -> int:
+        """Returns the bytes of copies that engines of all these plans leave room for."""
+        most = min(each.copy_bytes for each in plans)
+        if most == 0 or len(plans) == 1:
+            return most
+        engines = [self.memory(replace(each, copy_bytes=0)).devices for each in plans]
+        left = min(
+            of[0].free - of[0].weights - sum(each.parts - each.weights for each in of)
+            for of in zip(*engines, strict=True)
+        )
+        return min(most, max(left // 2, 0))
 
     def _drafters(self, plans: Collection[Plan]) -> tuple[File | None, File | None]:
         """Returns the files of the NextN head and of the DFlash drafter, where a plan names them."""
@@ -142,6 +158,11 @@ class Files:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _device(chosen: Plan) -> str:
+    """Returns the device of a plan: what "auto" takes is the first."""
+    return _native.default().devices()[0].name if chosen.device == "auto" else chosen.device
 
 
 def params_of(chosen: Plan, device: str, n_vocab: int) -> EngineParams:

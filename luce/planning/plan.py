@@ -55,6 +55,7 @@ class Options:
     or assistant in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree,
     1..MAX_BUDGET. With `part` chains of "mtp" are drafted among so many first tokens of the vocabulary alone.
     With `gaps` prompts may leave text out, and with `scores` verifies say what their rows give each position.
+    With `copies` False a GPU keeps no F16 copies of matrices for prompts.
     """
 
     device: str | None = None
@@ -74,6 +75,7 @@ class Options:
     part: int = 0
     gaps: bool = False
     scores: bool = False
+    copies: bool = True
 
     @property
     def resolved_spec(self) -> str:
@@ -193,7 +195,8 @@ class Plan:
     """Says how a model and its engine are opened. `layers` counts those of each device, where there are several.
     `ctx` is in positions and `chunk` in rows of a prefill
     step. A `chunk`, `pages` or `threads` of 0 means the core's default. A verify can have `rows` rows of a
-    sequence, or more where its drafts need them. `reasons` has a line for each of the other fields.
+    sequence, or more where its drafts need them. Each GPU keeps up to `copy_bytes` of F16 copies of matrices for
+    prompts. `reasons` has a line for each of the other fields.
 
     Nothing changes a plan. Where something has to be measured first, that lies between two plans."""
 
@@ -212,6 +215,7 @@ class Plan:
     reasons: Mapping[str, str]
     gaps: bool = False
     scores: bool = False
+    copy_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reasons", MappingProxyType(dict(self.reasons)))
@@ -309,6 +313,7 @@ def plan(
             "checkpoints": asked if options.checkpoints else default,
             "pages": asked if options.pages else "enough for every sequence's whole context",
             "cpu_experts": why_experts,
+            "copy_bytes": "none, before memory is counted" if options.copies else "none, as asked",
             "draft": why_draft,
             "gaps": "prompts of which parts are read" if options.gaps else "prompts are read whole",
             "scores": "it scores prompts for another model" if options.scores else "it scores no prompts",
@@ -357,6 +362,20 @@ def with_room(chosen: Plan, layers: int, memory: Callable[[Plan], Memory]) -> Pl
         found = memory(at(middle))
         low, high = (low, middle) if found.fits else (middle, high)
     return at(high)
+
+
+def with_copies(chosen: Plan, memory: Callable[[Plan], Memory]) -> Plan:
+    """Returns the plan with F16 copies of layers' matrices, of which GPUs spare prompts the writing in each of their
+    steps. They take half of what the fullest GPU has left at most, so that others find memory too. `memory`
+    counts what a plan needs, with what the copies really take among the weights."""
+    devices = memory(chosen).devices
+    left = min(each.free - each.total for each in devices)
+    most = memory(replace(chosen, copy_bytes=max(left // 2, 0))).devices
+    taken = max(having.weights - without.weights for having, without in zip(most, devices, strict=True))
+    if taken == 0:
+        return chosen.because("copy_bytes", f"none: no matrix has room in half of the {max(left, 0):,} bytes left")
+    why = f"{left:,} bytes are left without, and prompts are read faster with F16 copies of matrices"
+    return chosen.because("copy_bytes", why, copy_bytes=taken)
 
 
 def _drafting(

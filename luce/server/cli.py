@@ -18,6 +18,7 @@ from luce import native as _native
 from luce.cli.command import MAX_U32, FilePath, Finite, Interrupted
 from luce.cli.keeping import PREFILL_MODEL
 from luce.cli.options import (
+    COPIES,
     DRAFTING,
     EXPERTS,
     KV_TYPE,
@@ -29,6 +30,7 @@ from luce.cli.options import (
     fetched,
     given,
     hf_option,
+    idle_copies,
     idle_split,
     idle_threads,
     misplaced,
@@ -195,7 +197,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     metavar="SECONDS",
     help="Let requests end for so long after SIGTERM, while no others are taken.",
 )
-@options(REPLICAS, THREADS, KV_TYPE, SPLIT, EXPERTS, MMPROJ, PREFILL_MODEL, DRAFTING)
+@options(REPLICAS, THREADS, KV_TYPE, SPLIT, EXPERTS, COPIES, MMPROJ, PREFILL_MODEL, DRAFTING)
 @click.option(
     "--allow-image-urls",
     "image_urls",
@@ -325,7 +327,8 @@ def misplaced_replicas(models: Mapping[str, Path], flags: Mapping[str, Any]) -> 
     if "" in flags["devices"] and all(name in flags["devices"] for name in names):
         return "--device without a name is for models that have none of their own: each has"
     each = [{**flags, "device": device} for name in names for device in devices_for(name, flags)]
-    return next((problem for one in each if (problem := idle_threads(one) or idle_split(one))), None)
+    found = (idle_threads(one) or idle_copies(one) or idle_split(one) for one in each)
+    return next(filter(None, found), None)
 
 
 def devices_for(name: str, flags: Mapping[str, Any]) -> tuple[str | None, ...]:

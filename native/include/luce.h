@@ -207,6 +207,9 @@ typedef struct luce_model_params {
      * the fullest device as empty as can be. */
     const uint32_t *layers;
     uint32_t n_layers;
+    /* Bytes of each GPU that may hold F16 copies of its layers' matrices, the first layers' first. Long prompts multiply in F16, and
+     * write out what has no copy for each of their steps. No bit depends on it. 0: there are none. */
+    uint64_t copy_bytes;
 } luce_model_params;
 
 /* How an engine drafts with one of the model's drafters. Several entries may be of one, and then share its KV. */

@@ -38,6 +38,27 @@ def test_steps_launch_what_is_recorded(lists: Path) -> None:
         assert found[name] == expected[name], f"{name}: compare what recorder.py writes before and after"
 
 
+def steps(lists: Path, name: str) -> dict[str, list[str]]:
+    parts = (lists / f"{name}.launches").read_text().split("== ")[1:]
+    return {part.split("\n", 1)[0]: part.splitlines()[1:] for part in parts}
+
+
+def test_copies_spare_prompts_what_writes_matrices_out(lists: Path) -> None:
+    without, having = steps(lists, "27b"), steps(lists, "27b-copies")
+    unpacked, spared = (
+        {step: sum("rowmm_unpack" in line for line in lines) for step, lines in found.items()}
+        for found in (without, having)
+    )
+    assert without.keys() == having.keys()
+    for step, lines in having.items():
+        reads = sum("gemm_copy" in line for line in lines)
+        assert reads + spared[step] == unpacked[step]
+        if unpacked[step] == 0:
+            assert lines == without[step]
+        else:
+            assert 0 < reads < unpacked[step]
+
+
 @pytest.mark.parametrize("name", recorder.CASES)
 def test_a_launch_has_to_do_with_its_ops_tensors_alone(name: str, lists: Path) -> None:
     """Memory of others may be given to another op before."""
@@ -47,8 +68,9 @@ def test_a_launch_has_to_do_with_its_ops_tensors_alone(name: str, lists: Path) -
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [("27b", 2), ("27b-dflash", 4), ("small-f32", 3), ("small-iq2", 3), ("small-dflash2", 3), ("35b", 2)],
-)
+    [("27b", 2), ("27b-copies", 2), ("27b-dflash", 4), ("small-f32", 3), ("small-iq2", 3), ("small-dflash2", 3),
+     ("35b", 2)],
+)  # fmt: skip
 def test_a_stage_reads_what_is_its_own(name: str, stages: int, program: Path) -> None:
     recorder.check_stages(program, name, recorder.CASES[name], stages)
 

@@ -14,7 +14,7 @@ from luce.decode.loop import MAX_ROWS
 from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
 from luce.files.probe import probe
 from luce.native import File
-from luce.native.structs import EngineParams, Memory
+from luce.native.structs import DeviceMemory, EngineParams, Memory
 from luce.planning.opened import params_of
 from luce.planning.plan import (
     AUTO_BUDGET,
@@ -32,6 +32,7 @@ from luce.planning.plan import (
     Plain,
     plan,
     smaller,
+    with_copies,
     with_room,
 )
 
@@ -73,7 +74,8 @@ def test_what_was_asked_wins(facts):
         kv_type="q8_0",
     )  # fmt: skip
     asked = [name for name, reason in chosen.reasons.items() if reason == "as asked"]
-    others = {"reasons", "draft", "cpu_experts", "gaps", "scores", "layers"}  # It has no experts, and one device.
+    # It has no experts, and one device, the CPU.
+    others = {"reasons", "draft", "cpu_experts", "gaps", "scores", "layers", "copy_bytes"}
     assert set(asked) == set(vars(chosen)) - others
 
 
@@ -308,6 +310,26 @@ def test_auto_keeps_as_few_experts_in_host_memory_as_leave_room(facts):
         fewer = replace(found, cpu_experts=found.cpu_experts - 1)
         assert found.cpu_experts == 0 or memory(fewer).total > free
         assert (f"{free:,} are free" in found.reasons["cpu_experts"]) == (found.cpu_experts > 0)
+
+
+@pytest.mark.parametrize("frees", [(1000,), (140, 1000), (105,), (90, 1000)])
+def test_copies_take_half_of_what_is_left_and_no_more_than_there_is_to_copy(facts, frees):
+    """A device's weights take 60 of 100 bytes, and copies of its ten matrices 16 each."""
+
+    def memory(at):
+        copied = min(at.copy_bytes // 16, 10) * 16
+        devices = tuple(
+            DeviceMemory(f"cuda:{i}", i, 1, 60 + copied, 40, 0, 0, 0, 100 + copied, free)
+            for i, free in enumerate(frees)
+        )
+        return Memory(*(sum(getattr(each, part) for each in devices) for part in
+                        ("weights", "kv", "state", "compute", "other", "total", "free")), devices=devices)  # fmt: skip
+
+    before = plan(facts, Options())
+    chosen = with_copies(before, memory)
+    assert chosen.copy_bytes == {(1000,): 160, (140, 1000): 16, (105,): 0, (90, 1000): 0}[frees]
+    assert memory(chosen).fits == (min(frees) >= 100) and chosen.reasons["copy_bytes"]
+    assert replace(chosen, copy_bytes=0, reasons={}) == replace(before, reasons={})
 
 
 def test_a_part_of_the_vocabulary_is_for_chains_that_are_asked_for(facts):

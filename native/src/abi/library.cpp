@@ -55,7 +55,8 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
         need(params->layers, "layers");
         split.layers.assign(params->layers, params->layers + params->n_layers);
     }
-    return Model::describe(file.gguf, drafters, split, params == nullptr ? 0 : params->n_cpu_experts);
+    return Model::describe(file.gguf, drafters, split, params == nullptr ? 0 : params->n_cpu_experts,
+                           params == nullptr ? 0 : params->copy_bytes);
 }
 
 void check_tower(const VisionTower &tower, const Model &model) {

@@ -236,7 +236,7 @@ protected:
 
     // ---- products ----
 
-    // Whether a prompt writes this weight out for cuBLAS. Steps have the matmul of luce's own; since weights lie in its order,
+    // Whether a prompt multiplies by cuBLAS with this weight, written out as F16. Steps have the matmul of luce's own; since weights lie in its order,
     // a prompt's tail has it too, the row that gives logits, and a K that cuBLAS does not take. Rows do not depend on each
     // other in either. ggml multiplies with what is not packed.
     bool by_gemm(const ggml_tensor *w, Val y) const {
@@ -253,7 +253,11 @@ protected:
         };
         std::vector<size_t> packed_ones; // which cuBLAS does not take: of few or odd rows
         for (size_t i = 0; i < w.size(); i++) {
-            if (by_gemm(w[i], y)) {
+            if (ggml_tensor *copy = plain.model.copy_of(w[i]); copy != nullptr && by_gemm(w[i], y)) {
+                GemmArgs a{};
+                a.T = int32_t(n.T);
+                product(i) = ops::gemm_copy(ctx, {f16(x), copy, residual}, a);
+            } else if (by_gemm(w[i], y)) {
                 PromptMatmulArgs a{};
                 a.product.T = int32_t(n.T);
                 product(i) = ops::gemm(ctx, {f16(x), w[i], stage().gemm_scratch, residual}, a);

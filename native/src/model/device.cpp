@@ -426,6 +426,13 @@ static void permute([[maybe_unused]] const Device &device, [[maybe_unused]] cons
                  cuda::error_text(error));
         }
     }
+    if (item.copy != nullptr) {
+        const RowmmPermuteArgs args = {w->type, w->ne[0], N, w->data, item.copy->data};
+        if (const int error = cuda::rowmm_unpack(args, luce_cuda_stream(backend)); error != 0) {
+            fail(LUCE_E_DEVICE, "%s: copying %s failed: %s", device.name.c_str(), w->name,
+                 cuda::error_text(error));
+        }
+    }
 #endif
 }
 

@@ -131,6 +131,7 @@ struct Upload {
     // Where not null, `tensor` is passed through, and its permuted weights go there.
     ggml_tensor *packed = nullptr;
     int64_t n_packed = 1; // it counts the matrices that it holds, each of which is permuted alone
+    ggml_tensor *copy = nullptr; // where not null, the packed weights are written out there as F16
 };
 void upload(const Device &device, const std::vector<Upload> &items,
             const std::function<bool(uint64_t)> &progress);

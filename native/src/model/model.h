@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <new>
 #include <set>
@@ -212,10 +213,10 @@ public:
     // Reads hyperparameters and checks every tensor's presence, shape and type, and touches no weight. The
     // model can then build graphs, for measuring, but it cannot run until load(). The drafters must fit the trunk.
     // The experts of the first n_cpu_experts layers stay in host memory; E_ARG says that there are fewer such layers, or that a
-    // split does not suit the model.
+    // split does not suit the model. Each GPU keeps up to copy_bytes of copies (copy_of).
     static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file,
                                            const std::vector<DrafterFile> &drafters, const Split &split,
-                                           uint32_t n_cpu_experts = 0);
+                                           uint32_t n_cpu_experts = 0, uint64_t copy_bytes = 0);
 
     // Places the weights. A CPU uses them in the mapping, and a GPU has them uploaded. progress gets 0..1,
     // and returns false to cancel.
@@ -237,12 +238,15 @@ public:
     const HParams &hparams() const { return hp_; }
     const Weights &weights() const { return weights_; }
     uint64_t weight_bytes() const { return weight_bytes_; } // it counts those on the device
-    // What lies on each placement, and of these each layer of the trunk.
+    // What lies on each placement, and of these each layer of the trunk. Copies count in both.
     std::vector<uint64_t> placed_bytes() const;
     std::vector<uint64_t> layer_bytes() const;
     uint64_t n_params() const { return n_params_; } // it counts the values of all tensors in the file
     // Shapes {K, N} of the packed matrices but for those over the vocabulary, of which a prefill wants one row, and experts.
     std::set<std::pair<int64_t, int64_t>> layer_matrices() const;
+    // Returns a packed matrix of the trunk's layers as F16 {K, N}, or null where the model keeps none of it. Prompts'
+    // products read it; without it they write the matrix out first, to the same values.
+    ggml_tensor *copy_of(const ggml_tensor *weight) const;
     // Returns a hash of the loaded tensors' names, types, shapes and first bytes. It says which model a checkpoint belongs
     // to.
     uint64_t identity() const;
@@ -252,14 +256,17 @@ public:
     // Says whether a layer is the first of its kind on its device. Layers of one kind launch the same kernels: they have the same
     // tensors, of the same types and shapes, and their attention looks equally far.
     bool first_of_kind(uint32_t layer) const { return first_of_kind_[layer]; }
-    bool has(const ggml_tensor *weight) const; // it says whether this is one of its weights
+    bool has(const ggml_tensor *weight) const; // it says whether this is one of its weights, or a copy
     // Returns the mixture of the first layer whose experts stay in host memory, or null where there is none.
     const Moe *in_ram() const;
 
 private:
     friend class WeightReader;
     void find_kinds();
+    void plan_copies(uint64_t most);
+    uint32_t trunk_layer(const GgufTensor *source) const;
     void place_packed(uint32_t stage);
+    void place_copies(uint32_t stage);
     std::string each_device(const std::function<std::string(const Device &)> &text) const;
     void place_mapped(bool all);
     uint64_t upload_stage(uint32_t stage, const std::function<bool(uint64_t)> &progress);
@@ -271,6 +278,8 @@ private:
     HParams hp_;
     Weights weights_;
     std::vector<Context> contexts_; // one a placement
+    std::vector<Context> copy_contexts_; // likewise
+    std::map<const ggml_tensor *, ggml_tensor *> copies_; // by the matrix
     std::vector<std::pair<ggml_tensor *, const GgufTensor *>> tensors_;
     std::deque<std::vector<float>> scales_; // what scales_of() gives, and what scalar() has read
     std::vector<Buffer> buffers_;

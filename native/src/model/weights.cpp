@@ -9,6 +9,7 @@
 #include "step/host_experts.h"
 
 #ifdef LUCE_USE_CUDA
+#include "matmul/prompt.h"
 #include "matmul/quantised.h"
 #endif
 
@@ -169,6 +170,9 @@ static uint64_t packed_bytes([[maybe_unused]] const ggml_tensor *weight) {
 // The bytes of a weight on its device, or in the mapping.
 static uint64_t bytes_of(const ggml_tensor *weight, bool gpu) {
     return is_in_ram(weight) && gpu ? 0 : is_packed(weight) ? packed_bytes(weight) : ggml_nbytes(weight);
+}
+static uint64_t nbytes_or_0(const ggml_tensor *tensor) {
+    return tensor == nullptr ? 0 : ggml_nbytes(tensor);
 }
 
 ggml_tensor *WeightReader::tied(const std::string &name, ggml_tensor *table) {
@@ -362,7 +366,7 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
 
 std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
                                        const std::vector<DrafterFile> &drafters, const Split &split,
-                                       uint32_t n_cpu_experts) {
+                                       uint32_t n_cpu_experts, uint64_t copy_bytes) {
     auto model = std::make_shared<Model>();
     model->architecture_ = &architecture_of(*file);
     model->file_ = std::move(file);
@@ -430,6 +434,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         }
     }
     model->find_kinds();
+    model->plan_copies(copy_bytes);
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         const Moe *moe = model->weights_.blocks[il].moe();
         if (moe == nullptr && n_cpu_experts > 0) {
@@ -485,8 +490,9 @@ bool Model::takes_images() const {
 }
 
 bool Model::has(const ggml_tensor *weight) const {
-    return std::any_of(contexts_.begin(), contexts_.end(),
-                       [&](const Context &context) { return holds(context, weight); });
+    const auto has_it = [&](const Context &context) { return holds(context, weight); };
+    return std::any_of(contexts_.begin(), contexts_.end(), has_it) ||
+           std::any_of(copy_contexts_.begin(), copy_contexts_.end(), has_it);
 }
 
 const Moe *Model::in_ram() const {
@@ -520,22 +526,76 @@ uint64_t Model::identity() const {
 std::vector<uint64_t> Model::placed_bytes() const {
     std::vector<uint64_t> bytes(placements_.size(), 0);
     for (const auto &[tensor, source] : tensors_) {
-        bytes[luce::stage_of(tensor)] += bytes_of(tensor, gpu());
+        bytes[luce::stage_of(tensor)] += bytes_of(tensor, gpu()) + nbytes_or_0(copy_of(tensor));
     }
     return bytes;
 }
 
-// A drafter's tensors may have the names of the trunk's layers, so it is asked whose they are.
+// A drafter's tensors may have the names of the trunk's layers, so it is asked whose they are. Returns n_layer for others.
+uint32_t Model::trunk_layer(const GgufTensor *source) const {
+    unsigned layer = 0;
+    const bool found = sscanf(source->name.c_str(), "blk.%u.", &layer) == 1 && layer < hp_.n_layer;
+    return found && file_->tensor(source->name) == source ? layer : hp_.n_layer;
+}
+
 std::vector<uint64_t> Model::layer_bytes() const {
-    std::vector<uint64_t> bytes(hp_.n_layer, 0);
+    std::vector<uint64_t> bytes(hp_.n_layer + 1, 0);
     for (const auto &[tensor, source] : tensors_) {
-        unsigned layer = 0;
-        if (sscanf(source->name.c_str(), "blk.%u.", &layer) == 1 && layer < hp_.n_layer &&
-            file_->tensor(source->name) == source) {
-            bytes[layer] += bytes_of(tensor, gpu());
+        bytes[trunk_layer(source)] += bytes_of(tensor, gpu()) + nbytes_or_0(copy_of(tensor));
+    }
+    bytes.pop_back();
+    return bytes;
+}
+
+// ---- copies ----
+
+ggml_tensor *Model::copy_of(const ggml_tensor *weight) const {
+    const auto found = copies_.find(weight);
+    return found == copies_.end() ? nullptr : found->second;
+}
+
+// Describes copies of what prompts multiply by cuBLAS: layers' matrices, but for a shared expert's, which go with the experts.
+void Model::plan_copies([[maybe_unused]] uint64_t most) {
+#ifdef LUCE_USE_CUDA
+    std::vector<uint64_t> left(placements_.size(), gpu() ? most : 0);
+    for (size_t stage = 0; stage < placements_.size(); stage++) {
+        copy_contexts_.push_back(new_context(ggml_tensor_overhead() * (tensors_.size() + 1)));
+    }
+    for (const auto &[tensor, source] : tensors_) {
+        const uint32_t layer = trunk_layer(source);
+        if (layer == hp_.n_layer || !is_packed(tensor) || matrices_of(tensor).n != 1) {
+            continue;
+        }
+        const Moe *moe = weights_.blocks[layer].moe();
+        const bool shared =
+            moe != nullptr && !moe->in_ram &&
+            (tensor == moe->shared.gate || tensor == moe->shared.up || tensor == moe->shared.down);
+        const int64_t K = tensor->ne[0], N = tensor->ne[1], bytes = 2 * K * N;
+        uint64_t &room = left[luce::stage_of(tensor)];
+        if (!shared && gemm_has(K, N) && uint64_t(bytes) <= room) {
+            room -= uint64_t(bytes);
+            ggml_context *context = copy_contexts_[luce::stage_of(tensor)].get();
+            ggml_tensor *copy = copies_[tensor] = ggml_new_tensor_2d(context, GGML_TYPE_F16, K, N);
+            ggml_format_name(copy, "%s.f16", tensor->name);
+            copy->op_params[3] = tensor->op_params[3];
         }
     }
-    return bytes;
+#endif
+}
+
+// Takes a device's memory for the copies of what lies there.
+void Model::place_copies(uint32_t stage) {
+    if (copies_.empty() || ggml_get_first_tensor(copy_contexts_[stage].get()) == nullptr) {
+        return;
+    }
+    const Device &device = *placements_[stage].device;
+    Buffer buffer(
+        ggml_backend_alloc_ctx_tensors_from_buft(copy_contexts_[stage].get(), device.buffer_type()));
+    if (!buffer) {
+        fail(LUCE_E_MEMORY, "%s: allocating F16 copies of the weights failed", device.name.c_str());
+    }
+    ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    buffers_.push_back(std::move(buffer));
 }
 
 uint32_t Model::stage_of(uint32_t layer) const {
@@ -587,6 +647,9 @@ std::set<std::pair<int64_t, int64_t>> Model::layer_matrices() const {
 void Model::stand_in() {
     for (auto &[tensor, source] : tensors_) {
         tensor->data = const_cast<uint8_t *>(source->data);
+        if (ggml_tensor *copy = copy_of(tensor)) {
+            copy->data = tensor->data;
+        }
     }
 }
 
@@ -665,13 +728,14 @@ uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)>
     uint64_t staging_size = 0, need = 0, total = 0; // a packed matrix passes through staging
     for (auto &[tensor, source] : tensors_) {
         if (luce::stage_of(tensor) == stage && !is_in_ram(tensor)) {
-            need += is_packed(tensor) ? packed_bytes(tensor) : ggml_nbytes(tensor);
+            need += bytes_of(tensor, true) + nbytes_or_0(copy_of(tensor));
             staging_size =
                 is_packed(tensor) ? std::max<uint64_t>(staging_size, ggml_nbytes(tensor)) : staging_size;
         }
     }
     check_memory(device, need + staging_size, "loading the model's weights");
     place_packed(stage);
+    place_copies(stage);
     ggml_context *context = contexts_[stage].get();
     Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(context, device.buffer_type()));
     if (!buffer) {
@@ -692,8 +756,8 @@ uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)>
         }
         const Recoding recoding = {source->type, tensor->type};
         if (is_packed(tensor)) {
-            items.push_back(
-                {through, source->data, ggml_nbytes(tensor), recoding, tensor, matrices_of(tensor).n});
+            items.push_back({through, source->data, ggml_nbytes(tensor), recoding, tensor,
+                             matrices_of(tensor).n, copy_of(tensor)});
         } else {
             items.push_back({tensor, source->data, ggml_nbytes(tensor), recoding});
         }

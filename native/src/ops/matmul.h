@@ -281,6 +281,17 @@ inline const auto &gemm = row<PromptMatmulArgs>("gemm", [](auto &op, auto &a) {
     op.out(FIELD(product.out), {N, T});
     op.runs(nullptr, prompt_matmul);
 });
+// The same with a copy of them that is F16 already.
+inline const auto &gemm_copy = row<GemmArgs>("gemm_copy", [](auto &op, auto &a) {
+    op.in(FIELD(x), {ANY});
+    op.matrix(FIELD(weights), {K, N});
+    op.in(FIELD(residual), {N, T}).maybe();
+    op.dims(a.K, K, a.N, N);
+    op.params(FIELD(T));
+    op.known(T, a.T);
+    op.out(FIELD(out), {N, T});
+    op.runs(nullptr, cuda::gemm);
+});
 #endif
 
 } // namespace luce::ops

@@ -119,6 +119,9 @@ OF_32 = all_of("Q4_K", {"output": "Q6_K", "token_embd": "Q6_K", "ffn_down": "Q8_
 
 CASES: dict[str, Case] = {
     "27b": Case(LARGE, K_QUANTS, options={"head": 1}),
+    # The first of its matrices have F16 copies: so many as fit, of which the mixture's shared experts have none.
+    "27b-copies": Case(LARGE, K_QUANTS, options={"head": 1, "copy_bytes": 1_500_000_000}),
+    "35b-copies": Case(MIXTURE, K_QUANTS, options={"copy_bytes": 1 << 40}),
     # Its prompts have images, and its steps positions of RoPE.
     "27b-images": Case(LARGE, K_QUANTS, options={"head": 1, "images": 1}),
     "27b-dflash": Case(LARGE, K_QUANTS, "Q8_0", DRAFTER, options={"top": 8}),

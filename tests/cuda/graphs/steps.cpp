@@ -298,13 +298,15 @@ void run(const std::string &out, const std::string &path) {
         try_splits(true);
         split = {std::vector<const Device *>(stages, &device), std::vector<uint32_t>(stages, layers / stages)};
     }
-    const auto model = Model::describe(file, drafters, split, uint32_t(option("cpu_experts")));
+    const auto model = Model::describe(file, drafters, split, uint32_t(option("cpu_experts")),
+                                       uint64_t(option("copy_bytes")));
     if (options.count("drafter")) {
         const Drafter &drafter = *model->weights().drafters.back();
         uses.push_back({drafter.index, drafter.n_draft, 0, drafter.n_block});
     }
     for (auto &[tensor, source] : model->tensors_) {
         put(tensor, tensor->name);
+        put(model->copy_of(tensor), std::string(tensor->name) + ".f16");
     }
 
     EngineParams params{};
