@@ -209,6 +209,11 @@ class LlamaServer:
             raise PeerError(f"llama-server gave no answer: {error}: {self._log_tail()}") from error
         return answer
 
+    def log_text(self) -> str:
+        """Returns all that the server has written to its log."""
+        fd = self.log.fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+
     def _log_tail(self) -> str:
         # The server writes on where this descriptor stands, so reading must not move it.
         fd = self.log.fileno()

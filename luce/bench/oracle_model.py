@@ -55,6 +55,7 @@ from luce.bench.oracle_blocks import (
     silent,
 )
 from luce.bench.oracle_tokenizer import CONTROL, add_tokenizer
+from luce.bench.oracle_tower import MARKS, TEMPLATE, make_tower
 from luce.convert.qwen35_layout import Config, add_keys, tensor_shapes
 from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, part_of
 
@@ -253,6 +254,7 @@ class Oracle:
     rule: Rule
     kind: str = "mixed"  # It is one of TYPES.
     draft_head: str | None = None  # The NextN head's own output has this type, or None the target's.
+    sees: bool = False  # It has the marks and the template of a model that sees images.
     fd: int = -1
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -358,7 +360,9 @@ class Oracle:
         add_acceptance(w, acceptance(self.rule.accept))
         if self.rule.coverage:
             w.add_float64("oracle.coverage", self.rule.coverage)
-        add_tokenizer(w, self.rule.n_vocab, filler="Ġw")
+        add_tokenizer(w, self.rule.n_vocab, filler="Ġw", marks=MARKS if self.sees else ())
+        if self.sees:
+            w.add_chat_template(TEMPLATE)
         for t in self.tensors:
             w.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.kind)
         w.write_header_to_file()
@@ -418,10 +422,12 @@ def make_oracle(
     kind: str = "mixed",
     coverage: float = 0.0,
     draft_head: str | None = None,
+    sees: bool = False,
 ) -> Rule:
-    """Writes the file and returns its rule. progress: bytes that are written, of how many. kind: of TYPES."""
+    """Writes the file and returns its rule. progress: bytes that are written, of how many. kind: of TYPES. sees:
+    images, by a tower of oracle_tower.py."""
     config = SHAPES[shape]
-    oracle = Oracle(config, Rule(config.n_vocab, seed, accept, coverage), kind, draft_head)
+    oracle = Oracle(config, Rule(config.n_vocab, seed, accept, coverage), kind, draft_head, sees)
     return write_oracle(oracle, path, shape, progress)
 
 
@@ -450,6 +456,7 @@ def main() -> None:
     parser.add_argument("--accept", default="0.8", help="share of right drafts, or shares by depth (default 0.8)")
     parser.add_argument("--drafter", type=Path, help="GGUF to write with a DFlash drafter of the model")
     parser.add_argument("--draft-accept", help="share of its right drafts, or shares by depth and rank")
+    parser.add_argument("--tower", type=Path, help="GGUF to write with a random vision tower of the model")
     parser.add_argument("--tokens", type=int, metavar="N", help="print the N ids that follow --after")
     parser.add_argument("--after", type=int, default=0, help="last token of the prompt")
     args = parser.parse_args()
@@ -462,9 +469,12 @@ def main() -> None:
         parser.error(str(error))
     start = time.monotonic()
     if args.out is not None:
-        make_oracle(args.out, args.shape, args.seed, accept, show_progress, args.type)
+        sees = args.tower is not None
+        make_oracle(args.out, args.shape, args.seed, accept, show_progress, args.type, sees=sees)
         size = args.out.stat().st_size
         print(f"{args.out}: {size / 2**30:.2f} GiB in {time.monotonic() - start:.1f} s", file=sys.stderr)
+    if args.tower is not None:
+        make_tower(args.tower, SHAPES[args.shape].n_embd, f"luce oracle {args.shape}", args.seed)
     if args.drafter is not None:
         # That module builds on this one, so it cannot be imported earlier.
         from luce.bench.oracle_drafter import ACCEPT, make_drafter
