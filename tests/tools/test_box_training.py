@@ -15,6 +15,10 @@ from box.optim import Optimizer  # noqa: E402
 from box.store import Store  # noqa: E402
 from box.trunk import Windows  # noqa: E402
 
+from luce.convert.dflash import convert  # noqa: E402
+from luce.files.probe import probe  # noqa: E402
+from luce.native import File  # noqa: E402
+
 TOY = train.Sizes(toy=True)
 torch.set_num_threads(1)  # At toy sizes, more threads only wait for each other.
 
@@ -246,11 +250,17 @@ def test_stages_run_and_resume_from_returned_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(box_store, "PART_BYTES", 500_000)  # Then there are several parts.
     here, there = tmp_path / "here", tmp_path / "there"
     run = lambda work, *more: train.main(["--toy", "--workers", "1", "--work", str(work), *more])  # noqa: E731
-    run(here, "--out", str(here / "out"), "--stage", "data", "trunk", "pool", "nextn", "dflash", "export")
+    run(here, "--out", str(here / "out"), "--stage", "data", "trunk", "pool", "nextn", "dflash", "dflash2", "dspark",
+        "export")  # fmt: skip
     assert len(list((here / "out").glob("state.tar.*"))) > 1
     assert {p.name for p in (here / "export" / "box").iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
+    for kind in ("dflash", "dflash2", "dspark"):  # Converted, each is what it was trained as.
+        out = tmp_path / f"{kind}.gguf"
+        convert(here / "export" / f"box-{kind}", out, "F16", target=here / "export" / "box")
+        with File(out) as file:
+            assert probe(file).dflash.kind.lower() == kind
 
     (here / "corpus").rename(tmp_path / "corpus")
     there.mkdir()
