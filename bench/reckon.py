@@ -66,7 +66,8 @@ class Model:
 
 
 # Of a step: the bytes of the files' matrices, and DeltaNet's state, read and written. Of a draft of the 27B: what a
-# round of 3 on an H200 takes beyond a step of 4 rows (2026-11-30-oracle-27b-one-h200, 2026-11-24-sweep-oracle-27b-h200-13).
+# round of 3 on an H200 takes beyond a step of 4 rows (2026-11-30-oracle-27b-one-h200 and
+# 2026-11-24-sweep-oracle-27b-h200-13).
 DENSE = Model("27B, Q4_K", 16.2, 26.9, 1.5, 18.5)
 MODELS = (DENSE, Model("9B, Q8_0", 8.56, 8.1, 0, 9.5), Model("35B-A3B, Q4_K", 2.1, 3.0, 0, 22.3))
 TOKENS_OF_3_DRAFTS = 2.83  # a round, where a draft is right with 0.8
