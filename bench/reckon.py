@@ -21,9 +21,11 @@ of tests/cuda/cards.h.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/gpus.md"
@@ -56,23 +58,48 @@ class Card:
 
 @dataclass(frozen=True)
 class Model:
-    """Bytes of a step of one row, GB; weights that it multiplies, billions; GB of a draft; GB that must fit a card."""
+    """GB that a step of one row moves, weights that it multiplies (billions), GB of its file, tok/s of an H200."""
 
     name: str
     gb: float
     weights: float
-    draft_gb: float
     file_gb: float
+    recorded: float
 
 
-# Of a step: the bytes of the files' matrices, and DeltaNet's state, read and written. Of a draft of the 27B: what a
-# round of 3 on an H200 takes beyond a step of 4 rows (2026-11-30-oracle-27b-one-h200 and
-# 2026-11-24-sweep-oracle-27b-h200-13).
-DENSE = Model("27B, Q4_K", 16.2, 26.9, 1.5, 18.5)
-MODELS = (DENSE, Model("9B, Q8_0", 8.56, 8.1, 0, 9.5), Model("35B-A3B, Q4_K", 2.1, 3.0, 0, 22.3))
-TOKENS_OF_3_DRAFTS = 2.83  # a round, where a draft is right with 0.8
-H200 = {"27B, Q4_K": "209.5", "9B, Q8_0": "343.9", "35B-A3B, Q4_K": "682.6"}
-H200_RATIOS = {8: "1.09", 16: "1.24", 32: "1.62"}
+# The rows of bench/results of which models and what an H200 does are read.
+PLAIN = {
+    # the weights that a step multiplies, billions; layers with DeltaNet, and their value heads
+    "27B, Q4_K": ("2026-11-24-peer-oracle-27b-h200", 26.9, 48, 48),
+    "9B, Q8_0": ("2026-11-22-peer-oracle-9b-q8_0-h200", 8.1, 24, 32),
+    "35B-A3B, Q4_K": ("2026-11-24-peer-oracle-35b-a3b-h200", 3.0, 30, 32),
+}
+STEPS = ("2026-11-24-sweep-oracle-27b-h200", "2026-11-24-sweep-oracle-27b-h200-13")  # the later says what both have
+DRAFTED = "2026-11-30-oracle-27b-one-h200"
+DRAFT_GB = 1.5  # a round of 3 drafts takes so much beyond a step of 4 rows there
+
+
+def recorded(row: str) -> dict[str, Any]:
+    """Reads a row of bench/results."""
+    found: dict[str, Any] = json.loads((ROOT / f"bench/results/{row}.json").read_text())
+    return found
+
+
+def models() -> list[Model]:
+    """Reads the models' rows."""
+    found = []
+    for name, (row, weights, layers, heads) in PLAIN.items():
+        r = recorded(row)
+        plain = next(mode["tok_per_s"] for mode in r["luce"] if mode["mode"] == "plain")
+        state = layers * heads * 128 * 128 * 4 * 2  # F32, read and written
+        found.append(Model(name, (r["bytes_per_token"] + state) / 1e9, weights, r["model"]["bytes"] / 1e9, plain))
+    return found
+
+
+def steps_of_h200() -> dict[int, float]:
+    """Ratio of a step of so many rows to one of one row, as recorded."""
+    costs = [cost for row in STEPS for cost in recorded(row)["costs"]]
+    return {cost["rows"]: cost["ratio"] for cost in costs if cost["ctx"] == 0 and cost["gamma"] == 0}
 
 
 def cards() -> dict[str, Card]:
@@ -120,23 +147,23 @@ def tables() -> str:
     names = " | ".join(c.name for c in shown)
     lines = [f"| reckoned: plain, tokens a second | bytes a token | {names} | H200: reckoned, recorded |"]
     lines.append("|---" * (len(shown) + 3) + "|")
-    for model in MODELS:
+    for model in models():
         plain = [f"{1e3 / step(c, model, 1):.0f}" if fits(c, model) else "does not fit" for c in shown]
         own = 1e3 / (model.gb / (SHARE * h200.bandwidth) * 1e3 + OVERLAPPED)
-        lines.append(f"| {model.name} | {model.gb:.1f} GB | {' | '.join(plain)} | {own:.0f}, {H200[model.name]} |")
-    lines += ["", f"| reckoned: {DENSE.name} | step of one row, ms: bytes, products, issue, launches | "]
+        lines.append(f"| {model.name} | {model.gb:.1f} GB | {' | '.join(plain)} | {own:.0f}, {model.recorded:.1f} |")
+    dense = models()[0]
+    lines += ["", f"| reckoned: {dense.name} | step of one row, ms: bytes, products, issue, launches | "]
     lines[-1] += " | ".join(f"{rows} rows, in steps" for rows in ROWS) + " | 3 drafts, 0.8 of them right |"
     lines.append("|---" * (len(ROWS) + 3) + "|")
-    for card in shown:
-        if not fits(card, DENSE):
-            continue
-        one = step(card, DENSE, 1)
-        of = ", ".join(f"{ms:.1f}" for ms in (*parts(card, DENSE, 1).values(), launches(card)))
-        ratios = " | ".join(f"{step(card, DENSE, rows) / one:.2f}" for rows in ROWS)
-        drafts = 3 * DENSE.draft_gb / (SHARE * card.bandwidth) * 1e3
-        drafted = TOKENS_OF_3_DRAFTS * 1e3 / (step(card, DENSE, 4) + drafts)
+    mode = next(mode for mode in recorded(DRAFTED)["modes"] if mode["mode"] == "mtp:3")
+    for card in (card for card in shown if fits(card, dense)):
+        of = ", ".join(f"{ms:.1f}" for ms in (*parts(card, dense, 1).values(), launches(card)))
+        ratios = " | ".join(f"{step(card, dense, rows) / step(card, dense, 1):.2f}" for rows in ROWS)
+        drafts = 3 * DRAFT_GB / (SHARE * card.bandwidth) * 1e3
+        drafted = mode["mean_accepted_length"] * 1e3 / (step(card, dense, 4) + drafts)
         lines.append(f"| {card.name} | {of} | {ratios} | {drafted:.0f} |")
-    lines.append(f"| H200, recorded | | {' | '.join(H200_RATIOS[rows] for rows in ROWS)} | 465 |")
+    own_steps = " | ".join(f"{steps_of_h200()[rows]:.2f}" for rows in ROWS)
+    lines.append(f"| H200, recorded | | {own_steps} | {mode['tok_per_s']:.0f} |")
     return "\n".join(lines) + "\n"
 
 
