@@ -1,4 +1,4 @@
-"""tools/build_card.py compiles kernels for a card's generation into a Hopper's instructions (cards.h has the limits)."""
+"""tools/build_card.py compiles kernels for a card's generation, into a Hopper's instructions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD_CARD = runpy.run_path(str(ROOT / "tools/build_card.py"))
 COMMAND = (
-    'nvcc -forward-unknown-to-host-compiler -DLUCE_USE_CUDA -I/k -O3 -std=c++17 "--generate-code=arch=compute_90a,code=[sm_90a]"'
+    "nvcc -forward-unknown-to-host-compiler -DLUCE_USE_CUDA -I/k -O3 -std=c++17"
+    ' "--generate-code=arch=compute_90a,code=[sm_90a]"'
     " -Xcompiler=-fPIC -fmad=false -MD -MT luce.dir/a.cu.o -MF luce.dir/a.cu.o.d -x cu -c /k/a.cu -o luce.dir/a.cu.o"
 )
 
