@@ -23,7 +23,9 @@ WAITER = "native/src/step/step.cpp"
 OTHER_WAITERS = {
     "native/src/model/device.cpp",
     "native/src/abi/test_hooks.cpp",
-    "native/src/graph/vision_qwen.cpp",  # A tower is no engine.
+    "native/src/graph/vision.cpp",  # A tower is no engine.
+    "native/src/graph/vision_qwen.cpp",
+    "native/src/graph/vision_gemma4.cpp",
     "native/kernels/common/capture.cu",
     "native/kernels/matmul/prompt_algorithms.cuh",
 }

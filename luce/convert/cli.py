@@ -11,10 +11,9 @@ from luce.cli import stdout
 from luce.cli.command import FilePath
 from luce.cli.options import QUIET, options
 from luce.cli.terminal import printable
-from luce.convert import dflash
+from luce.convert import dflash, tower
 from luce.convert import gemma4 as gemma
 from luce.convert import qwen35 as model
-from luce.convert import qwen35_tower as tower
 from luce.convert.gguf_output import Written
 from luce.convert.hf_config import Section, read_config
 from luce.convert.hf_gemma4 import is_gemma

@@ -1,4 +1,4 @@
-"""Converts the vision tower of a Qwen3.5/3.6/3.8 checkpoint (safetensors) to the GGUF that llama.cpp calls mmproj."""
+"""Lays out the vision tower of a Qwen3.5/3.6/3.8 checkpoint as llama.cpp's mmproj: keys, names and shapes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from typing import Any
 import gguf
 import numpy as np
 
-from luce import native as _native
-from luce.convert.gguf_output import Planned, Written, require_free, slabs, write
-from luce.convert.hf_config import Section, read_config, read_json
-from luce.convert.model_file import Say
+from luce.convert.gguf_output import Planned, slabs
+from luce.convert.hf_config import Section, read_json
 from luce.convert.safetensors_reader import Checkpoint, as_f32
-from luce.convert.weight_types import MIXES
 from luce.errors import FileError, UnsupportedError
 
-TYPES = ("F32", "F16", "BF16", "Q8_0")  # Towers come in these, and lose much by fewer bits.
 PREFIXES = ("model.visual.", "visual.")
 FRAMES = 2  # A patch has so many; those of an image are the same.
 
@@ -49,8 +45,6 @@ class Config:
 
 def read_hparams(config: Section, folder: Path) -> Config:
     """Reads config.json's `vision_config`, and what preprocessor_config.json says of pixels."""
-    if "text_config" in config and config.section("text_config").get("model_type", str, "qwen3_5")[:6] == "gemma4":
-        raise UnsupportedError(f"{config.where}: luce converts towers of Qwen's models alone")
     if "vision_config" not in config:
         raise FileError(f"{config.where}: key vision_config is missing: the checkpoint has no vision tower")
     vision = config.section("vision_config")
@@ -140,30 +134,6 @@ def type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
     if len(shape) > 2:
         return "F16" if kind == "F16" else "F32"
     return "F16" if kind == "Q8_0" and shape[-1] % 32 else kind
-
-
-def convert(
-    folder: Path, out: Path, kind: str, name: str | None = None, threads: int = 0,
-    say: Say = lambda text: None, replace: bool = False,
-) -> Written:  # fmt: skip
-    """Writes the tower of the checkpoint in `folder` as `out`; `kind` is one of TYPES. A file that is there is to
-    `replace`, or an error. Error names the key or tensor at fault."""
-    if kind not in TYPES:
-        raise UnsupportedError(f"a tower is written as {', '.join(TYPES)}: not as {kind}", concerns="tower_type")
-    require_free(out, replace)
-    own = folder.parent if folder.is_file() else folder
-    c = read_hparams(read_config(folder), own)
-    checkpoint = Checkpoint(folder)
-    plan = [planned(c, each, shape, checkpoint) for each, shape in shapes(c).items()]
-    writer = gguf.GGUFWriter(None, "clip")
-    add_keys(writer, c, name or folder.resolve().name, MIXES[kind].file_type)
-    types = {t.name: type_of(t.name, t.shape, kind) for t in plan}
-
-    def check(file: _native.File) -> None:
-        with _native.Tower(file) as tower:
-            say(f"luce runs this tower: {c.n_layer} blocks, for models of width {tower.info.n_out}")
-
-    return write(out, writer, plan, types, _native.default(), check, threads, replace)
 
 
 def planned(c: Config, name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> Planned:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luce.errors import ArgumentError, FileError, OutOfMemory, UnsupportedError, about
 from luce.files.probe import fact
+from luce.images.gemma4 import PROJECTOR, BudgetProcessor, budget_of
 from luce.images.opening import pillow
 from luce.images.pixels import Picture, Processor
 from luce.native import File, ImageSpan, Model, Progress, Tower
@@ -80,11 +81,12 @@ class Sight:
         device = device.split(",")[0]  # Rows of images enter the model on its first one.
         try:
             with about(self._file.path):
+                budget = budget_of(tokens) if _has_budget(self._file) else None
                 try:
-                    self.tower = Tower(self._file, device, tokens or 0)
+                    self.tower = Tower(self._file, device, budget or tokens or 0)
                 except OutOfMemory as error:  # It names what the tower needs and what is free.
                     raise OutOfMemory(str(error), "image_tokens") from error
-                self.processor = _processor(self._file, self.tower, tokens)
+                self.processor = _processor(self._file, self.tower, tokens, budget)
         except BaseException:
             self._file.close()
             raise
@@ -217,7 +219,12 @@ class Sight:
         self.close()
 
 
-def _processor(file: File, tower: Tower, tokens: int | None) -> Processor:
+def _has_budget(file: File) -> bool:
+    """Says whether the tower's images have a budget of rows, by its kind."""
+    return any(file.kv.get(f"clip.{key}projector_type") == PROJECTOR for key in ("vision.", ""))
+
+
+def _processor(file: File, tower: Tower, tokens: int | None, budget: int | None) -> Processor:
     def three(key: str) -> Any:
         values = fact(file.kv, f"clip.vision.{key}", memoryview).tolist()
         if len(values) != 3 or not all(isinstance(value, float) and abs(value) < 100 for value in values):
@@ -227,20 +234,26 @@ def _processor(file: File, tower: Tower, tokens: int | None) -> Processor:
     mean, std = three("image_mean"), three("image_std")
     if min(std) <= 0:
         raise FileError(f"key clip.vision.image_std: expected numbers above 0, found {list(std)}")
+    if budget is not None:  # The tower itself turns pixels of 0 to 1 into -1 to 1.
+        mean, std = (tuple(m + s / 2 for m, s in zip(mean, std, strict=True)), tuple(s / 2 for s in std))
+        sides = tower.info.patch, tower.info.merge
+        return BudgetProcessor(*sides, mean, std, most_rows=tower.info.max_rows, budget=budget)
     made = Processor(tower.info.patch, tower.info.merge, mean, std, most_rows=tower.info.max_rows)
     return made if tokens is None else replace(made, max_pixels=tokens * made.side**2, reduced_to=tokens)
+
+
+MARKS = (("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"), ("<|image>", "<|image|>", "<image|>"))
 
 
 def marks_of(control: Callable[[str], int | None]) -> tuple[int, int, int]:
     """Returns the tokens that begin an image, stand for a row of it, and end it; `control` gives the id of a control
     token. Raises UnsupportedError where the model has none."""
-    found = [(mark, control(mark)) for mark in ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")]
-    for mark, token in found:
-        if token is None:
-            raise UnsupportedError(f"the model's tokenizer has no {mark}: it takes no images")
-    begin, pad, end = (token for _, token in found)
-    assert begin is not None and pad is not None and end is not None
-    return begin, pad, end
+    for marks in MARKS:
+        begin, row, end = map(control, marks)
+        if begin is not None and row is not None and end is not None:
+            return begin, row, end
+    named = " and no ".join(row for _, row, _ in MARKS)
+    raise UnsupportedError(f"the model's tokenizer has no {named}: it takes no images")
 
 
 def with_places(ids: list[int], n: int, image: tuple[int, int, int], bos: int | None) -> list[int]:
@@ -250,7 +263,7 @@ def with_places(ids: list[int], n: int, image: tuple[int, int, int], bos: int | 
     if places == n:
         return ids
     if places:
-        said = f"the prompt spells <|image_pad|> {places} times, and {n} images are given: give one for each"
+        said = f"the prompt spells the mark of an image {places} times, and {n} images are given: give one for each"
         raise ArgumentError(said)
     first = 1 if bos is not None and ids[:1] == [bos] else 0
     return [*ids[:first], *image * n, *ids[first:]]

@@ -179,7 +179,7 @@ def test_wrong_images_are_one_line(generate, folder, tmp_path):
 
 def test_other_numbers_of_places_and_images_are_refused(generate):
     result = generate("--special", "A<|image_pad|>B")
-    assert result.exit_code == 1 and "spells <|image_pad|> 1 times, and 2 images are given" in result.stderr
+    assert result.exit_code == 1 and "spells the mark of an image 1 times, and 2 images are given" in result.stderr
 
 
 def test_images_that_do_not_fit_the_context_are_told_before_work(generate):

@@ -64,11 +64,7 @@ def write(path: Path, c: Config, tensors: dict[str, np.ndarray], kind: str = "F3
     """Writes the tower. `keys` replace keys of clip.vision by name, or leave them out where they are None."""
     w = gguf.GGUFWriter(path, "clip")
     add_keys(w, c, NAME, 0)
-    for key, value in keys.items():
-        (name,) = (name for name in w.kv_data[0] if name.endswith(f".{key}"))
-        old = w.kv_data[0].pop(name)
-        if value is not None:
-            w.kv_data[0][name] = gguf.GGUFValue(value, old.type, old.sub_type)
+    replace_keys(w, keys)
     for called, x in tensors.items():
         stored = type_of(called, x.shape, kind)
         w.add_tensor(called, tiny._encode(np.ascontiguousarray(x), stored, None), raw_dtype=tiny.QType[stored])
@@ -77,6 +73,15 @@ def write(path: Path, c: Config, tensors: dict[str, np.ndarray], kind: str = "F3
     w.write_tensors_to_file()
     w.close()
     return path
+
+
+def replace_keys(w: gguf.GGUFWriter, keys: dict[str, object]) -> None:
+    """Replaces a writer's keys by their last names, or takes those out that are None."""
+    for key, value in keys.items():
+        (name,) = (name for name in w.kv_data[0] if name.endswith(f".{key}"))
+        old = w.kv_data[0].pop(name)
+        if value is not None:
+            w.kv_data[0][name] = gguf.GGUFValue(value, old.type, old.sub_type)
 
 
 def write_text(path: Path, **options: object) -> Path:

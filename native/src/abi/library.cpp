@@ -9,7 +9,7 @@
 #include "engine/tree.h"
 #include "graph/architecture.h"
 #include "graph/drafter.h"
-#include "graph/vision_qwen.h"
+#include "graph/vision.h"
 #include "model/quantize.h"
 
 #include <algorithm>
@@ -318,7 +318,7 @@ luce_status luce_tower_open(luce_tower **out, luce_file *file, const luce_tower_
         if (device.gpu && !images_on_gpus) {
             fail(LUCE_E_UNSUPPORTED, "%s: %s", g_files.get(file)->gguf->path().c_str(), why_no_images(true));
         }
-        *out = g_towers.add(std::make_shared<VisionTower>(g_files.get(file)->gguf, device, asked.max_rows));
+        *out = g_towers.add(open_tower(g_files.get(file)->gguf, device, asked.max_rows));
     });
 }
 

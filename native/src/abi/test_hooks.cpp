@@ -6,7 +6,7 @@
 #include "engine/lookup.h"
 #include "engine/penalties.h"
 #include "graph/rules.h"
-#include "graph/vision_qwen.h"
+#include "graph/vision.h"
 #include "model/model.h"
 #include "model/recode.h"
 #include "ops/row.h"

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Writes tests/goldens/gemma4-vision-*.npz: what transformers makes of images for Gemma 4. Needs torch, transformers
+and Pillow; run it after changing these: python tools/make_gemma4_vision_goldens.py
+
+gemma4-vision-pixels.npz: `sizes` (n, 5), a budget of rows, width and height before and after; and for each of PIXELS
+the patches of Gemma4ImageProcessorPil with the least budget, as the bytes that they are before they are scaled: every
+9th of them (`patches-i`), and the SHA-256 of all (`hash-i`).
+gemma4-vision-tower.npz: for each tower of tiny_gemma4_vision and each of GRIDS the rows that the text model gets of
+Gemma4VisionModel and its projection (`NAME-i`), F32.
+gemma4-vision-NAME.npz, of a model of TEXTS: a prompt of text and two images: `prompt` (image tokens in the places of
+rows), the `logits` of the rows of text, which are `at`, `greedy` tokens behind it and their `gap`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
+
+import numpy as np
+import tiny_gemma4
+import tiny_gemma4_vision as vision
+import tiny_vision
+from make_goldens import choices
+
+GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
+BUDGETS = (70, 140, 280, 560, 1120)
+PIXELS = [(100, 40), (333, 517), (64, 64), (900, 30), (31, 640), (480, 336)]
+GRIDS = [(96, 48), (48, 144), (144, 144)]  # sizes of images: width, height
+PICTURES = [(100, 40), (50, 110)]  # Two in a prompt, with text before, between and behind them.
+WORDS = (5, 7, 9)  # tokens
+N_GREEDY = 32
+
+
+def processor(budget: int = BUDGETS[0]):  # type: ignore[no-untyped-def]
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    return Gemma4ImageProcessorPil(max_soft_tokens=budget)
+
+
+def pixels() -> dict[str, np.ndarray]:
+    from PIL import Image
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+    sides = [1, 15, 17, 47, 48, 49, 96, 100, 144, 257, 333, 600, 720, 1080, 1280, 1920, 3840]
+    sizes = []
+    for budget in BUDGETS:
+        for w, h in ((w, h) for w in sides for h in sides):
+            try:
+                to = get_aspect_ratio_preserving_size(h, w, 16, 9 * budget, 3)
+            except ValueError:
+                to = (0, 0)
+            sizes.append([budget, w, h, to[1], to[0]])
+    made: dict[str, np.ndarray] = {"sizes": np.array(sizes, np.int32)}
+    for i, size in enumerate(PIXELS):
+        out = processor()(Image.fromarray(tiny_vision.image(*size, i)), return_tensors="np")
+        n = int(out["num_soft_tokens_per_image"][0]) * 9
+        stored = np.rint(np.asarray(out["pixel_values"])[0, :n] * 255).astype(np.uint8)
+        made[f"patches-{i}"] = stored[::9]
+        made[f"hash-{i}"] = np.frombuffer(hashlib.sha256(stored.tobytes()).digest(), np.uint8)
+    return made
+
+
+def model_of(text, c, seed):  # type: ignore[no-untyped-def]
+    """Returns transformers' model of a text model (config, seed), or of a plain one, with the tower of a config."""
+    import torch
+    import transformers
+
+    (text_config, text_seed), n = text, text[0].n_vocab
+    keys = tiny_gemma4.hf_config(text_config)
+    bidirectional = None if text_config.n_embd_per_layer else "vision"
+    config = transformers.Gemma4Config(
+        text_config=keys | {"use_bidirectional_attention": bidirectional}, vision_config=vision.hf_config(c),
+        audio_config=None, image_token_id=n - 1, boi_token_id=n - 3, eoi_token_id=n - 2,
+        video_token_id=n, audio_token_id=n,
+    )  # fmt: skip
+    kind = transformers.Gemma4ForConditionalGeneration
+    model = kind._from_config(config, attn_implementation="eager").eval().float()
+    state = {f"model.{name}": x for name, x in vision.weights(c, seed).items()}
+    language = tiny_gemma4.weights(text_config, text_seed)
+    state |= {name.replace("model.", "model.language_model.", 1): x for name, x in language.items()}
+    state = {name: torch.from_numpy(np.asarray(x)) for name, x in state.items()}
+    state.setdefault("lm_head.weight", state["model.language_model.embed_tokens.weight"])
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+def rows() -> dict[str, np.ndarray]:
+    import torch
+    from transformers.models.gemma4.image_processing_pil_gemma4 import convert_image_to_patches
+
+    made = {}
+    for name, (c, seed) in vision.TOWERS.items():
+        model = model_of(tiny_gemma4.CASES["dense"], c, seed)
+        for i, (width, height) in enumerate(GRIDS):
+            image = tiny_vision.image(width, height, i).transpose(2, 0, 1).astype(np.float32) / np.float32(255)
+            patches = torch.from_numpy(convert_image_to_patches(image, c.patch))[None]
+            x, y = np.meshgrid(np.arange(width // c.patch), np.arange(height // c.patch), indexing="xy")
+            places = torch.from_numpy(np.stack([x, y], -1).reshape(1, -1, 2))
+            with torch.no_grad():
+                (out,) = model.model.get_image_features(patches, places, return_dict=True).pooler_output
+            made[f"{name}-{i}"] = out.numpy()
+    return made
+
+
+def text(name: str) -> dict[str, np.ndarray]:
+    import torch
+    from PIL import Image
+
+    torch.set_num_threads(1)
+    case, (c, seed) = vision.TEXTS[name]
+    model, n = model_of(case, c, seed), case[0].n_vocab
+    images = [Image.fromarray(tiny_vision.image(*size, 20 + i)) for i, size in enumerate(PICTURES)]
+    seen = processor()(images, return_tensors="pt")
+    words = iter((np.random.PCG64(77).random_raw(sum(WORDS)) % np.uint64(26) + vision.FIRST_WORD).tolist())
+    prompt = [next(words) for _ in range(WORDS[0])]
+    for rows, follow in zip(seen["num_soft_tokens_per_image"], WORDS[1:], strict=True):
+        prompt += [n - 3, *[n - 1] * int(rows), n - 2, *(next(words) for _ in range(follow))]
+    ids = torch.tensor([prompt])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": seen["pixel_values"],
+             "image_position_ids": seen["image_position_ids"], "mm_token_type_ids": (ids == n - 1).int()}  # fmt: skip
+    with torch.no_grad():
+        logits = model(**given).logits[0].numpy()
+        out = model.generate(**given, max_new_tokens=N_GREEDY, do_sample=False, eos_token_id=None, pad_token_id=0,
+                             return_dict_in_generate=True, output_logits=True)  # fmt: skip
+    rows = torch.cat(out.logits).numpy()
+    assert np.abs(rows[0] - logits[-1]).max() < 1e-3, np.abs(rows[0] - logits[-1]).max()
+    at = np.flatnonzero(np.array(prompt) != n - 1)
+    return {"prompt": np.array(prompt, np.int32), "at": at, "logits": logits[at], **choices(rows)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", help="of pixels, tower and the names of models; none: all")
+    only = parser.parse_args().only
+    makers = {"pixels": pixels, "tower": rows} | {name: lambda name=name: text(name) for name in vision.TEXTS}
+    for name, make in makers.items():
+        if not only or name in only:
+            path = GOLDENS / f"gemma4-vision-{name}.npz"
+            np.savez_compressed(path, **make())
+            print(f"{path}: {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
