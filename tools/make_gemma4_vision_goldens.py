@@ -33,6 +33,7 @@ GRIDS = [(96, 48), (48, 144), (144, 144)]  # sizes of images: width, height
 PICTURES = [(100, 40), (50, 110)]  # Two in a prompt, with text before, between and behind them.
 WORDS = (5, 7, 9)  # tokens
 N_GREEDY = 32
+BOS = 2
 
 
 def processor(budget: int = BUDGETS[0]):  # type: ignore[no-untyped-def]
@@ -115,8 +116,9 @@ def text(name: str) -> dict[str, np.ndarray]:
     model, n = model_of(case, c, seed), case[0].n_vocab
     images = [Image.fromarray(tiny_vision.image(*size, 20 + i)) for i, size in enumerate(PICTURES)]
     seen = processor()(images, return_tensors="pt")
-    words = iter((np.random.PCG64(77).random_raw(sum(WORDS)) % np.uint64(26) + vision.FIRST_WORD).tolist())
-    prompt = [next(words) for _ in range(WORDS[0])]
+    chosen = np.random.PCG64(77).random_raw(sum(WORDS)) % np.uint64(26)
+    words = iter([vision.LETTERS[int(i)] for i in chosen])
+    prompt = [BOS, *(next(words) for _ in range(WORDS[0]))]
     for rows, follow in zip(seen["num_soft_tokens_per_image"], WORDS[1:], strict=True):
         prompt += [n - 3, *[n - 1] * int(rows), n - 2, *(next(words) for _ in range(follow))]
     ids = torch.tensor([prompt])

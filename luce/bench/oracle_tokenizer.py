@@ -61,28 +61,29 @@ GEMMA4_MERGES = (
 _GEMMA4_CHARACTERS = "▁\nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?'\"()<>|/=+-*_{}[]é"
 
 
-def gemma4_vocabulary(n_vocab: int) -> tuple[list[str], list[int]]:
+def gemma4_vocabulary(n_vocab: int, last: tuple[str, ...] = ()) -> tuple[list[str], list[int]]:
     """Returns token strings and types: the marks at Gemma 4's ids and, in the places between and behind them, the
-    characters, products of merges, bytes and fillers."""
+    characters, products of merges, bytes and fillers; the control tokens `last` have the last ids."""
     words = [*_GEMMA4_CHARACTERS, *(a + b for a, b in GEMMA4_MERGES)]
     rest = [(word, gguf.TokenType.NORMAL) for word in words]
     rest += [(f"<0x{byte:02X}>", gguf.TokenType.BYTE) for byte in range(256)]
-    n_fill = n_vocab - len(GEMMA4_MARKS) - len(rest)
+    marks = GEMMA4_MARKS | {n_vocab - len(last) + i: mark for i, mark in enumerate(last)}
+    n_fill = n_vocab - len(marks) - len(rest)
     if n_fill < 0:
         raise ValueError(f"vocabulary of {n_vocab} cannot hold {n_vocab - n_fill} tokens")
     others, tokens, types = iter(rest), list[str](), list[int]()
     for i in range(n_vocab):
         shown = gguf.TokenType.USER_DEFINED if i in GEMMA4_SHOWN else gguf.TokenType.CONTROL
         filler = f"[PAD{i}]", gguf.TokenType.UNUSED
-        token, kind = (GEMMA4_MARKS[i], shown) if i in GEMMA4_MARKS else next(others, filler)
+        token, kind = (marks[i], shown) if i in marks else next(others, filler)
         tokens.append(token)
         types.append(kind)
     return tokens, types
 
 
-def add_gemma4_tokenizer(w: gguf.GGUFWriter, n_vocab: int) -> None:
-    """Adds the keys of the tokenizer, which has gemma4_vocabulary(n_vocab)."""
-    tokens, types = gemma4_vocabulary(n_vocab)
+def add_gemma4_tokenizer(w: gguf.GGUFWriter, n_vocab: int, last: tuple[str, ...] = ()) -> None:
+    """Adds the keys of the tokenizer, which has gemma4_vocabulary(n_vocab, last)."""
+    tokens, types = gemma4_vocabulary(n_vocab, last)
     w.add_tokenizer_model("gemma4")
     w.add_token_list(tokens)
     w.add_token_types(types)

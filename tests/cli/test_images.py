@@ -191,7 +191,7 @@ def test_towers_and_models_that_do_not_fit_are_refused(luce_, folder, tmp_path):
     c = tiny.Config(n_embd=96, n_vocab=400)
     wide = tiny.write(tmp_path / "wide.gguf", c, tiny.layout(c, 1), marks=tiny_vision.MARKS)
     blind = tiny.write(tmp_path / "blind.gguf", TEXT, tiny.layout(TEXT, 1))
-    for model, said in ((wide, "width 96"), (blind, "the model's tokenizer has no <|vision_start|>")):
+    for model, said in ((wide, "width 96"), (blind, "the model's tokenizer has no <|image_pad|> and no <|image|>")):
         words = ("generate", "-m", model, "--mmproj", folder / "mmproj.gguf", "--image", folder / "0.png")
         result = luce_(*words, "--device", "cpu", "AB")
         assert result.exit_code == 1 and said in result.stderr, result.stderr
@@ -220,7 +220,7 @@ def test_probe_shows_a_tower(luce_, folder):
 
 def test_probe_says_why_a_tower_does_not_run(luce_, tmp_path):
     weights = tiny_vision.layout(TINY, tiny_vision.weights(TINY, 5))
-    path = tiny_vision.write(tmp_path / "g.gguf", TINY, weights, projector_type="gemma4v")
+    path = tiny_vision.write(tmp_path / "g.gguf", TINY, weights, projector_type="gemma3")
     result = luce_("probe-gguf", path)
-    assert result.exit_code == 0 and "key clip.projector_type is 'gemma4v': luce runs 'qwen3vl_merger'" in result.stdout
+    assert result.exit_code == 0 and "key clip.projector_type is 'gemma3': luce runs 'qwen3vl_merger'" in result.stdout
     assert "--mmproj" not in result.stdout

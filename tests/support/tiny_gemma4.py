@@ -267,12 +267,14 @@ def write(
     quantize: Quantize | None = None,
     chat_template: str | None = CHAT_TEMPLATE,
     tokenizer: bool = True,
+    last: tuple[str, ...] = (),
 ) -> Path:
-    """Writes GGUF v3. type_of: one type for every quantizable tensor, or a function of the name."""
+    """Writes GGUF v3. type_of: one type for every quantizable tensor, or a function of the name. last: the last
+    control tokens."""
     w = gguf.GGUFWriter(path, c.arch)
     add_keys(w, c, f"tiny-{path.stem}", file_type=0)
     if tokenizer:
-        add_gemma4_tokenizer(w, c.n_vocab)
+        add_gemma4_tokenizer(w, c.n_vocab, last)
         if chat_template:
             w.add_chat_template(chat_template)
     for name, x in tensors.items():

@@ -3,6 +3,7 @@ out, and the model that takes their images."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -11,6 +12,7 @@ import tiny
 import tiny_gemma4
 import tiny_vision
 
+from luce.bench.oracle_tokenizer import gemma4_vocabulary
 from luce.convert.gemma4_tower import BOUNDS, Config, add_keys, hf_name, laid_out, shapes
 from luce.convert.qwen35_tower import type_of
 
@@ -24,7 +26,9 @@ TEXTS = {
     "per-layer": (tiny_gemma4.CASES["per-layer"], TOWERS["small"]),
     "dense": (tiny_gemma4.CASES["dense"], TOWERS["large"]),
 }
-FIRST_WORD = np.uint64(270)  # Tokens of words, in prompts of tests.
+VOCABULARY_SIZE = tiny_gemma4.Config.n_vocab
+VOCABULARY = gemma4_vocabulary(VOCABULARY_SIZE)[0]
+LETTERS = [VOCABULARY.index(letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"]  # Tokens of texts.
 MARKS = ("<|image>", "<image|>", "<|image|>")  # The last ids of a model that takes images.
 
 
@@ -81,3 +85,22 @@ def write(path: Path, c: Config, tensors: dict[str, np.ndarray], kind: str = "F3
     w.write_tensors_to_file()
     w.close()
     return path
+
+
+def write_text(path: Path, name: str, **options: object) -> Path:
+    """Writes a model of TEXTS."""
+    (config, seed), _ = TEXTS[name]
+    return tiny_gemma4.write(path, config, tiny_gemma4.layout(config, seed), last=MARKS, **options)
+
+
+def write_both(folder: Path, name: str = "per-layer") -> None:
+    """Writes a model as model.gguf, and a tower that fits it as mmproj.gguf."""
+    _, (c, seed) = TEXTS[name]
+    write_text(folder / "model.gguf", name)
+    write(folder / "mmproj.gguf", c, layout(c, weights(c, seed)))
+
+
+def write_assistant(path: Path) -> Path:
+    """Writes an assistant of the model "per-layer"."""
+    c = replace(tiny_gemma4.ASSISTANT, n_head_kv_swa=1, window=11)
+    return tiny_gemma4.write(path, c, tiny_gemma4.layout(c, tiny_gemma4.ASSISTANT_SEED))

@@ -68,7 +68,7 @@ void Prompts::check_images(const PromptItem &item) const {
     const uint32_t past = item.sequence->line().n_past(), E = engine_.model().hparams().n_embd;
     if (!engine_.cache().takes_images()) {
         fail(LUCE_E_UNSUPPORTED, "%s: %s", engine_.model().file().path().c_str(),
-             why_no_images(engine_.model().gpu()));
+             engine_.model().why_no_images());
     }
     uint32_t end = 0; // of the tokens that were looked at
     const auto all_text = [&](uint32_t to) {
@@ -126,6 +126,7 @@ void Prompts::check_gaps(const PromptItem &item) const {
 }
 
 // An image at p stands at time p; its rows have heights and widths from p on, and what follows stands behind the longer side.
+// Without axes its rows have a position each, as text has.
 std::vector<PromptPlace> Prompts::places(const Piece &piece) const {
     const PromptItem &item = items_[piece.item];
     const Timeline &line = of(piece).line();
@@ -149,9 +150,14 @@ std::vector<PromptPlace> Prompts::places(const Piece &piece) const {
             continue;
         }
         const uint32_t row = span->first + at - span->at;
+        const float *values = span->rows + size_t(at - span->at) * span->n_embd;
+        if (!engine_.model().has_axes()) {
+            places.push_back({index + delta, index + delta, index + delta, values, delta});
+            continue;
+        }
         const int32_t start = index - int32_t(row) + delta;
         PromptPlace place = {start, start + int32_t(row / span->width), start + int32_t(row % span->width),
-                             span->rows + size_t(at - span->at) * span->n_embd, delta};
+                             values, delta};
         if (row + 1 == span->height * span->width) {
             delta += int32_t(std::max(span->height, span->width)) - int32_t(span->height * span->width);
             place.delta = delta;

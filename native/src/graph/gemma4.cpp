@@ -55,6 +55,9 @@ HParams gemma4_hparams(const GgufFile &file) {
         per_block(file, p + "attention.head_count_kv", hp.n_layer, 1, 4096);
     const std::vector<uint32_t> sliding =
         per_block(file, p + "attention.sliding_window_pattern", hp.n_layer, 0, 1);
+    // No key says how rows of an image see each other: in models without these embeddings those of one image all do.
+    const bool small = file.integer_or(p + "embedding_length_per_layer_input", 0, 0, 1 << 20) > 0;
+    hp.image_rows = small ? ImageRows::as_text : ImageRows::see_each_other;
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         const std::string swa = sliding[il] != 0 ? "_swa" : "";
         AttentionShape a;
@@ -250,17 +253,19 @@ Val gemma4_behind_attention(Val x, Val mixed, const Block &block, const Gemma4Bl
 namespace {
 
 // Each layer's own embeddings of a step's tokens {P*L, T}: those of the table, and what the model's make of theirs, x {E, T}.
+// A row of an image has the first token's in the table.
 Val layer_embeddings(Val x, const Gemma4 &w, float eps) {
     const float E = float(x.graph->width(x)), P = float(w.P);
     const Val made = head_norm(scale(matmul(x, w.ple_proj), 1 / std::sqrt(E)), w.ple_norm, eps);
-    return scale(add(made, scale(embed(*x.graph, w.ple_embd), std::sqrt(P))), 1 / std::sqrt(2.0f));
+    return scale(add(made, scale(embed_text(*x.graph, w.ple_embd), std::sqrt(P))), 1 / std::sqrt(2.0f));
 }
 
 void build_gemma4(Plain &g) {
     const Weights &w = g.model.weights();
     const Gemma4 &own = static_cast<const Gemma4 &>(*w.own);
     const float eps = g.model.hparams().rms_eps;
-    Val x = scale(embed(g, w.token_embd), g.model.hparams().embedding_scale); // {E, T}
+    // Rows of images are not scaled.
+    Val x = image_rows(scale(embed_text(g, w.token_embd), g.model.hparams().embedding_scale)); // {E, T}
     const Val embeddings = own.P > 0 ? layer_embeddings(x, own, eps) : Val{};
     std::map<bool, Val> cells; // those that sliding layers, and global ones, read last
     std::vector<Val> outputs; // of the blocks

@@ -196,7 +196,10 @@ ggml_tensor *Lowering::embedding(ggml_tensor *table) {
         a.n_vocab = int32_t(table->ne[1]);
         tokens = ops::row_tokens(ctx, {tokens, chosen()}, a);
     }
-    ggml_tensor *x = ggml_get_rows(ctx, table, tokens); // {E, T}
+    return ggml_get_rows(ctx, table, tokens); // {E, T}
+}
+
+ggml_tensor *Lowering::with_images(ggml_tensor *x) {
     return plain.images ? (ggml_tensor *) ops::image_rows(ctx, {x, in->image_rows}, {}) : x;
 }
 
@@ -467,7 +470,9 @@ void Lowering::emit(int32_t node) {
     const auto real = [&] { return std::get<float>(n.params); };
     const Cache &cache = plain.cache;
     switch (n.op) {
-        case Op::embed: set(embedding(n.w[0])); break;
+        case Op::embed: set(with_images(embedding(n.w[0]))); break;
+        case Op::embed_text: set(embedding(n.w[0])); break;
+        case Op::image_rows: set(with_images(flat(n.in[0]))); break;
         case Op::kept_hidden: set(ggml_get_rows(ctx, cache.hidden(), in->hidden_from)); break;
         case Op::previous: set(previous(values(n.in[0]))); break;
         case Op::norm: set(norm_rows(flat(n.in[0]), n.w[0], real())); break;

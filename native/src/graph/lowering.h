@@ -98,6 +98,7 @@ private:
     void emit_norm_rope(const Node &n, Val y);
     ggml_tensor *previous(ggml_tensor *h);
     ggml_tensor *embedding(ggml_tensor *table);
+    ggml_tensor *with_images(ggml_tensor *x); // rows of images in their places
     ggml_tensor *chosen() const;
     ggml_tensor *rotated(ggml_tensor *x, ggml_tensor *factors, const AttentionShape &s);
     ggml_tensor *gate_of(Val gate);

@@ -99,10 +99,19 @@ static Val like(Op op, Val x, std::vector<Val> in, std::vector<ggml_tensor *> w 
 }
 
 // Rows are looked up where the table lies: drafters have the first stage's too.
-Val embed(Plain &g, ggml_tensor *table) {
-    const Val x = g.add({Op::embed, {}, {table}, {table->ne[0]}, g.T});
+static Val looked_up(Op op, Plain &g, ggml_tensor *table) {
+    const Val x = g.add({op, {}, {table}, {table->ne[0]}, g.T});
     g.at(x).stage = stage_of(table);
     return x;
+}
+Val embed(Plain &g, ggml_tensor *table) {
+    return looked_up(Op::embed, g, table);
+}
+Val embed_text(Plain &g, ggml_tensor *table) {
+    return looked_up(Op::embed_text, g, table);
+}
+Val image_rows(Val x) {
+    return x.graph->images ? like(Op::image_rows, x, {x}) : x;
 }
 Val kept_hidden(Plain &g) {
     return g.add({Op::kept_hidden, {}, {}, {g.cache.hidden()->ne[0]}, g.T});

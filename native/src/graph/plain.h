@@ -43,7 +43,9 @@ struct KvLayer {
 
 enum class Op : uint8_t {
     // ---- what builders write ----
-    embed, // {E, T}: rows of the table for the step's tokens
+    embed, // {E, T}: rows of the table for the step's tokens, and rows of images in the places of theirs
+    embed_text, // the same without rows of images
+    image_rows, // x, with rows of images in their places
     kept_hidden, // {E, T}: for each row the kept hidden row of the position before it
     previous, // {E, T}: of prompts' hidden rows, for each row that of the position before; those of first rows were kept
     norm, // RMS(x) * w over a row
@@ -231,6 +233,8 @@ private:
 // ---- the vocabulary: weights and shapes are kept by address, so they are the model's ----
 
 Val embed(Plain &g, ggml_tensor *table); // {E, V} -> {E, T}
+Val embed_text(Plain &g, ggml_tensor *table); // {E, V} -> {E, T}
+Val image_rows(Val x); // x itself where a step has no images
 Val kept_hidden(Plain &g);
 Val previous(Val h);
 

@@ -131,6 +131,10 @@ struct Block {
     const Moe *moe() const { return std::get_if<Moe>(&ffn); }
 };
 
+// How rows of an image stand in a prompt: with three axes of RoPE where the model's rows have those, as rows of text do, or
+// seeing all rows of their image in sliding layers, which luce does not do.
+enum class ImageRows { by_axes, as_text, see_each_other };
+
 struct HParams {
     uint32_t n_vocab = 0; // V
     uint32_t n_embd = 0; // E
@@ -141,6 +145,7 @@ struct HParams {
     // What luce has to have kernels for: of each block, the trunk's and then the heads', its mixer.
     std::vector<std::variant<AttentionShape, DeltaNetShape>> mixers;
     uint32_t n_ff = 0; // the FF of a dense block, where all have the same
+    ImageRows image_rows = ImageRows::by_axes;
     float embedding_scale = 1; // it multiplies embeddings of tokens ahead of the first block
     float logit_softcap = 0; // logits z become softcap * tanh(z / softcap); 0 means that they do not
     MoeShape moe; // with n_expert 0 the model is dense
@@ -199,8 +204,8 @@ struct DrafterFile {
 // Whether models on GPUs, and towers there, take images. A build may refuse them; tests switch them on (luce_show_gpus_images).
 constexpr bool IMAGES_ON_GPUS = true;
 extern std::atomic<bool> images_on_gpus;
-// Says why a model takes no images.
-const char *why_no_images(bool gpu);
+// Says why luce takes no images there.
+extern const char *const NO_IMAGES_ON_GPUS;
 
 // Consecutive layers of the trunk on one device.
 struct Placement {
@@ -230,8 +235,10 @@ public:
     const std::vector<Placement> &placements() const { return placements_; }
     uint32_t stage_of(uint32_t layer) const; // which of these has it
     bool gpu() const { return placements_[0].device->gpu; }
-    // Whether rows of images may stand in prompts: rows have three axes.
+    // Whether rows of images may stand in prompts, which they do with three axes of RoPE or as rows of text do.
     bool takes_images() const;
+    const char *why_no_images() const;
+    bool has_axes() const;
     std::string device_names() const; // "cuda:0", or of several "cuda:0,cuda:1"
     const GgufFile &file() const { return *file_; }
     const Architecture &architecture() const { return *architecture_; }

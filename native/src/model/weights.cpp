@@ -475,18 +475,27 @@ void Model::find_kinds() {
 
 std::atomic<bool> images_on_gpus{IMAGES_ON_GPUS};
 
-const char *why_no_images(bool gpu) {
-    return gpu && !images_on_gpus
-               ? "luce does not take images on a GPU yet: device \"cpu\" takes them"
+const char *const NO_IMAGES_ON_GPUS = "luce does not take images on a GPU yet: device \"cpu\" takes them";
+
+const char *Model::why_no_images() const {
+    if (gpu() && !images_on_gpus) {
+        return NO_IMAGES_ON_GPUS;
+    }
+    return hp_.image_rows == ImageRows::see_each_other
+               ? "luce shows this model no images yet: rows of an image see each other in its sliding layers; "
+                 "the small models, with per-layer embeddings, take them"
                : "the model takes no images: its rows have no three axes (rope.dimension_sections)";
 }
 
-bool Model::takes_images() const {
-    const auto has_axes = [](const auto &mixer) {
+bool Model::has_axes() const {
+    return std::any_of(hp_.mixers.begin(), hp_.mixers.end(), [](const auto &mixer) {
         const auto *attention = std::get_if<AttentionShape>(&mixer);
         return attention != nullptr && attention->has_axes();
-    };
-    return (!gpu() || images_on_gpus) && std::any_of(hp_.mixers.begin(), hp_.mixers.end(), has_axes);
+    });
+}
+
+bool Model::takes_images() const {
+    return (!gpu() || images_on_gpus) && (has_axes() || hp_.image_rows == ImageRows::as_text);
 }
 
 bool Model::has(const ggml_tensor *weight) const {
