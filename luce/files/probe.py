@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from luce.errors import ArgumentError, FileError, UnsupportedError
+from luce.files.gemma4 import BUDGETS, MERGE, PROJECTOR
 from luce.native import File
 from luce.native import Tower as OpenTower
 from luce.native.files import is_assistant
@@ -447,19 +448,26 @@ def _tower(file: File, reasons: list[str]) -> Tower:
     def number(key: str) -> int | None:
         return _number(kv, f"clip.vision.{key}")
 
+    # Files with parts that hear as well say it of each part.
+    projector = fact(kv, "clip.vision.projector_type", str, None) or fact(kv, "clip.projector_type", str, None)
     patch, merge = number("patch_size"), number("spatial_merge_size")
     pixels = (patch * merge) ** 2 if patch and merge else None
-    least, most = (65536, 16777216) if runs else (None, None)  # transformers' limits, which files do not have
+    least = most = None  # transformers' limits, which files do not have
+    if projector == PROJECTOR:
+        merge = number("projector.scale_factor") or MERGE
+        least, most = (BUDGETS[0], BUDGETS[-1]) if runs else (None, None)
+    elif runs and pixels:
+        least, most = 65536 // pixels, 16777216 // pixels
     return Tower(
-        projector_type=fact(kv, "clip.projector_type", str, None),
+        projector_type=projector,
         block_count=number("block_count"),
         embedding_length=number("embedding_length"),
         head_count=number("attention.head_count"),
         patch_size=patch,
         spatial_merge_size=merge,
         projection_dim=number("projection_dim"),
-        min_rows=least // pixels if least and pixels else None,
-        max_rows=most // pixels if most and pixels else None,
+        min_rows=least,
+        max_rows=most,
         runs=runs,
     )
 

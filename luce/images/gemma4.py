@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from math import floor, sqrt
 
 from luce.errors import ArgumentError
+from luce.files.gemma4 import BUDGETS, MERGE, USUAL
 from luce.images.opening import ImageError
 from luce.images.pixels import Processor
-
-PROJECTOR = "gemma4v"
-BUDGETS = (70, 140, 280, 560, 1120)  # The models were trained with these.
-USUAL = 280
 
 
 def budget_of(tokens: int | None) -> int:
@@ -27,7 +24,7 @@ def budget_of(tokens: int | None) -> int:
 class BudgetProcessor(Processor):
     """What a tower says of its pixels, and a budget of rows, which all images are stretched for."""
 
-    merge: int = 3
+    merge: int = MERGE
     budget: int = USUAL
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:

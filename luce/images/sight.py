@@ -18,8 +18,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luce.errors import ArgumentError, FileError, OutOfMemory, UnsupportedError, about
+from luce.files.gemma4 import PROJECTOR
 from luce.files.probe import fact
-from luce.images.gemma4 import PROJECTOR, BudgetProcessor, budget_of
+from luce.images.gemma4 import BudgetProcessor, budget_of
 from luce.images.opening import pillow
 from luce.images.pixels import Picture, Processor
 from luce.native import File, ImageSpan, Model, Progress, Tower
