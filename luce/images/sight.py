@@ -37,12 +37,13 @@ MOST_NAMES = 2**31 - 2
 
 class Shown(NamedTuple):
     """An image of a prompt: its `rows` F32 (n, n_embd) stand for the tokens from `at` on. It has `height` x `width` of
-    them."""
+    them. `fresh` says that it was encoded for this prompt."""
 
     at: int
     rows: np.ndarray
     height: int
     width: int
+    fresh: bool = False
 
     def span(self, begin: int, end: int) -> ImageSpan | None:
         """Returns what of it stands among the tokens begin .. end - 1 of the prompt."""
@@ -160,10 +161,12 @@ class Sight:
         """Returns the images of a prompt, of which those are encoded whose rows are not kept. `progress` is asked
         meanwhile, and may cancel (Cancelled)."""
         merge, needed = self.processor.merge, {self._key(picture) for _, picture in placed.at}
-        return tuple(
-            Shown(at, self._encoded(picture, needed, progress), picture.grid[0] // merge, picture.grid[1] // merge)
-            for at, picture in placed.at
-        )
+
+        def show(at: int, picture: Picture) -> Shown:
+            rows, fresh = self._encoded(picture, needed, progress)
+            return Shown(at, rows, picture.grid[0] // merge, picture.grid[1] // merge, fresh)
+
+        return tuple(show(at, picture) for at, picture in placed.at)
 
     def kept(self, placed: Placed) -> tuple[Shown, ...] | None:
         """Returns the images of a prompt where the rows of all are kept, and None where one has to be encoded."""
@@ -187,14 +190,16 @@ class Sight:
                 self._next -= picture.rows
             return self._names[key]
 
-    def _encoded(self, picture: Picture, needed: set[bytes], progress: Progress | None) -> np.ndarray:
-        """Returns an image's rows, of a prompt that has the images `needed`. These all stay, also where they alone are
-        more than ROW_BYTES: the next turn of a conversation has them again."""
+    def _encoded(
+        self, picture: Picture, needed: set[bytes], progress: Progress | None
+    ) -> tuple[np.ndarray, bool]:
+        """Returns an image's rows, of a prompt that has the images `needed`, and whether they were not kept. These all
+        stay, also where they alone are more than ROW_BYTES: the next turn of a conversation has them again."""
         key = self._key(picture)
         with self._lock:
             if key in self._rows:
                 self._rows.move_to_end(key)
-                return self._rows[key]
+                return self._rows[key], False
         rows = self.tower.encode(picture.patches(), picture.grid, self._threads, progress)
         with self._lock:
             self._rows[key] = rows
@@ -207,7 +212,7 @@ class Sight:
             self._said = True
             held = f"{(ROW_BYTES + over) / 2**30:.1f} GiB of memory"
             self._say(f"the images of one request take {held}, where {ROW_BYTES >> 30} GiB are kept")
-        return rows
+        return rows, True
 
     def close(self) -> None:
         self.tower.close()

@@ -51,7 +51,7 @@ class Silence:
 class Usage:
     """These are the tokens of a request. `cached` counts those of its prompt that were not read again, and `again`
     those that were, although an earlier prompt began with them too. Beside `prompt` `left_out` tokens of it were not
-    read at all; None: all are."""
+    read at all; None: all are. Of its `images` as many were `encoded`: the rows of the others were kept."""
 
     prompt: int = 0
     cached: int = 0
@@ -59,6 +59,8 @@ class Usage:
     completion: int = 0
     reasoning: int = 0
     left_out: int | None = None
+    images: int = 0
+    encoded: int = 0
 
 
 class Answer:
@@ -112,6 +114,7 @@ class Answer:
         self.usage.prompt = len(prompt)
         images = await self.model.encoded(self._placed)
         self._placed = Placed([], [])  # Its pixels have served.
+        self.usage.images, self.usage.encoded = len(images), sum(image.fresh for image in images)
         grammar = None
         if not self._held.is_free:
             grammar = await self.model.compiled(self._grammar, self.ask.size)

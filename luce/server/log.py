@@ -27,7 +27,8 @@ LEVELS = ("debug", "info", "warning", "error")  # The core has them by these num
 MAX_PATH = 200  # A line has at most so many letters of a path.
 CLOSED = "luce.closed"  # Who ends a connection before its answer says under this key of the scope why.
 _SANE = re.compile(rb"[A-Za-z0-9._:-]{1,128}")  # Clients' own ids are taken if they look so.
-_SUMS = ("prompt", "cached", "again", "generated")  # Of several answers to one request these are added.
+_SUMS = ("prompt", "cached", "again", "generated")  # Of several answers to one request these are added,
+_IMAGES = ("images", "encoded")  # and these where there are some.
 
 
 @dataclass
@@ -46,7 +47,8 @@ class Record:
 
     def add(self, details: dict[str, Any]) -> None:
         """Adds what an answer tells of itself; with several answers, their tokens are summed."""
-        sums = {name: self.details.get(name, 0) + (details.get(name) or 0) for name in _SUMS}
+        names = (*_SUMS, *(name for name in _IMAGES if name in details))
+        sums = {name: self.details.get(name, 0) + (details.get(name) or 0) for name in names}
         self.details = {**details, **self.details, **sums}
 
     def as_json(self) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class Watch:
                 }
                 | ({} if usage.left_out is None else {"left_out": usage.left_out})
                 | ({"replica": answer.replica.name} if answer.replica and answer.model.n_replicas > 1 else {})
+                | ({"images": usage.images, "encoded": usage.encoded} if usage.images else {})
             )
 
     def scrape(self, models: Models) -> bytes:

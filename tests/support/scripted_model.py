@@ -5,10 +5,11 @@ Its blocks add nothing, so a token follows from the one before alone, as in an o
 ends in a control token that says which text of the script is due: that of the last user's message that spells
 "SAY NAME", and of its texts the one after as many answers of tools as have come since. All else is real:
 templates, tokens, engine, sampling, server. It speaks Qwen's dialect, or has the control tokens and the template of
-Gemma 4.
+Gemma 4. In Qwen's it may see: a tiny random tower fits it, whose rows change nothing of what it says.
 
     python tests/support/scripted_model.py script.json model.gguf     # {"NAME": ["text", "text after an answer"]}
     python tests/support/scripted_model.py script.json model.gguf gemma
+    python tests/support/scripted_model.py script.json model.gguf qwen mmproj.gguf
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -23,6 +25,7 @@ import gguf
 import numpy as np
 import templates
 import tiny
+import tiny_vision
 
 from luce.bench.oracle_tokenizer import CONTROL
 from luce.convert.qwen35_layout import Config, add_keys
@@ -40,6 +43,7 @@ ENDS = {
                     gguf.TokenType.USER_DEFINED)
     | {"<turn|>": MARK},
 }  # fmt: skip
+N_EMBD = 256
 DEFAULT = "default"  # It is said where nobody names a text, or no tools are declared for its call.
 
 TEMPLATE = """
@@ -104,8 +108,14 @@ def spelled(text: str) -> str:
     return "".join(BYTE_SYMBOLS[byte] for byte in text.encode())
 
 
-def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072, dialect: Dialect = QWEN) -> Path:
-    """Writes the model of a script, whose texts are of a dialect."""
+def write(
+    path: Path,
+    script: Mapping[str, Sequence[str]],
+    n_ctx: int = 131072,
+    dialect: Dialect = QWEN,
+    tower: Path | None = None,
+) -> Path:
+    """Writes the model of a script, whose texts are of a dialect, and a tower for it where one is asked for."""
     script = {DEFAULT: ["Fine."], **script}
     with File(BOX) as box:  # Its words keep prompts short.
         kinds, listed = box.kv["tokenizer.ggml.token_type"], box.kv["tokenizer.ggml.tokens"]
@@ -128,9 +138,13 @@ def write(path: Path, script: Mapping[str, Sequence[str]], n_ctx: int = 131072, 
     n_normal = len(tokens)
     follows += [(n_normal + at, token) for at, token in enumerate(first.values())]
     ends = ENDS[dialect.name]
+    if tower is not None:
+        ends = dict.fromkeys(tiny_vision.MARKS, MARK) | ends
+        sees = replace(tiny_vision.TINY, n_out=N_EMBD)
+        tiny_vision.write(tower, sees, tiny_vision.layout(sees, tiny_vision.weights(sees, 5)))
     tokens += [*first, *ends]
     types = [gguf.TokenType.NORMAL] * n_normal + [MARK] * len(first) + list(ends.values())
-    config = Config(n_layer=4, n_embd=256, n_ff=64, n_vocab=len(tokens), n_ctx=n_ctx)
+    config = Config(n_layer=4, n_embd=N_EMBD, n_ff=64, n_vocab=len(tokens), n_ctx=n_ctx)
     _write(path, config, (tokens, types, merges), _tensors(config, follows), _template(script, dialect))
     return path
 
@@ -196,5 +210,5 @@ def _write(
 
 if __name__ == "__main__":
     spoken = {each.name: each for each in (QWEN, GEMMA)}
-    said, path, dialect = (*sys.argv[1:], QWEN.name)[:3]
-    write(Path(path), json.loads(Path(said).read_text()), dialect=spoken[dialect])
+    said, path, dialect, *tower = sys.argv[1:] if sys.argv[3:] else (*sys.argv[1:], QWEN.name)
+    write(Path(path), json.loads(Path(said).read_text()), dialect=spoken[dialect], tower=Path(*tower) if tower else None)
