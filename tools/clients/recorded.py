@@ -14,6 +14,7 @@ from typing import Any
 
 from script import SIZE, calls
 
+THOUGHTS = "reasoning", "reasoning_content", "encrypted_content", "thinking", "signature"
 ROWS = SIZE[0] * SIZE[1] // 1024
 
 
@@ -70,6 +71,8 @@ def main() -> None:
         assert seen["prompt"] > before["prompt"] + ROWS, "its rows are no part of the prompt"
         assert after["cached"] > before["prompt"] + ROWS - 128, "its rows were read again"
         print(f"    image parts, images, encoded by turn: {shown}")
+    thoughts = {kind for part in parts(turns[-1][0]) for kind in THOUGHTS if kind in (part.get("type"), *part)}
+    print(f"    thoughts by turn: they come back as {', '.join(sorted(thoughts)) or 'nothing'}")
     print(f"    prompt, cached by turn: {[(record['prompt'], record['cached']) for _, record in turns]}")
 
 

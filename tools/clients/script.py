@@ -1,6 +1,7 @@
 """Writes what the model says to each client, and the files that agents read: FOLDER/files/in.txt, and an image for each.
 
-An agent reads a file by its own tool, writes another, calls a tool with a nested argument, and is done; a library writes.
+An agent thinks, reads a file by its own tool, writes another, calls a tool with a nested argument, and is done; a library
+writes.
 Run it as `python script.py FOLDER qwen|gemma [images]`: with `images` agents read their images. The script goes to stdout.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 AGENTS = ("codex", "opencode", "claude", "pi")
 LIBRARIES = ("aisdk", "litellm", "langchain", "ollama")
 SIZE = 640, 512  # Of 320 tokens, whatever they hold.
+THOUGHTS = {"qwen": "<think>\nIt has a file.\n</think>\n\n", "gemma": "<|channel>thought\nIt has a file.\n<channel|>"}
 TASK = {"from": "in.txt", "sizes": [1, 2.5], "kept": True, "by": None, "note": {"quoted": 'a "b", {c: [d]}'}}
 
 
@@ -65,7 +67,8 @@ def script(folder: Path, dialect: str, images: bool) -> dict[str, list[str]]:
     said = {}
     for name, (first, *others) in calls(folder, images).items():
         texts = [call(dialect, *each) for each in others]
-        said[name] = ["I read the file.\n\n" + call(dialect, *first), *texts, f"{name} is done."]
+        begun = f"{THOUGHTS[dialect]}I read the file.\n\n{call(dialect, *first)}"
+        said[name] = [begun, *texts, f"{name} is done."]
     for name in LIBRARIES:
         write = call(dialect, "write", {"path": str(folder / f"{name}.txt"), "content": f"copied by {name}"})
         said[name] = ["I write it.\n\n" + write, f"{name} is done."]
