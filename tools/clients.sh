@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Real clients talk to `luce serve`: the agents codex, opencode, Claude Code and pi each answer a prompt, read a file
-# and write one; the libraries of tools/clients/ (the AI SDK's Responses provider, litellm, langchain, instructor and
+# Real clients talk to `luce serve`: the agents codex, opencode, Claude Code and pi each answer a prompt, read a file,
+# write one and call a tool with a nested argument, and what they sent is judged (tools/clients/recorded.py); the libraries of tools/clients/ (the AI SDK's Responses provider, litellm, langchain, instructor and
 # ollama) write one by a tool and go on with what it answers. What the model says is scripted
 # (tests/support/scripted_model.py); the clients, the server and the engine are the real ones. It needs Node 20, npm, and luce
 # with its test extra.
@@ -112,20 +112,16 @@ version() { # `version CLIENT` says which one it is.
     esac
 }
 
-judged() { # `judged CLIENT FIRST LAST` says what an agent's requests show.
-    [[ " ${agents[*]} " != *" $1 "* ]] || "$python" "$root/tools/clients/recorded.py" "$work" "$1" "$((10#$2))" "$((10#$3))" $images
-}
-
-number() { # Says how many requests there were.
-    curl --silent --output /dev/null --dump-header - "$url/health" | sed -n 's/^x-request-id: \([0-9]*\).*/\1/p' | head -1
+judged() { # `judged CLIENT` says what an agent's requests show.
+    [[ " ${agents[*]} " != *" $1 "* ]] || "$python" "$root/tools/clients/recorded.py" "$work" "$1" $images
 }
 
 failed=0
 cd "$work/files"
 for client in "${clients[@]}"; do
-    said=$work/$client.log first=$(number)
+    said=$work/$client.log
     if ask "$client" </dev/null >"$said" 2>&1 && grep -q "$client is done" "$said" &&
-        [[ $(cat "$client.txt") == "copied by $client" ]] && judged "$client" "$first" "$(number)" >>"$said" 2>&1; then
+        [[ $(cat "$client.txt") == "copied by $client" ]] && judged "$client" >>"$said" 2>&1; then
         echo "$client: ok, $(version "$client")"
         sed -n '/^    .* by turn: /p' "$said"
     else

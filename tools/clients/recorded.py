@@ -1,7 +1,6 @@
 """Reads what recorder.py wrote and what the server's log says of it, and judges the turns of one agent.
 
-Run it as `python recorded.py FOLDER AGENT FIRST LAST [images]`, for the requests that are numbered so. It prints what it
-saw, and fails where an agent's calls came back changed, a tool failed, or an image was not seen or encoded again.
+Run it as `python recorded.py FOLDER AGENT [images]`, FOLDER being that of a run. It prints what it saw, and fails where an agent's calls came back changed, a tool failed, or an image was not seen or encoded again.
 """
 
 from __future__ import annotations
@@ -47,18 +46,24 @@ def errors_of(body: dict[str, Any]) -> list[Any]:
     return [part for part in parts(body.get("messages", [])) if part.get("is_error")]
 
 
+def turns_of(folder: Path, agent: str) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the numbers of an agent's turns and what it sent. Requests without tools ask for titles."""
+    found = []
+    for path in sorted((folder / "recorded").glob("*.json")):
+        request = json.loads(path.read_text())
+        if request["body"].get("tools") and f"SAY {agent}" in json.dumps(request["body"]):
+            found.append((path.stem, request))
+    return found
+
+
 def main() -> None:
-    work, agent, first, last, *images = sys.argv[1:]
+    work, agent, *images = sys.argv[1:]
     folder, told = Path(work), {}
     for line in (folder / "server.log").read_text().splitlines():
         if line.startswith("{"):
             record = json.loads(line)
             told[record.get("id")] = record
-    turns = []
-    for n in range(int(first), int(last)):
-        path = folder / "recorded" / f"{n:03}.json"
-        if path.exists() and json.loads(path.read_text())["body"].get("tools"):  # The others ask for titles.
-            turns.append((json.loads(path.read_text())["body"], told[f"{n:03}"]))
+    turns = [(request["body"], told[number]) for number, request in turns_of(folder, agent)]
     expected = calls(folder / "files", bool(images))[agent]
     assert len(turns) == len(expected) + 1, f"{len(turns)} turns"
     for n, (body, record) in enumerate(turns):
