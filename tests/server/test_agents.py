@@ -156,19 +156,20 @@ def streamed(agent, stream):
     events = [json.loads(each[6:]) for each in stream.splitlines() if each.startswith("data: {")]
     if agent == "codex":  # It takes items from their own events.
         return said({"output": [each["item"] for each in events if each["type"] == "response.output_item.done"]})
-    if agent == "claude":
-        blocks = {each["index"]: each["content_block"] for each in events if each["type"] == "content_block_start"}
-        for each in (event for event in events if event["type"] == "content_block_delta"):
-            for kind, value in each["delta"].items():
-                if kind in ("text", "thinking"):
-                    blocks[each["index"]][kind] += value
-                elif kind == "partial_json":
-                    block = blocks[each["index"]]
-                    block["spelled"] = block.get("spelled", "") + value
-        for block in blocks.values():
-            if block["type"] == "tool_use":
-                block["input"] = json.loads(block.pop("spelled"))
-        return said({"content": list(blocks.values())})
+    return said({"content": blocks_of(events)} if agent == "claude" else {"choices": [{"message": message_of(events)}]})
+
+
+def blocks_of(events):
+    """Returns the blocks of Anthropic's events."""
+    blocks = {each["index"]: {**each["content_block"], "spelled": ""} for each in events if "content_block" in each}
+    for each in (event for event in events if event["type"] == "content_block_delta"):
+        for kind in each["delta"].keys() & {"text", "thinking", "partial_json"}:
+            blocks[each["index"]]["spelled" if kind == "partial_json" else kind] += each["delta"][kind]
+    return [block | ({"input": json.loads(block["spelled"])} if block["spelled"] else {}) for block in blocks.values()]
+
+
+def message_of(events):
+    """Returns the message of OpenAI's chunks."""
     message = {"content": "", "reasoning_content": "", "tool_calls": []}
     for delta in (choice["delta"] for each in events for choice in each["choices"]):
         for kind in ("content", "reasoning_content"):
@@ -178,7 +179,7 @@ def streamed(agent, stream):
                 message["tool_calls"].append({"function": {"name": "", "arguments": ""}})
             for kind, value in call["function"].items():
                 message["tool_calls"][call["index"]]["function"][kind] += value
-    return said({"choices": [{"message": message}]})
+    return message
 
 
 @pytest.mark.parametrize("agent", script.AGENTS)

@@ -211,4 +211,5 @@ def _write(
 if __name__ == "__main__":
     spoken = {each.name: each for each in (QWEN, GEMMA)}
     said, path, dialect, *tower = sys.argv[1:] if sys.argv[3:] else (*sys.argv[1:], QWEN.name)
-    write(Path(path), json.loads(Path(said).read_text()), dialect=spoken[dialect], tower=Path(*tower) if tower else None)
+    texts, sight = json.loads(Path(said).read_text()), Path(*tower) if tower else None
+    write(Path(path), texts, dialect=spoken[dialect], tower=sight)

@@ -1,7 +1,7 @@
-"""Writes tests/goldens/agents.json: what agents sent in runs of tools/clients.sh, of which the tests ask a server again.
+"""Writes tests/goldens/agents.json: what agents sent in runs of tools/clients.sh. The tests ask a server the same.
 
 Long words of the clients are cut, and ids of the machine left out; calls, results and images are as they were sent.
-Run it as `python keep.py qwen=FOLDER gemma=FOLDER`: the folders of a run with --images, and of one with --dialect gemma.
+Run it as `python keep.py qwen=FOLDER gemma=FOLDER`: the folders of runs with --images and with --dialect gemma.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Reads what recorder.py wrote and what the server's log says of it, and judges the turns of one agent.
 
-Run it as `python recorded.py FOLDER AGENT [images]`, FOLDER being that of a run. It prints what it saw, and fails where an agent's calls came back changed, a tool failed, or an image was not seen or encoded again.
+Run it as `python recorded.py FOLDER AGENT [images]`, FOLDER being that of a run. It prints what it saw, and fails where
+an agent's calls came back changed, a tool failed, or an image was not seen or encoded again.
 """
 
 from __future__ import annotations

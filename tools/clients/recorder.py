@@ -1,5 +1,4 @@
-"""Hands requests on to a server by numbers, and writes the bodies of those that have one to files of these: what a client
-sent.
+"""Hands requests on to a server and numbers them: NUMBER.json is what a client sent, and the server's log tells of it.
 
 Run it as `python recorder.py URL FOLDER`. It says its own address on stdout.
 """

@@ -1,8 +1,8 @@
-"""Writes what the model says to each client, and the files that agents read: FOLDER/files/in.txt, and an image for each.
+"""Writes what the model says to each client, and what agents read: FOLDER/files/in.txt, or an image for each.
 
-An agent thinks, reads a file by its own tool, writes another, calls a tool with a nested argument, and is done; a library
-writes.
-Run it as `python script.py FOLDER qwen|gemma [images]`: with `images` agents read their images. The script goes to stdout.
+An agent thinks, reads a file by its own tool, writes another, calls a tool with a nested argument, and is done; a
+library writes one.
+Run it as `python script.py FOLDER qwen|gemma [images]`: with `images` agents read theirs. The script goes to stdout.
 """
 
 from __future__ import annotations
