@@ -89,6 +89,16 @@ def test_several_calls_or_one(chatgpt):
     assert len(one.message.tool_calls) == 1 and one.finish_reason == "tool_calls"
 
 
+def test_a_function_that_is_named_is_called_once(chatgpt):
+    """So OpenAI says: "Forced Function: Call exactly one specific function"."""
+    asked = {"model": "m", "messages": say("twice"), "tools": [TOOL], **GREEDY}
+    named = {"type": "function", "function": {"name": "read"}}
+    assert len(chatgpt.chat.completions.create(tool_choice=named, **asked).choices[0].message.tool_calls) == 1
+    asked = {"model": "m", "input": say("twice"), "tools": [FUNCTION], "max_output_tokens": 400, "temperature": 0}
+    found = chatgpt.responses.create(tool_choice={"type": "function", "name": "read"}, **asked)
+    assert [item.type for item in found.output].count("function_call") == 1 and found.parallel_tool_calls
+
+
 def test_a_broken_call_and_tools_that_may_not_be_called(chatgpt, dialect):
     found = chatgpt.chat.completions.create(model="m", messages=say("broken"), tools=[TOOL], **GREEDY)
     assert found.choices[0].message.content == SCRIPTS[dialect]["broken"][0]

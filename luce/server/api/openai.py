@@ -290,6 +290,11 @@ def choice_of(choice: str | dict[str, Any] | None, tools: list[Tool]) -> tuple[s
     return choice or "auto", tools
 
 
+def may_call_twice(parallel: bool | None, choice: str) -> bool:
+    """Says whether an answer may have several calls: a function that is named is called once, in OpenAI's APIs."""
+    return parallel is not False and choice in ("auto", "none", "required")
+
+
 def _allowed(choice: Any, tools: list[Tool]) -> tuple[str, list[Tool]]:
     """Returns what choice_of does for {"mode": "auto" or "required", "tools": [...]}, of which tools that are
     no functions are left out, as they are elsewhere."""
@@ -621,7 +626,7 @@ def chat_ask(body: ChatBody, sees: bool = False) -> Ask:
         messages=messages,
         tools=tools,
         choice=choice,
-        parallel_calls=body.parallel_tool_calls is not False,
+        parallel_calls=may_call_twice(body.parallel_tool_calls, choice),
         max_tokens=length_of(body.max_completion_tokens, body.max_tokens),
         continues=continues,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
