@@ -6,6 +6,7 @@
 #include "moe/params.h"
 
 #include <algorithm>
+#include <climits>
 #include <string>
 
 namespace luce {
@@ -71,10 +72,33 @@ struct RoutePlan {
     LaunchPlan launch;
     int tile_rows; // a block has so many rows at most
     bool one_row; // each block has one, and it is the kernel's that is made for it
-    int groups; // a block has so many ROUTE_OUTPUTS of the router, one after another
+    int passes; // a block of many rows has so many ROUTE_MANY_OUTPUTS of the router, one after another
 };
+// Plans route of many rows, of which a block is alone on its multiprocessor. The blocks of a tile share its passes; each of them
+// reads and norms its rows, which takes as long as two passes. So many share them as end first.
+inline RoutePlan plan_route_many(const DeviceLimits &device, const MoeDims &d) {
+    constexpr int READING = 2;
+    const int64_t row = d.E * int64_t(sizeof(float));
+    const int room = int(
+        std::clamp<int64_t>((device.shared_block - ROUTE_BESIDES) / row, LEAST_ROUTE_ROWS, ROUTE_MANY_ROWS));
+    const int all = divided(router_outputs(d), ROUTE_MANY_OUTPUTS), tiles = divided(d.T, room);
+    int passes = all, best = INT_MAX;
+    for (int each = all; each >= 1; each--) {
+        const int waves = divided(divided(all, each) * tiles, device.multiprocessors);
+        if (waves * (each + READING) < best) {
+            best = waves * (each + READING);
+            passes = each;
+        }
+    }
+    const int64_t shared =
+        std::max({room * row, route_list_bytes(d), ROUTE_THREADS / WARP * CANDIDATE_BYTES});
+    return {{divided(all, passes), tiles, 1, ROUTE_THREADS, shared}, room, false, passes};
+}
 // `gives_values` says that the rows are wanted in F32 too. There is a row or more.
 inline RoutePlan plan_route(const DeviceLimits &device, const MoeDims &d, bool gives_values) {
+    if (many_rows(d)) {
+        return plan_route_many(device, d);
+    }
     const bool few = few_rows(d);
     const int64_t ids = int64_t(d.T) * d.n_used * int64_t(sizeof(uint16_t));
     const int64_t each = std::max<int64_t>(d.E * int64_t(sizeof(float)), CANDIDATE_BYTES);
@@ -85,12 +109,8 @@ inline RoutePlan plan_route(const DeviceLimits &device, const MoeDims &d, bool g
     // Few rows are packed by blocks that do nothing else.
     const int packers = few ? int(chunks_of(d.E)) : 0;
     const int64_t shared = one_row ? 0 : std::max(std::min(d.T, tile_rows) * each, ids);
-    // A tile's rows are read and normed by each of its blocks, so these are few where four rounds of them fill a device.
     const int outputs = divided(router_outputs(d), ROUTE_OUTPUTS), tiles = divided(d.T, tile_rows);
-    const int groups =
-        many_rows(d) ? std::clamp(outputs * tiles / (4 * BLOCKS_SM * device.multiprocessors), 1, outputs) : 1;
-    return {
-        {divided(outputs, groups) + packers, tiles, 1, ROUTE_THREADS, shared}, tile_rows, one_row, groups};
+    return {{outputs + packers, tiles, 1, ROUTE_THREADS, shared}, tile_rows, one_row, 0};
 }
 
 // ---- up and down ----

@@ -24,7 +24,7 @@ struct RouteParams {
     RoutedLayout at;
     int32_t polled; // so many experts' numbers are polled for
     int32_t tile_rows; // a block has so many rows at most
-    int32_t groups; // a block of many rows has so many OUTPUTS of the router, one after another
+    int32_t passes; // a block of many rows has so many MANY_OUTPUTS of the router, one after another
 
     template <typename T> __device__ T *of(int64_t offset) const {
         return reinterpret_cast<T *>(static_cast<uint8_t *>(a.routed) + offset);
@@ -37,14 +37,17 @@ struct TileShared {
     bool last;
 };
 
-// Returns what the norm multiplies a row by.
-__device__ float scale_of(const MoeRouteArgs &a, const TileShared &s, int row) {
+// Returns what the norm multiplies a row by, whose sums of squares are each warp's.
+__device__ float scale_of(const MoeRouteArgs &a, const float (&squares)[WARPS]) {
     float sum = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-        sum += s.squares[row][w];
+        sum += squares[w];
     }
     return rsqrtf(sum / float(a.dims.E) + a.eps);
+}
+__device__ float scale_of(const MoeRouteArgs &a, const TileShared &s, int row) {
+    return scale_of(a, s.squares[row]);
 }
 
 // A warp has every HALVES-th 128 of the values of one output.
