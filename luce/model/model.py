@@ -305,6 +305,7 @@ def load(
     kv_type: str | None = None,
     threads: int | None = None,
     cpu_experts: int | str | None = None,
+    prompt_copies: bool = True,
     checkpoints: int = 8,
     prefill_model: str | Path | None = None,
     max_waiting: int | None = None,
@@ -326,6 +327,8 @@ def load(
     kv_type: "f16" (the default), "q8_0", "q4_0" or "f32"
     threads: CPU threads; None: one for each usable CPU, to 16
     cpu_experts: keep the experts of so many layers in host memory, or "auto"
+    prompt_copies: make F16 copies of the layers' matrices in half of what is left of a GPU's memory, with which prompts
+        are read faster; no token depends on it
     checkpoints: keep so many beginnings of prompts on the device; 0 keeps none
     prefill_model: the file of a small model that chooses what is read of prompts with `prefill_keep`
     max_waiting: raise Busy where so many requests wait; None: any number may wait
@@ -338,6 +341,7 @@ def load(
     given: Loading = {
         "device": device, "ctx": ctx, "parallel": parallel, "draft": draft, "drafter": drafter, "head": head,
         "gamma": gamma, "budget": budget, "kv_type": kv_type, "threads": threads, "cpu_experts": cpu_experts,
+        "prompt_copies": prompt_copies,
         "checkpoints": checkpoints, "prefill_model": prefill_model, "max_waiting": max_waiting,
         "progress": progress, "mmproj": mmproj, "image_tokens": image_tokens,
     }  # fmt: skip
@@ -376,6 +380,7 @@ def opened(
         sequences=given.get("parallel", 1),
         checkpoints=given.get("checkpoints", 8),
         cpu_experts=cpu_experts,  # type: ignore[arg-type] # No other word comes here.
+        copies=given.get("prompt_copies", True),
         spec=draft,
         gamma=given.get("gamma"),
         budget=given.get("budget"),
