@@ -176,6 +176,7 @@ std::vector<uint32_t> Engine::share_layers(const Model &model, const EngineParam
     const luce_memory m = memory_of(model, cache, Step::measure(model, cache, params));
     Shares shares;
     shares.layers = model.layer_bytes();
+    shares.joined = model.joined();
     for (uint32_t il = 0; il < model.hparams().n_layer; il++) {
         shares.layers[il] += cache.layer_bytes(il);
     }

@@ -546,6 +546,6 @@ void DFlash::choose_by_pairs(Val h, Val logits) const {
 
 } // namespace
 
-const DrafterKind DFLASH = {"dflash", "a DFlash drafter", is_dflash, read};
+const DrafterKind DFLASH = {"dflash", "a DFlash drafter", is_dflash, read, /*reads_from=*/nullptr};
 
 } // namespace luce

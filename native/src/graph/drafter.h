@@ -75,6 +75,9 @@ struct DrafterKind {
     // the drafter does not fit the trunk.
     std::shared_ptr<Drafter> (*read)(Model &model, const GgufFile &file, const HParams &trunk,
                                      const Weights &weights);
+    // Of READS_CELLS: the first of the trunk's layers whose cells it reads, before it is read itself; n_layer where the trunk
+    // has none such. Null: it reads none.
+    uint32_t (*reads_from)(const GgufFile &file, const HParams &trunk);
 };
 
 // Returns the kind of this name (E_ARG: there is none), or with null the kind that the file holds.

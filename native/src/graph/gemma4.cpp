@@ -74,6 +74,30 @@ HParams gemma4_hparams(const GgufFile &file) {
     return hp;
 }
 
+namespace {
+
+// The last shared_kv_layers layers read the cells of the last one of their kind ahead of them all.
+uint32_t layers_with_cells(const GgufFile &file, uint32_t n_layer) {
+    const std::string key = prefix_of(file) + "attention.shared_kv_layers";
+    return n_layer - uint32_t(file.integer_or(key, 0, 0, int64_t(n_layer) - 1));
+}
+
+HParams trunk_hparams(const GgufFile &file) {
+    HParams hp = gemma4_hparams(file);
+    const uint32_t n_own = layers_with_cells(file, hp.n_layer);
+    const auto slides = [&](uint32_t il) { return std::get<AttentionShape>(hp.mixers[il]).window > 0; };
+    for (uint32_t il = 0; il < hp.n_layer; il++) {
+        uint32_t source = std::min(il, n_own - 1);
+        while (il >= n_own && source > 0 && slides(source) != slides(il)) {
+            source--;
+        }
+        hp.cells_of.push_back(source);
+    }
+    return hp;
+}
+
+} // namespace
+
 // ---- tensors ----
 
 namespace {
@@ -165,9 +189,7 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
     const auto own = std::make_shared<Gemma4>();
     own->P = file.integer_or(keys + "embedding_length_per_layer_input", 0, 0, 1 << 20);
     const std::vector<uint32_t> n_ff = per_block(file, keys + "feed_forward_length", hp.n_layer, 1, 1 << 20);
-    // The last layers read the cells of the last one of their kind ahead of them.
-    const uint32_t n_own =
-        hp.n_layer - uint32_t(file.integer_or(keys + "attention.shared_kv_layers", 0, 0, L - 1));
+    const uint32_t n_own = layers_with_cells(file, hp.n_layer);
 
     Weights w{};
     w.token_embd = r.table("token_embd.weight", E, hp.n_vocab);
@@ -286,7 +308,7 @@ void build_gemma4(Plain &g) {
 
 } // namespace
 
-const Architecture GEMMA4 = {"gemma4",     /*layer_nodes=*/128,   gemma4_hparams,
+const Architecture GEMMA4 = {"gemma4",     /*layer_nodes=*/128,   trunk_hparams,
                              gemma4_trunk, /*read_head=*/nullptr, build_gemma4};
 
 } // namespace luce

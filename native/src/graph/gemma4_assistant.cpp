@@ -86,6 +86,23 @@ uint32_t find_source(const Pair &pair, const Weights &target, const AttentionSha
     pair.unlike(format("it has %s layers", kind), "has none");
 }
 
+uint32_t first_source(const GgufFile &file, const HParams &trunk) {
+    uint32_t first = trunk.n_layer;
+    for (const auto &own : gemma4_hparams(file).mixers) {
+        const bool slides = std::get<AttentionShape>(own).window > 0;
+        uint32_t il = trunk.n_layer;
+        while (il > 0) {
+            const auto *shape = std::get_if<AttentionShape>(&trunk.mixers[--il]);
+            const bool has_cells = trunk.cells_of.empty() || trunk.cells_of[il] == il;
+            if (shape != nullptr && has_cells && (shape->window > 0) == slides) {
+                first = std::min(first, il);
+                break;
+            }
+        }
+    }
+    return first;
+}
+
 std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, const HParams &trunk,
                                         const Weights &target) {
     const Pair pair = {file, model};
@@ -161,6 +178,6 @@ const DrafterKind ASSISTANT = {"assistant", "an assistant",
                                    const std::string name = file.string("general.architecture");
                                    return name == "gemma4-assistant" || name == "gemma4_assistant";
                                },
-                               read_assistant};
+                               read_assistant, first_source};
 
 } // namespace luce

@@ -23,7 +23,8 @@ static std::shared_ptr<Drafter> read_nextn(Model &model, const GgufFile &file, c
 }
 
 // Any file may hold a head, beside a trunk or alone: the reader says why one does not.
-const DrafterKind NEXTN = {"nextn", "a NextN head", [](const GgufFile &) { return true; }, read_nextn};
+const DrafterKind NEXTN = {"nextn", "a NextN head", [](const GgufFile &) { return true; }, read_nextn,
+                           /*reads_from=*/nullptr};
 
 // eh_proj [RMS(embed(token)) * enorm ; RMS(h) * hnorm], h {E, T} -> {E, T}
 Val NextN::input(Plain &g, Val before) const {

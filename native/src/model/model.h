@@ -144,6 +144,8 @@ struct HParams {
     float rms_eps = 0;
     // What luce has to have kernels for: of each block, the trunk's and then the heads', its mixer.
     std::vector<std::variant<AttentionShape, DeltaNetShape>> mixers;
+    std::vector<uint32_t>
+        cells_of; // of each trunk block the one whose cells it reads; empty: each reads its own
     uint32_t n_ff = 0; // the FF of a dense block, where all have the same
     ImageRows image_rows = ImageRows::by_axes;
     float embedding_scale = 1; // it multiplies embeddings of tokens ahead of the first block
@@ -234,6 +236,8 @@ public:
     // output and the drafters. (An engine's memory and streams there are its stages: engine/stage.h.)
     const std::vector<Placement> &placements() const { return placements_; }
     uint32_t stage_of(uint32_t layer) const; // which of these has it
+    // Of each layer whether it lies where the one before it does (model/split.h).
+    const std::vector<bool> &joined() const { return joined_; }
     bool gpu() const { return placements_[0].device->gpu; }
     // Whether rows of images may stand in prompts, which they do with three axes of RoPE or as rows of text do.
     bool takes_images() const;
@@ -281,6 +285,7 @@ private:
     std::shared_ptr<GgufFile> file_;
     std::vector<std::shared_ptr<GgufFile>> drafter_files_; // without the model's own
     std::vector<Placement> placements_;
+    std::vector<bool> joined_;
     const Architecture *architecture_ = nullptr;
     HParams hp_;
     Weights weights_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <numeric>
 
 namespace luce {
 
@@ -38,7 +39,7 @@ static bool fills(const Shares &s, double part, std::vector<uint32_t> &layers) {
     return layer == s.layers.size();
 }
 
-std::vector<uint32_t> share_out(const Shares &s) {
+static std::vector<uint32_t> share_out_each(const Shares &s) {
     std::vector<uint32_t> layers, best;
     double low = 0, high = 1;
     while (!fills(s, high, best) &&
@@ -61,6 +62,38 @@ std::vector<uint32_t> share_out(const Shares &s) {
         }
     }
     return best;
+}
+
+std::vector<uint32_t> share_out(const Shares &s) {
+    Shares parts = s;
+    parts.layers.clear();
+    std::vector<uint32_t> sizes; // of each part, in layers
+    for (size_t il = 0; il < s.layers.size(); il++) {
+        if (il > 0 && !s.joined.empty() && s.joined[il]) {
+            parts.layers.back() += s.layers[il];
+            sizes.back()++;
+        } else {
+            parts.layers.push_back(s.layers[il]);
+            sizes.push_back(1);
+        }
+    }
+    std::vector<uint32_t> layers;
+    auto next = sizes.begin();
+    for (const uint32_t n : share_out_each(parts)) {
+        layers.push_back(std::accumulate(next, next + n, 0u));
+        next += n;
+    }
+    return layers;
+}
+
+std::vector<bool> joined_layers(uint32_t n_layer, const std::vector<uint32_t> &cells_of,
+                                uint32_t read_at_end) {
+    std::vector<bool> joined(n_layer, false);
+    for (uint32_t il = 0; il < cells_of.size(); il++) {
+        std::fill(joined.begin() + cells_of[il] + 1, joined.begin() + il + 1, true);
+    }
+    std::fill(joined.begin() + std::min(read_at_end + 1, n_layer), joined.end(), true);
+    return joined;
 }
 
 } // namespace luce

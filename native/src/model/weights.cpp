@@ -331,6 +331,40 @@ static Shares shares_of(const GgufFile &trunk, const std::vector<DrafterFile> &d
     return shares;
 }
 
+// E_ARG where fewer parts of the model than there are devices may lie apart. E_UNSUPPORTED where GPUs would read each
+// other's cells.
+static void check_joined(const GgufFile &file, const std::vector<bool> &joined, const Split &split) {
+    const char *path = file.path().c_str();
+    const size_t n_parts = size_t(std::count(joined.begin(), joined.end(), false));
+    if (n_parts < split.devices.size()) {
+        fail(LUCE_E_ARG,
+             "%s can be cut into %zu parts at most, since layers read each other's cells, and there are %zu "
+             "devices",
+             path, n_parts, split.devices.size());
+    }
+    size_t at = 0;
+    for (size_t i = 0; i + 1 < split.layers.size() && split.devices[0]->gpu; i++) {
+        at += split.layers[i];
+        if (joined[at]) {
+            size_t first = at, end = at;
+            while (joined[first]) {
+                first--;
+            }
+            while (end < joined.size() && joined[end]) {
+                end++;
+            }
+            std::string remedy = first > 0 ? format("ahead of layer %zu or earlier", first) : std::string();
+            if (end < joined.size()) {
+                remedy += format("%sahead of layer %zu or later", first > 0 ? ", or " : "", end);
+            }
+            fail(LUCE_E_UNSUPPORTED,
+                 "%s was to be cut ahead of layer %zu: layers %zu to %zu lie on one GPU, since they, or a "
+                 "drafter behind them, read cells of each other: cut it %s",
+                 path, at, first, end - 1, remedy.c_str());
+        }
+    }
+}
+
 // E_ARG, or E_UNSUPPORTED where luce does not run it yet.
 static void check_split(const GgufFile &file, const Split &split, uint32_t n_layer, uint32_t n_cpu_experts) {
     const size_t n = split.devices.size();
@@ -380,11 +414,24 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     }
     model->n_cpu_experts_ = n_cpu_experts;
     check_split(trunk, split, hp.n_layer, n_cpu_experts);
+    uint32_t read_at_end = hp.n_layer;
+    for (const DrafterFile &drafter : drafters) {
+        const DrafterKind &kind = drafter_kind(drafter.kind, *drafter.file);
+        if (split.devices.size() > 1 && kind.reads_from != nullptr) {
+            read_at_end = std::min(read_at_end, kind.reads_from(*drafter.file, hp));
+        }
+    }
+    model->joined_ = joined_layers(hp.n_layer, hp.cells_of, read_at_end);
+    if (split.devices.size() > 1) {
+        check_joined(trunk, model->joined_, split);
+    }
     std::vector<uint32_t> layers = split.layers;
     if (split.devices.size() == 1) {
         layers = {hp.n_layer};
     } else if (layers.empty()) {
-        layers = share_out(shares_of(trunk, drafters, hp.n_layer, split.devices));
+        Shares shares = shares_of(trunk, drafters, hp.n_layer, split.devices);
+        shares.joined = model->joined_;
+        layers = share_out(shares);
     }
     for (size_t i = 0, first = 0; i < layers.size(); first += layers[i++]) {
         model->placements_.push_back({split.devices[i], uint32_t(first), uint32_t(first + layers[i])});

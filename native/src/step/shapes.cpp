@@ -384,7 +384,8 @@ static int stage_of_leaf(const Model &model, const Cache &cache, const Step::Gra
                                                           : int(cache.stages().size()) - 1;
 }
 
-// What a node reads lies on its own stage's device, but for rows that arrive there.
+// What a node reads lies on its own stage's device, but for rows that arrive there, and on a CPU for cells. (Where GPUs would
+// read each other's, the model was refused: check_joined in model/weights.cpp.)
 static void check_stages(const Model &model, const Cache &cache, const Step::Graph &graph) {
     if (cache.stages().size() == 1) {
         return;
@@ -407,14 +408,7 @@ static void check_stages(const Model &model, const Cache &cache, const Step::Gra
             const auto found = made.find(whole);
             const int lies = found != made.end() ? found->second : stage_of_leaf(model, cache, graph, whole);
             const bool cells = found == made.end() && !model.has(whole);
-            if (lies >= 0 && lies != stage && cells && cache.stages()[0].device.gpu) {
-                fail(LUCE_E_UNSUPPORTED,
-                     "a layer on %s reads cells of one on %s: cut the model elsewhere, so that both are on "
-                     "one device",
-                     cache.stages()[size_t(stage)].device.name.c_str(),
-                     cache.stages()[size_t(lies)].device.name.c_str());
-            }
-            if (lies >= 0 && lies != stage && !cells) {
+            if (lies >= 0 && lies != stage && (!cells || cache.stages()[0].device.gpu)) {
                 fail(LUCE_E_INTERNAL, "%s of stage %d reads %s of stage %d", ggml_op_desc(node), stage,
                      whole->name, lies);
             }
