@@ -75,6 +75,24 @@ def test_a_stage_reads_what_is_its_own(name: str, stages: int, program: Path) ->
     recorder.check_stages(program, name, recorder.CASES[name], stages)
 
 
+# As E2B, of 8 layers, of which the last 4 read cells of layers 2 and 3; as 31B, whose assistant reads cells of the last two.
+SHARED = replace(recorder.GEMMA4["E2B"], sliding=(True, False) * 4, n_shared_kv=4)
+LAST = replace(recorder.GEMMA4["31B"], sliding=(True, False) * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("shared", recorder.Case(SHARED, recorder.K_QUANTS)),
+     ("shared-assistant", recorder.Case(SHARED, recorder.K_QUANTS, assistant=recorder.ASSISTANT_OF_E2B)),
+     ("assistant", recorder.Case(LAST, recorder.K_QUANTS, assistant=recorder.ASSISTANT))])  # fmt: skip
+def test_layers_that_read_cells_lie_on_one_gpu(name: str, case: recorder.Case, program: Path) -> None:
+    """Where luce cuts the model; cut in halves, one whose layers share cells is refused."""
+    recorder.check_stages(program, name, case, 2, alike=False)
+    if case.config is SHARED:
+        with pytest.raises(AssertionError, match="cut ahead of layer 4: layers 2 to 7 lie on one GPU"):
+            recorder.check_stages(program, name, case, 2)
+
+
 LARGE = replace(recorder.LARGE, n_embd=1024, n_ff=3072, n_v_head=16, n_head=8, n_head_kv=2)
 WINDOWS = replace(recorder.GEMMA4["31B"], n_embd=1024, n_ff=3072, n_head=8, n_head_kv=2, n_head_kv_swa=4)
 

@@ -331,9 +331,12 @@ static Shares shares_of(const GgufFile &trunk, const std::vector<DrafterFile> &d
     return shares;
 }
 
-// E_ARG where fewer parts of the model than there are devices may lie apart. E_UNSUPPORTED where GPUs would read each
-// other's cells.
+// E_ARG where the model has fewer parts that may lie apart than there are devices. E_UNSUPPORTED where GPUs would read each
+// other's cells; on a CPU, which reads all, a cut that was asked for may be anywhere.
 static void check_joined(const GgufFile &file, const std::vector<bool> &joined, const Split &split) {
+    if (!split.layers.empty() && !split.devices[0]->gpu) {
+        return;
+    }
     const char *path = file.path().c_str();
     const size_t n_parts = size_t(std::count(joined.begin(), joined.end(), false));
     if (n_parts < split.devices.size()) {
@@ -343,7 +346,7 @@ static void check_joined(const GgufFile &file, const std::vector<bool> &joined, 
              path, n_parts, split.devices.size());
     }
     size_t at = 0;
-    for (size_t i = 0; i + 1 < split.layers.size() && split.devices[0]->gpu; i++) {
+    for (size_t i = 0; i + 1 < split.layers.size(); i++) {
         at += split.layers[i];
         if (joined[at]) {
             size_t first = at, end = at;

@@ -223,7 +223,8 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
     for (const uint32_t rows : {1u, 16u, 512u}) {
         shapes.push_back({StepKind::prefill_last, rows, kv_bucket(rows + 4096)});
     }
-    const std::vector<PromptRows> wholes = {{128, 256}, {256, 512}, {128, 4096}, {1, 256}}, tails = {{1, 256}, {100, 512}};
+    const std::vector<PromptRows> wholes = {{128, 256}, {256, 512}, {128, 4096}, {1, 256}},
+                                  tails = {{1, 256}, {100, 512}};
     shapes.push_back(prompts_shape(StepKind::prefill, wholes));
     shapes.push_back(prompts_shape(StepKind::prefill_last, wholes));
     shapes.push_back(prompts_shape(StepKind::prefill_tail, tails));
@@ -260,15 +261,17 @@ void check_fits(const Model &model, const Cache &cache, const EngineParams &para
         for (uint32_t n_kv = kv_bucket(rows); n_kv <= kv_bucket(c.n_ctx); n_kv = kv_bucket(n_kv + 1)) {
             const StepKind kind = rows < TAIL ? StepKind::prefill_tail : StepKind::prefill_last;
             for (const uint32_t prompts : {1u, 2u, 3u, uint32_t(MAX_PROMPTS)}) {
-                std::vector<PromptRows> alike(prompts, {rows / prompts, std::max(n_kv / prompts / PAGE, 1u) * PAGE});
+                std::vector<PromptRows> alike(prompts,
+                                              {rows / prompts, std::max(n_kv / prompts / PAGE, 1u) * PAGE});
                 alike[0].rows += rows % prompts;
                 alike[0].n_kv = prompts == 1 ? n_kv : alike[0].n_kv;
                 const StepShape shape = prompts_shape(kind, alike);
                 const auto graph = Step::Graph::build(model, cache, regions.of(shape.kind), shape);
                 const uint64_t bytes = compute_sizes(step_allocator(cache).get(), cache, *graph)[0];
                 if (bytes > measured) {
-                    fail(LUCE_E_INTERNAL, "%u rows of %u prompts over %u cells take %llu bytes, %llu were measured",
-                         rows, prompts, n_kv, (unsigned long long) bytes, (unsigned long long) measured);
+                    fail(LUCE_E_INTERNAL,
+                         "%u rows of %u prompts over %u cells take %llu bytes, %llu were measured", rows,
+                         prompts, n_kv, (unsigned long long) bytes, (unsigned long long) measured);
                 }
             }
         }
@@ -296,7 +299,8 @@ void run(const std::string &out, const std::string &path) {
     Split split = device;
     if (stages > 1) { // all on the one device that is pretended
         try_splits(true);
-        split = {std::vector<const Device *>(stages, &device), std::vector<uint32_t>(stages, layers / stages)};
+        split.devices.assign(stages, &device);
+        split.layers.assign(layers > 0 ? stages : 0, layers / stages); // without `layers` they are shared out
     }
     const auto model = Model::describe(file, drafters, split, uint32_t(option("cpu_experts")),
                                        uint64_t(option("copy_bytes")));
