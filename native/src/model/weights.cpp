@@ -532,7 +532,8 @@ const char *Model::why_no_images() const {
         return NO_IMAGES_ON_GPUS;
     }
     return hp_.image_rows == ImageRows::see_each_other
-               ? "luce shows this model no images yet: rows of an image see each other in its sliding layers; "
+               ? "luce shows this model no images yet: rows of an image see each other in its sliding "
+                 "layers; "
                  "the small models, with per-layer embeddings, take them"
                : "the model takes no images: its rows have no three axes (rope.dimension_sections)";
 }

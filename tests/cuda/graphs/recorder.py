@@ -402,8 +402,8 @@ def check_fits(program: Path, name: str, case: Case, n_ctx: int) -> None:
 
 
 def check_stages(program: Path, name: str, case: Case, stages: int, alike: bool = True) -> None:
-    """Fails, with what was said, where a step of a model in so many stages reads what lies on another one. They are alike
-    in layers, or as luce shares these out."""
+    """Fails, with what was said, where a step of a model in so many stages reads what lies on another one. They are
+    alike in layers, or as luce shares these out."""
     arguments = write_model(program.parent, name, case)
     cut = [f"stages={stages}", *([f"layers={case.config.n_layer}"] if alike else [])]
     done = subprocess.run([program, program.parent / name, *arguments, *cut], stderr=subprocess.PIPE, text=True)
