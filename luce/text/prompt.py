@@ -96,7 +96,7 @@ def prompt_ids(
     dialect = dialect_of(tokenizer)
     marks = {mark: token for mark in dialect.guarded if (token := tokenizer.added(mark)) is not None}
     guard = Guard(tokenizer.control.keys() | marks.keys(), [messages, tools, how])
-    messages = [_with_images(message, guard.image) for message in messages]
+    messages = [_with_images(message, guard.image, dialect is GEMMA) for message in messages]
     prompting = _Prompting(template, tokenizer, dialect, guard, tools, how, outright)
     text = prompting.continued(messages) if continues else prompting.begun(messages)
     ids: list[int] = []
@@ -117,12 +117,15 @@ def prompt_ids(
     return ids
 
 
-def _with_images(message: Mapping[str, Any], image: str) -> Mapping[str, Any]:
-    """Returns a message in which `image` stands for each image: where it has one, a text in the place of its parts."""
+def _with_images(message: Mapping[str, Any], image: str, trimmed: bool) -> Mapping[str, Any]:
+    """Returns a message in which `image` stands for each image: where it has one, a text in the place of its parts.
+    Gemma's template trims each text of others than the model."""
     content = message.get("content")
     if not isinstance(content, list | tuple) or all(part.get("type") != "image" for part in content):
         return message
-    parts = (image if part.get("type") == "image" else part["text"] for part in content)
+    trimmed = trimmed and message.get("role") != "assistant"
+    texts = (part["text"].strip() if trimmed else part["text"] for part in content if part.get("type") != "image")
+    parts = (image if part.get("type") == "image" else next(texts) for part in content)
     return {**message, "content": "".join(parts)}
 
 
