@@ -30,17 +30,18 @@ class ProjectorPath(FilePath):
 AUTO = "auto"  # The vision tower beside the hub's model.
 MMPROJ = (
     click.option("--mmproj", type=ProjectorPath(path_type=Path), metavar="FILE",
-                 help="See images with the vision tower of this GGUF (qwen3vl_merger), or with --hf of the one "
-                 "beside the model: auto. It needs luce[vision]."),
+                 help="See images with the vision tower of this GGUF, of Qwen3.5 to 3.8 or Gemma 4, or with --hf of "
+                 "the one beside the model: auto. It needs luce[vision]."),
     click.option("--image-tokens", type=click.IntRange(FEWEST_TOKENS, MOST_TOKENS), metavar="N",
-                 help=f"Reduce images that take more tokens than N, {FEWEST_TOKENS} to {MOST_TOKENS}.  [default: none "
-                 "is reduced, and one that is too large for memory is refused]"),
+                 help=f"Reduce images that take more tokens than N, {FEWEST_TOKENS} to {MOST_TOKENS}; for Gemma 4 the "
+                 "largest budget of 70 to 1120 within N.  [default: none is reduced, and one that is too large for "
+                 "memory is refused; for Gemma 4 280]"),
 )  # fmt: skip
 IMAGES = (
     *MMPROJ,
     click.option("--image", "images", multiple=True, type=FilePath(path_type=Path), metavar="FILE",
                  help="Show this PNG, JPEG, WebP or GIF before the prompt, or with --special where the prompt spells "
-                 "<|image_pad|>; may be repeated."),
+                 "<|image_pad|>, or Gemma 4 <|image|>; may be repeated."),
 )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ private:
 
 // ---- hyperparameters and tensors ----
 
-VisionTower::Shape read_shape(const GgufFile &file) {
+VisionTower::Shape gemma_shape(const GgufFile &file) {
     VisionTower::Shape s = read_tower_shape(file);
     s.merge = uint32_t(file.integer_or("clip.vision.projector.scale_factor", 3, 1, 8));
     s.rope_base = 100;
@@ -203,7 +203,7 @@ void GemmaTower::write_inputs(const Graph &g, const float *patches, uint32_t row
 } // namespace
 
 const TowerKind GEMMA_TOWER = {"gemma4v", [](std::shared_ptr<GgufFile> file, const Device &device) {
-                                   const VisionTower::Shape shape = read_shape(*file);
+                                   const VisionTower::Shape shape = gemma_shape(*file);
                                    return std::shared_ptr<VisionTower>(
                                        std::make_shared<GemmaTower>(std::move(file), device, shape));
                                }};

@@ -36,7 +36,7 @@ private:
 
 // ---- hyperparameters and tensors ----
 
-VisionTower::Shape read_shape(const GgufFile &file) {
+VisionTower::Shape qwen_shape(const GgufFile &file) {
     const char *path = file.path().c_str();
     VisionTower::Shape s = read_tower_shape(file);
     s.merge = uint32_t(file.integer("clip.vision.spatial_merge_size", 1, 8));
@@ -219,7 +219,7 @@ void QwenTower::write_inputs(const Graph &g, const float *patches, uint32_t rows
 } // namespace
 
 const TowerKind QWEN_TOWER = {"qwen3vl_merger", [](std::shared_ptr<GgufFile> file, const Device &device) {
-                                  const VisionTower::Shape shape = read_shape(*file);
+                                  const VisionTower::Shape shape = qwen_shape(*file);
                                   return std::shared_ptr<VisionTower>(
                                       std::make_shared<QwenTower>(std::move(file), device, shape));
                               }};
