@@ -7,8 +7,9 @@ the patches of Gemma4ImageProcessorPil with the least budget, as the bytes that 
 9th of them (`patches-i`), and the SHA-256 of all (`hash-i`).
 gemma4-vision-tower.npz: for each tower of tiny_gemma4_vision and each of GRIDS the rows that the text model gets of
 Gemma4VisionModel and its projection (`NAME-i`), F32.
-gemma4-vision-NAME.npz, of a model of TEXTS: a prompt of text and two images: `prompt` (image tokens in the places of
-rows), the `logits` of the rows of text, which are `at`, `greedy` tokens behind it and their `gap`.
+gemma4-vision-per-layer.npz, of that model of TEXTS: a prompt of text and two images: `prompt` (image tokens in the
+places of rows), the `logits` of the rows of text, which are `at`, `greedy` tokens behind it and their `gap`. A seed
+whose logits a GPU's rounding may move too far is refused (gemma4_rounding.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
+import drive
 import numpy as np
 import tiny_gemma4
 import tiny_gemma4_vision as vision
@@ -108,6 +110,7 @@ def rows() -> dict[str, np.ndarray]:
 
 
 def text(name: str) -> dict[str, np.ndarray]:
+    import gemma4_rounding  # It needs torch.
     import torch
     from PIL import Image
 
@@ -131,14 +134,20 @@ def text(name: str) -> dict[str, np.ndarray]:
     rows = torch.cat(out.logits).numpy()
     assert np.abs(rows[0] - logits[-1]).max() < 1e-3, np.abs(rows[0] - logits[-1]).max()
     at = np.flatnonzero(np.array(prompt) != n - 1)
+    for kind in gemma4_rounding.PRODUCTS:
+        with torch.no_grad(), gemma4_rounding.rounded(kind):
+            moved = np.abs(model(**given).logits[0].numpy() - logits)[at].max()
+        print(f"rounding moves logits by {moved:.3f} in {kind}", end="; ")
+        if moved > drive.CUDA_BOUND:
+            raise RuntimeError("that is more than a GPU's logits may be off by: take another seed")
     return {"prompt": np.array(prompt, np.int32), "at": at, "logits": logits[at], **choices(rows)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", help="of pixels, tower and the names of models; none: all")
+    parser.add_argument("only", nargs="*", help="of pixels, tower and per-layer; none: all")
     only = parser.parse_args().only
-    makers = {"pixels": pixels, "tower": rows} | {name: lambda name=name: text(name) for name in vision.TEXTS}
+    makers = {"pixels": pixels, "tower": rows, "per-layer": lambda: text("per-layer")}
     for name, make in makers.items():
         if not only or name in only:
             path = GOLDENS / f"gemma4-vision-{name}.npz"
