@@ -160,6 +160,7 @@ CASES: dict[str, Case] = {
     "gemma4-26b": Case(GEMMA4["26B-A4B"], OF_32),
     "gemma4-26b-host": Case(GEMMA4["26B-A4B"], OF_32, options={"cpu_experts": 1}),
     "gemma4-e2b": Case(GEMMA4["E2B"], K_QUANTS, assistant=ASSISTANT_OF_E2B, options={"top": 4}),
+    "gemma4-e2b-images": Case(GEMMA4["E2B"], K_QUANTS, options={"images": 1}),
     "gemma4-f32": Case(
         replace(tiny_gemma4.CASES["dense"][0], sliding=(True, False), head_dim=512, head_dim_swa=256, n_ctx=8192),
         all_of("F32"), "F32"),
