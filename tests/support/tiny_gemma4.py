@@ -87,6 +87,13 @@ PUBLISHED = {
 # are as far ahead as a GPU's rounding asks for, or stand directly behind such ones.
 ASSISTANT = Config(sliding=_kinds("sssg"), n_embd=32, n_ff=64, v_is_k=True, softcap=None, n_shared_kv=4, n_embd_out=64)
 ASSISTANT_SEED = 35
+# Models of CASES, and assistants that llama.cpp drafts with too. (It reuses no layers that share K and V themselves.)
+PAIRS = (
+    ("dense", ASSISTANT),
+    ("experts", replace(ASSISTANT, window=9)),
+    ("wide-heads", replace(ASSISTANT, window=15, n_head=2, n_head_kv_swa=1, head_dim=512, head_dim_swa=256,
+                           n_embd_out=128)),
+)  # fmt: skip
 
 # ---- weights in transformers' layout
 

@@ -71,6 +71,17 @@ def test_rows_are_those_of_transformers(tower_of, device, index):
     assert off(found, wanted) < CUDA_ROWS
 
 
+@pytest.mark.parametrize("index", range(4))
+def test_rows_are_those_of_llama_cpp(tower_of, device, index):
+    """tools/make_llamacpp_reference.py gave it the same pixels. It has GELU by the tanh in the merger too, and
+    from a table in F16: rows are off by so much, and no more."""
+    size = (*GRIDS, (160, 128))[index]
+    p = Picture(tiny_vision.image(*size, index), Processor())
+    with np.load(GOLDENS / "llamacpp-reference.npz") as golden:
+        wanted = golden[f"rows-{index}"]
+    assert off(tower_of().encode(p.patches(), p.grid, 2), wanted) < (0.001 if device == "cpu" else CUDA_ROWS)
+
+
 # ggml's GELU goes by a table in F16 on a CPU, where all else of a GPU's graph is F32.
 @pytest.mark.parametrize("index", range(len(GRIDS)))
 def test_the_graph_of_a_gpu_gives_rows_of_transformers(native, tower_of, index):
