@@ -15,7 +15,7 @@ while [[ ${1:-} == --* ]]; do
     case $1 in
     --dialect) dialect=${2:?say which dialect: qwen or gemma} && shift ;;
     --images) images=1 ;;
-    *) echo "no such option: $1" && exit 2 ;;
+    *) echo "no such option: $1" >&2 && exit 2 ;;
     esac
     shift
 done
