@@ -325,6 +325,13 @@ class Slot:
     used: float = 0.0
     loading: asyncio.Task[None] | None = None
 
+    def may_share(self, other: Slot) -> bool:
+        """Says whether a device of this model may be one of another's: unloading it makes room for that. What is on no
+        GPU that was named by its number may be on any."""
+        ours, theirs = ({name for each in slot.devices for name in (each or "").split(",")} for slot in (self, other))
+        named = all(name.startswith("cuda:") for name in ours | theirs)
+        return not (ours and theirs and named) or bool(ours & theirs)
+
     @property
     def state(self) -> str:
         """Returns "unloaded", "loading", "ready", or "failed" where its device has."""
@@ -403,10 +410,12 @@ class Models:
                 served, slot.served = slot.served, None
                 await closing(served.close)
 
-    def _idle(self) -> list[Slot]:
-        """Returns the models that are loaded and that nobody asks now."""
+    def _idle(self, beside: Slot | None = None) -> list[Slot]:
+        """Returns the models that are loaded and that nobody asks now, of those that may have a device in common with
+        this one."""
         loaded = ((slot, slot.served) for slot in self.slots.values() if slot.served)
-        return [slot for slot, served in loaded if not served.users and served.replicas.idle]
+        idle = [slot for slot, served in loaded if not served.users and served.replicas.idle]
+        return [slot for slot in idle if beside is None or slot.may_share(beside)]
 
     async def _load(self, slot: Slot) -> None:
         try:
@@ -422,12 +431,12 @@ class Models:
         while True:
             if self._stopping:
                 raise stopping()
-            idle = self._idle()
+            idle = self._idle(slot)
             try:
                 given = slot.path, self._settings, loop, not idle, self._is_stopping, slot.devices
                 return await loop.run_in_executor(None, Served, *given)
             except OutOfMemory as error:
-                idle = self._idle()
+                idle = self._idle(slot)
                 if not idle:
                     raise Refused(503, str(error), "busy", retry_after=10) from error
                 oldest = min(idle, key=lambda other: other.used)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from luce import native as _native
 from luce.decode.events import Event, Failed, Finished, State
 from luce.decode.request import Request
 from luce.decode.scheduler import Job
@@ -56,6 +57,9 @@ class Replicas:
         names = [each.engine.model.info.device for each in loaded]
         self._model = model
         self.all = [Replica(_numbered(names, i), each) for i, each in enumerate(loaded)]
+        kinds = {" and ".join(_described(name)) for name in names}
+        if len(kinds) > 1:
+            log.warning("%s: %s may differ in a token, and each answers some requests", model, ", ".join(sorted(kinds)))
         self._at = dict[Job, Replica]()
         self._asked = 0
 
@@ -129,6 +133,12 @@ class Replicas:
             return BESIDE * (others - ahead) + BEHIND * ahead - kept, replica.asked
 
         return sorted(found, key=cost)
+
+
+def _described(names: str) -> list[str]:
+    """Returns what devices are, which are named as a model's are: "cuda:0,cuda:1"."""
+    library = _native.default()
+    return [library.device(name).description for name in names.split(",")]
 
 
 def _numbered(names: Sequence[str], at: int) -> str:

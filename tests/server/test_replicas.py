@@ -12,6 +12,8 @@ from op_run import fault, round_fault
 from serving import HANG_S, serving, settings, until
 
 from luce.data import BOX
+from luce.server.models import Slot
+from luce.server.replicas import Replicas
 
 TWO = {"box": ("cpu", "cpu")}
 NAMES = ["cpu", "cpu#2"]
@@ -192,3 +194,25 @@ def test_files_of_beginnings_are_kept_for_each(native, tmp_path):
                 assert all(each.loaded.cache.sizes()["disk"][0] for each in replicas(server))
                 usage = server.post("/v1/completions", **greedy).json()["usage"]
                 assert usage["prompt_tokens_details"]["cached_tokens"] > 256
+
+
+def test_a_model_makes_room_for_those_that_share_its_devices_alone():
+    def slot(*devices):
+        return Slot(BOX, devices)
+
+    one = slot("cuda:0", "cuda:1")
+    assert one.may_share(slot("cuda:1,cuda:2")) and one.may_share(slot(None)) and one.may_share(slot("cuda"))
+    assert not one.may_share(slot("cuda:2")) and slot().may_share(slot())
+
+
+def test_devices_of_two_kinds_are_told_of(two, caplog, monkeypatch):
+    """Their tokens may differ, which one who names both should know."""
+    caplog.set_level(logging.WARNING, "luce.server.replicas")
+    loaded = [each.loaded for each in replicas(two)]
+    Replicas("box", loaded)
+    assert not caplog.records
+    kinds = iter(["an H200", "an RTX 4090"])
+    monkeypatch.setattr("luce.server.replicas._described", lambda name: [next(kinds)])
+    monkeypatch.setattr("luce.server.replicas._numbered", lambda names, at: str(at))
+    Replicas("box", loaded)
+    assert "an H200, an RTX 4090 may differ" in caplog.text
