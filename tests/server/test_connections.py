@@ -351,8 +351,8 @@ def test_a_stream_that_nobody_reads_does_not_keep_its_model(native, endless, mon
     with serving({"a": endless, "b": endless}, how) as server:
         with closing(connect(server.url, small=True)) as client:
             streams(client, model="a", max_tokens=500)
-            until(lambda: made and made[0].open and made[0].scheduler.running, "it runs")
-            until(lambda: made[0].scheduler.idle, "it has ended")
+            until(lambda: made and made[0].open and made[0].first.scheduler.running, "it runs")
+            until(lambda: made[0].first.scheduler.idle, "it has ended")
             asked = {"model": "b", "prompt": "x", "max_tokens": 2}
             until(lambda: server.post("/v1/completions", **asked).status_code == 200, "b takes its place")
             assert [each.open for each in made] == [False, True]
