@@ -85,7 +85,7 @@ class Answer:
         self._awaited: asyncio.Future[None] | None = None  # Who waits for events awaits it.
         self._requests: list[Request] = []  # They run one after the other.
         self._job: Job | None = None
-        self.replica: Replica | None = None  # It took the job.
+        self.replica: Replica | None = None  # It runs the job, or the last one did.
         self._opening, self._shown = Opening(QWEN), Shown(ask.thoughts)
         self._parser = self._held.parser(self._opening)
         self._done = False
@@ -272,7 +272,7 @@ class Answer:
     def _put(self, events: list[Event]) -> None:
         self._events += events
         assert self._job is not None
-        self.model.replicas.note(self._job, events[-1])
+        self.replica = self.model.replicas.note(self._job, events[-1]) or self.replica
         self._wake()
 
     def _wake(self) -> None:

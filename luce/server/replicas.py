@@ -92,13 +92,13 @@ class Replicas:
         if job in self._at:
             self._at[job].loaded.scheduler.cancel(job)
 
-    def note(self, job: Job, last: Event) -> None:
-        """Notes by the last event of those that a job has whether its device works."""
-        if not isinstance(last, (Finished, Failed)):
-            return
-        replica = self._at.pop(job, None)
-        if replica is None:
-            return
+    def note(self, job: Job, last: Event) -> Replica | None:
+        """Notes by the last event of those that a job has whether its device works. Returns where it is or was; None
+        where it has ended before."""
+        replica = self._at.get(job)
+        if replica is None or not isinstance(last, (Finished, Failed)):
+            return replica
+        del self._at[job]
         if isinstance(last, Failed) and isinstance(last.error, DeviceError):
             before, replica.failed = replica.failed, str(last.error)
             if not before and len(self.all) > 1:
@@ -108,6 +108,7 @@ class Replicas:
             replica.failed = ""
             if len(self.all) > 1:
                 log.warning("%s: %s works again", self._model, replica.name)
+        return replica
 
     def move(self, waiting: Sequence[Job]) -> None:
         """Runs jobs elsewhere that waited for a replica whose device has failed."""

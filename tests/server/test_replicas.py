@@ -35,7 +35,7 @@ def two(native):
 def endless_two(endless):
     """Serves two replicas of a model that never ends a text, of one sequence each."""
     how = settings(ctx=60_000, checkpoints=0, spec="off", sequences=1)
-    with serving({"endless": endless}, how, devices={"endless": ("cpu", "cpu")}) as server:
+    with serving({"endless": endless}, how, log="text", devices={"endless": ("cpu", "cpu")}) as server:
         yield server
 
 
@@ -109,7 +109,7 @@ def test_who_is_idle_is_asked_before_who_is_not(endless_two):
             assert [each.result().status_code for each in waiting] == [200, 200]
 
 
-def test_one_that_fails_is_left_out_and_what_waited_there_goes_to_the_other(native, endless_two, caplog):
+def test_one_that_fails_is_left_out_and_what_waited_there_goes_to_the_other(native, endless_two, caplog, capfd):
     """The core fails in a step of the only one that runs: its request is told so, and nobody else's is."""
     caplog.set_level(logging.WARNING, "luce.server.replicas")
     short = {"prompt": "y", "max_tokens": 3, "temperature": 0}
@@ -122,10 +122,15 @@ def test_one_that_fails_is_left_out_and_what_waited_there_goes_to_the_other(nati
         waiting = pool.submit(endless_two.post, "/v1/completions", **short)
         until(lambda: failing.loaded.scheduler.waiting, "one waits")
         other.failed = ""
+        capfd.readouterr()
         with fault(native, round_fault("cpu")):
             *_, last = [line for line in lost if line.startswith("data: ") and "error" in line]
         assert "asked for it" in last
         assert waiting.result().json()["choices"] == right
+        told_of = []
+        until(lambda: told_of.append(capfd.readouterr().err) or 'reason="length"' in "".join(told_of), "its line")
+        lines = [line for line in "".join(told_of).splitlines() if 'reason="length"' in line]
+        assert lines and f'replica="{other.name}"' in lines[0]
     assert failing.failed and not other.failed
     assert [record.getMessage() for record in caplog.records if "left out" in record.getMessage()] == [
         f"endless: {failing.name} has failed and is left out, 1 of 2 go on: {failing.failed}"
