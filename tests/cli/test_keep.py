@@ -16,7 +16,7 @@ from luce.native import File
 
 RUN = ("--device", "cpu", "--threads", "1")
 MODES = [("--spec", "off"), ("--mtp-gamma", "3"), ("--spec", "dflash"), ("--spec", "lookup"), ()]
-TEXT = (ROOT / "luce" / "decode" / "generation.py").read_text()[:5000]
+TEXT = (ROOT / "luce" / "decode" / "generation.py").read_text()[:2500]
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,9 @@ def test_a_share_of_one_reads_all_with_the_tokens_of_a_whole_prompt(generate):
 
 
 def test_only_what_is_read_has_to_fit_into_the_context(generate):
-    assert "larger --ctx" in one_line(generate("--ctx", "600", "-n", "4", keep=None))
-    assert len(answer(generate("--json", "--ctx", "600", "-n", "4"))["tokens"]) == 4
-    assert "larger --ctx" in one_line(generate("--ctx", "200", "-n", "4"))
+    assert "larger --ctx" in one_line(generate("--ctx", "400", "-n", "4", keep=None))
+    assert len(answer(generate("--json", "--ctx", "400", "-n", "4"))["tokens"]) == 4
+    assert "larger --ctx" in one_line(generate("--ctx", "100", "-n", "4"))
 
 
 def test_a_scorer_with_another_tokenizer_is_refused(generate, tmp_path):

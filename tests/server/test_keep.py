@@ -9,7 +9,7 @@ from serving import serving, settings, streamed
 
 from luce.data import BOX
 
-TEXT = (ROOT / "luce" / "decode" / "generation.py").read_text()[:4500]
+TEXT = (ROOT / "luce" / "decode" / "generation.py").read_text()[:2500]
 GREEDY = {"max_tokens": 12, "temperature": 0}
 KEEP = {"prefill": {"keep": 0.3}}
 ASKED = {
