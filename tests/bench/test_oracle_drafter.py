@@ -68,8 +68,8 @@ def test_each_depth_has_its_share_of_right_drafts(accept: float) -> None:
 
 @pytest.mark.parametrize(
     ("config", "accept"),
-    [*deeper((MINI, 0.5)), (SHAPE, ACCEPT),
-     *((SHAPE, parse(f"{kind}:mixed", "dflash", 15)) for kind in ("dflash2", "dspark"))],
+    [*deeper((MINI, 0.5), (SHAPE, ACCEPT)), (SHAPE, parse("dflash2:mixed", "dflash", 15)),
+     *deeper((SHAPE, parse("dspark:mixed", "dflash", 15)))],
     ids=["mini", "wide", "dflash2", "dspark"],
 )  # fmt: skip
 def test_blocks_are_accepted_as_the_rule_says(

@@ -16,6 +16,7 @@ from broken_core import Break, broken_core
 from checkout import ROOT
 from click.testing import CliRunner
 from command_line import one_line
+from depth import deeper
 
 from luce import native as _native
 from luce.cli.commands import cli as luce_cli
@@ -138,20 +139,19 @@ def of_model(path, *, head=None, drafter=None):
         return {f"{check.group}.{check.name}": check for check in run._of_model(given)}
 
 
-def test_a_model_of_a_short_context_has_less_looked_at(tmp_path):
+@pytest.mark.parametrize("n_ctx", [100, *deeper(256)])
+def test_a_model_of_a_short_context_has_less_looked_at(tmp_path, n_ctx):
     config, seed = tiny_gemma4.CASES["dense"]
-    for n_ctx in (256, 100):
-        config = dataclasses.replace(config, n_ctx=n_ctx)
-        path = tiny_gemma4.write(tmp_path / f"{n_ctx}.gguf", config, tiny_gemma4.layout(config, seed))
-        found = of_model(path)
-        assert not [check for check in found.values() if check.verdict == "bad"], found
-        if n_ctx == 256:
-            assert found["rows.widths"].verdict == found["kept.beginnings"].verdict == "ok"
-            assert found["steps.by rows"].verdict == "ok"
-        else:
-            assert found["rows.widths"].found == "113 positions are needed, the model was trained for 100"
-            assert found["kept.beginnings"].found == "no room in the model's context to read prompts of 100 tokens"
-        assert found["drafts.tokens"].verdict == "ok"
+    config = dataclasses.replace(config, n_ctx=n_ctx)
+    found = of_model(tiny_gemma4.write(tmp_path / "short.gguf", config, tiny_gemma4.layout(config, seed)))
+    assert not [check for check in found.values() if check.verdict == "bad"], found
+    if n_ctx == 256:
+        assert found["rows.widths"].verdict == found["kept.beginnings"].verdict == "ok"
+        assert found["steps.by rows"].verdict == "ok"
+    else:
+        assert found["rows.widths"].found == "113 positions are needed, the model was trained for 100"
+        assert found["kept.beginnings"].found == "no room in the model's context to read prompts of 100 tokens"
+    assert found["drafts.tokens"].verdict == "ok"
 
 
 def test_a_file_whose_weights_are_not_finite_is_to_be_replaced(tmp_path):

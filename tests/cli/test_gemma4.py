@@ -69,7 +69,7 @@ def run(*args, code=0):
     return result.stdout if code == 0 else result.stderr
 
 
-@pytest.mark.parametrize("sampling", [[], ["--temp", "0.8", "--top-k", "20", "--seed", "3"]])
+@pytest.mark.parametrize("sampling", [*deeper([]), ["--temp", "0.8", "--top-k", "20", "--seed", "3"]])
 @pytest.mark.parametrize("model", deeper_but(MODELS, "experts"))
 def test_an_assistant_changes_no_token(generate, assistants, model, sampling):
     path = assistants[model]
@@ -140,7 +140,7 @@ def test_probe_counts_an_assistant(files, assistants):
 def test_benches_draft_with_an_assistant(oracle, assistants, temp, device):
     """Trees have the next best candidates beside each draft of the chain. Where noise decides, it is the same one."""
     target, assistant = oracle
-    args = ["bench", "prompts", "--gguf", target, "--limit", "1", "--rounds", "1", "-n", "24", "--device", device]
+    args = ["bench", "prompts", "--gguf", target, "--limit", "1", "--rounds", "1", "-n", "16", "--device", device]
     modes = "plain,mtp:3,mtp-tree:3:11,mtp-part:2:512,auto"
     found = json.loads(run(*args, "--temp", temp, "--modes", modes, "--draft", assistant, "--json"))
     assert [each["same_tokens"] for each in found["modes"]] == [1] * 5
@@ -151,7 +151,7 @@ def test_benches_draft_with_an_assistant(oracle, assistants, temp, device):
     assert "--draft names an assistant, and no mode is mtp or auto" in said
 
 
-@pytest.mark.parametrize("sampling", [[], ["--temp", "0.5", "--top-k", "20", "--seed", "3"]])
+@pytest.mark.parametrize("sampling", [[], *deeper(["--temp", "0.5", "--top-k", "20", "--seed", "3"])])
 @pytest.mark.parametrize("model", deeper_but(MODELS, "per-layer"))
 def test_drafts_change_no_token(generate, model, sampling):
     plain = generate(model, "--spec", "off", *sampling)

@@ -81,7 +81,7 @@ def grown(sequence: Timeline, out: drive.Decoded, n: int, case: More, budgets: S
 
 
 @pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, "greedy"))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", deeper_but(CASES, "dflash2-windows", "dflash2-from-anchor", "dspark-sinks"))
 @pytest.mark.parametrize("right", [True, False], ids=["by heart", "wrong"])
 def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
     right: bool, name: str, sampling: str, opened: Opened

@@ -118,7 +118,7 @@ def block_of(sequence: Timeline, anchor: int, n: int) -> tuple[list[int], np.nda
 
 
 @pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, list(SAMPLINGS)[-1]))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", deeper_but(CASES, "per-layer", "dense, DSpark"))
 @pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
 def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
     right: bool, name: str, sampling: str, opened: Opened
@@ -163,7 +163,7 @@ def test_sequences_in_company_draft_what_they_draft_alone(name: str, opened: Ope
         assert choices == drive.verify(sequence, [seed, *alone[seed][:4]])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", deeper_but(CASES, "per-layer", "experts, DFlash2"))
 def test_a_checkpoint_brings_the_drafters_context(name: str, opened: Opened) -> None:
     """From the device, from host memory and from bytes: the trunk has let go what is behind its windows by then, and
     the drafter sees it still."""
