@@ -349,10 +349,17 @@ def test_accepted_rows_move_down_before_new_ones_are_written(native, device, sha
 
 
 @shapes
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_gather_brings_cells_in_order(native, device, shape, dtype):
-    if device != "cpu" and dtype == np.float32:
-        return  # A GPU's prompts attend over F16.
+def test_gather_brings_cells_in_order(native, device, shape):
+    check_gather(native, device, shape, np.float16)
+
+
+@shapes
+def test_gather_brings_cells_in_order_as_f32(native, shape):
+    """A CPU's prompts attend over F32, and a GPU's over F16 alone."""
+    check_gather(native, "cpu", shape, np.float32)
+
+
+def check_gather(native, device, shape, dtype):
     rng = np.random.default_rng(7)
     pool = Pool(native, device, shape, 8, 7)
     seq = pool.sequence(random(rng, 300, shape.hkv * shape.d), random(rng, 300, shape.hkv * shape.d))
