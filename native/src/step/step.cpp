@@ -217,12 +217,6 @@ void Step::check(int error, const char *what) const {
     }
 }
 
-void Step::check_wait(const Device &device, int error) const {
-    if (error != 0) {
-        fail_device(device, "a step failed", error);
-    }
-}
-
 // Enqueues a step. Where the host is to run an op in its middle, it calls run_on_host(node).
 template <class OnHost> void Step::enqueue_cuda(Graph &g, const OnHost &run_on_host) {
     run_segments(g, [&](const CustomOp &op, ggml_tensor *node, const Stage &stage) {
@@ -504,7 +498,11 @@ void Step::poison() {
 void Step::wait([[maybe_unused]] const Event &event) {
     synchronisations_++;
 #ifdef LUCE_USE_CUDA
-    check_wait(cache_.last().device, cuda::finish_event(event->context));
+    int error = cuda::finish_event(event->context);
+    if (error != 0) { // what failed may be a stage before the last, whose event it is
+        const Stage *failed = finish_all(&error);
+        fail_device(failed == nullptr ? cache_.last().device : failed->device, "a step failed", error);
+    }
 #endif
     fail_wait();
 }

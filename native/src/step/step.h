@@ -179,7 +179,6 @@ private:
     // These are only there where luce is built with CUDA. A step begins, and is captured and launched, on the first stage's
     // stream.
     void check(int error, const char *what) const;
-    void check_wait(const Device &device, int error) const;
     template <class OnHost> void enqueue_cuda(Graph &g, const OnHost &run_on_host);
     void capture(Graph &g);
     void capture_chain(Graph &g, uint32_t links);
