@@ -183,13 +183,18 @@ std::vector<uint32_t> Engine::share_layers(const Model &model, const EngineParam
     uint64_t of_none[2] = {}; // on the first device, and on the last
     for (uint32_t i = 0; i < m.n_devices; i++) {
         const luce_device_memory &d = m.devices[i];
-        const uint64_t takes = d.compute + d.other, own = d.weights + d.kv + d.state;
-        shares.free.push_back(d.free > takes ? d.free - takes : 1);
-        uint64_t in_layers = 0;
+        const uint64_t own = d.weights + d.kv + d.state;
+        uint64_t takes = d.compute + d.other, in_layers = 0;
         for (uint32_t il = d.first; il < d.first + d.n_layers; il++) {
             in_layers += shares.layers[il];
         }
-        of_none[i > 0] += own - std::min(own, in_layers);
+        const uint64_t rest = own - std::min(own, in_layers);
+        if (i == 0 || i + 1 == m.n_devices) {
+            of_none[i > 0] += rest;
+        } else {
+            takes += rest;
+        }
+        shares.free.push_back(d.free > takes ? d.free - takes : 1);
     }
     shares.first = of_none[0];
     shares.last = of_none[1];
