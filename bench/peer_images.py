@@ -59,10 +59,10 @@ def png(size: Size, seed: int) -> bytes:
     Image, _ = pillow()
     width, height = size
     y, x = np.mgrid[0:height, 0:width]
-    noise = np.random.default_rng(seed).integers(0, 16, (height, width, 3), np.uint8)
+    noise = np.random.default_rng(seed).integers(0, 16, (height, width), np.uint8)
     edges = ((x // 40 + y // 24) % 2 * 200).astype(np.uint8)
     held = io.BytesIO()
-    Image.fromarray(edges[..., None] + noise).save(held, "PNG", compress_level=1)
+    Image.fromarray(edges + noise).convert("RGB").save(held, "PNG", compress_level=1)
     return held.getvalue()
 
 
