@@ -160,9 +160,9 @@ def first_tokens(
             warm.append(chat(url, data, 2)[0])
             told.append(encodes(log())[before:] if log else [])
         image = {"mode": mode, "image": "x".join(map(str, size)), "runs": args.repeat}
-        if log:
-            if not all(told):
-                raise llamacpp.PeerError("llama-server's log tells of no encode")
+        if log and not all(told):
+            print("llama-server's log tells of no encode: its first tokens alone are measured", file=sys.stderr)
+        elif log:
             encode = {"seconds": median(each[0] for each in told), "encodes_of_two_turns": max(map(len, told))}
             yield image | {"measure": "encode"} | encode
         first = {"cold_s": median(each[0] for each in cold), "warm_s": median(warm), "prompt": cold[0][1]}
