@@ -40,6 +40,7 @@ luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t
 luce_status luce_switch_rule(uint32_t index, int32_t on);
 luce_status luce_try_splits(int on);
 luce_status luce_part_devices(int on);
+luce_status luce_thread_stages(int on, unsigned slow);
 luce_status luce_pretend_device(const char *name, uint64_t memory);
 luce_status luce_time_steps(int on);
 luce_status luce_show_gpus_images(int32_t on);
@@ -292,6 +293,18 @@ def parted_devices(native: Library) -> Iterator[None]:
         yield
     finally:
         native.check(lib.luce_part_devices(0))
+
+
+@contextmanager
+def threads_of_stages(native: Library, slow: int) -> Iterator[None]:
+    """A CPU's stages of engines that are opened meanwhile read prompts beside each other, each on a thread; that of one
+    stage is slow."""
+    _, lib = core(native.path)
+    native.check(lib.luce_thread_stages(1, slow))
+    try:
+        yield
+    finally:
+        native.check(lib.luce_thread_stages(0, 0))
 
 
 @contextmanager

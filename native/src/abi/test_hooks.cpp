@@ -174,6 +174,11 @@ luce_status luce_part_devices(int32_t on) {
     return guarded([&] { part_devices(on != 0); });
 }
 
+luce_status luce_thread_stages(int32_t on, uint32_t slow) {
+    using namespace luce;
+    return guarded([&] { thread_stages(on != 0, slow); });
+}
+
 luce_status luce_time_steps(int32_t on) {
     using namespace luce;
     return guarded([&] { time_steps(on != 0); });

@@ -57,6 +57,10 @@ LUCE_API luce_status luce_pretend_device(const char *name, uint64_t memory);
 // Engines that are opened from now on take their GPUs for such as do not reach each other's memory, or not again.
 LUCE_API luce_status luce_part_devices(int32_t on);
 
+// With on 1, stages of engines that are opened on a CPU from now on read prompts beside each other, each on a thread of its own;
+// that of stage `slow` sleeps ahead of all that it does. With 0 they do not.
+LUCE_API luce_status luce_thread_stages(int32_t on, uint32_t slow);
+
 // Lets models and towers that are opened on GPUs from now on take images (model/model.h).
 LUCE_API luce_status luce_show_gpus_images(int32_t on);
 

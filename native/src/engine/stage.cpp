@@ -15,6 +15,18 @@ extern "C" void *luce_cuda_stream(ggml_backend_t backend); // cuda_stream.cu def
 
 namespace luce {
 
+static std::atomic<bool> parted{false}, threaded{false};
+static std::atomic<uint32_t> slow_stage{0};
+
+void part_devices(bool on) {
+    parted = on;
+}
+
+void thread_stages(bool on, uint32_t slow) {
+    threaded = on;
+    slow_stage = slow;
+}
+
 static void close_gemm(void *stream) {
 #ifdef LUCE_USE_CUDA
     const std::lock_guard<std::mutex> alone(device_lock());
@@ -45,6 +57,13 @@ Stage::Stage(const Model &model, const Placement &on, size_t n_tensors)
 #else
     (void) model;
 #endif
+    if (threaded && !device.gpu) {
+        own = std::make_unique<ggml_backend_buffer_type>(*device.buffer_type());
+    }
+}
+
+ggml_backend_buffer_type *Stage::compute_type() const {
+    return own ? own.get() : device.buffer_type();
 }
 
 Stage::~Stage() {
@@ -64,9 +83,14 @@ void Stage::allocate() {
     ggml_backend_buffer_clear(memory.get(), 0);
 }
 
-void Stage::open([[maybe_unused]] const Model &model, int n_threads, bool drafts) {
+void Stage::open(const Model &model, int n_threads, bool drafts) {
     steps = make_backend(device, n_threads);
     if (!device.gpu) {
+        if (own) {
+            const auto &all = model.placements();
+            const bool slow = all[slow_stage % all.size()].first == first;
+            thread = std::make_unique<StageThread>(std::chrono::microseconds(slow ? 2000 : 0));
+        }
         return;
     }
     copies = make_backend(device, 1);
@@ -92,12 +116,6 @@ void Stage::open([[maybe_unused]] const Model &model, int n_threads, bool drafts
 #endif
 }
 
-static std::atomic<bool> parted{false};
-
-void part_devices(bool on) {
-    parted = on;
-}
-
 // Tensors of a compute buffer have room behind them.
 uint64_t Stage::passage_bytes(const ggml_tensor *rows) {
     return (ggml_nbytes(rows) + 15) / 16 * 16;
@@ -120,7 +138,10 @@ static void check(const Device &device, int error) {
 }
 #endif
 
-void Stage::follow([[maybe_unused]] const Stage &ahead) const {
+void Stage::follow(const Stage &ahead) const {
+    if (thread) {
+        thread->follow(*ahead.thread);
+    }
 #ifdef LUCE_USE_CUDA
     if (device.gpu) {
         make_current(ahead.device);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/kernels.h"
+#include "engine/stage_thread.h"
 #include "model/model.h"
 
 #include <vector>
@@ -21,6 +22,8 @@ struct Stage {
     Stage(const Stage &) = delete;
     Stage &operator=(const Stage &) = delete;
 
+    ggml_backend_buffer_type *
+    compute_type() const; // of its steps' activations; stages with one share a buffer
     void allocate(); // its memory; E_MEMORY names what lacks
     // Starts its streams, of which a CPU's has n_threads threads; `beside` only where the engine drafts.
     void open(const Model &model, int n_threads, bool drafts);
@@ -32,6 +35,12 @@ struct Stage {
     void follow(const Stage &ahead) const;
     // Fetches a step's rows from the stage before: `rows` are copies here of their sources there.
     void receive(const Stage &before, const std::vector<const ggml_tensor *> &rows) const;
+    // Says whether what is enqueued here runs beside the host and the other stages.
+    bool runs_beside() const { return device.gpu || thread != nullptr; }
+    // Does work of a CPU: on the stage's thread where it has one.
+    template <class Work> void run(Work &&work) const {
+        thread ? thread->enqueue(std::forward<Work>(work)) : work();
+    }
     bool has(const ggml_tensor *cache) const { return holds(tensors, cache); }
 
     const Device &device;
@@ -48,6 +57,9 @@ struct Stage {
 
     // The streams. On a CPU there is only that of the steps.
     Backend steps;
+    std::unique_ptr<StageThread> thread; // on a CPU where a test asks for it, else null
+    std::unique_ptr<struct ggml_backend_buffer_type>
+        own; // then its activations share no buffer with other stages'
     std::unique_ptr<void, void (*)(void *)> gemm; // it is the steps' stream, while cuBLAS is open for it
     Event reached; // where they were when another stage began to wait for them
     Buffer passage; // pinned; null where the device before reaches this one's memory
@@ -58,5 +70,9 @@ struct Stage {
 
 // For tests: GPUs do not reach each other's memory, in engines that are opened from now on.
 void part_devices(bool on);
+
+// For tests: in engines that are opened from now on, a CPU's stages read prompts beside each other, each on a thread of its
+// own. That of stage `slow` sleeps ahead of all that it does.
+void thread_stages(bool on, uint32_t slow);
 
 } // namespace luce

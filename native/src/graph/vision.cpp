@@ -150,7 +150,7 @@ std::atomic<uint64_t> VisionTower::block_bytes_on_cpu{0};
 
 uint64_t VisionTower::encode_bytes(uint32_t rows, uint32_t columns) const {
     const Graph g = build(rows, columns);
-    const GraphAllocator allocator = new_graph_allocator({&device_});
+    const GraphAllocator allocator = new_graph_allocator(device_);
     size_t size = 0;
     ggml_gallocr_reserve_n_size(allocator.get(), g.nodes, nullptr, nullptr, &size);
     return size + (device_.gpu ? pool_bytes(uint64_t(rows) * columns) : 0);
@@ -228,7 +228,7 @@ void VisionTower::place() {
     }
     upload(device_, items, [](uint64_t) { return true; });
     backend_ = make_backend(device_, 1);
-    allocator_ = new_graph_allocator({&device_});
+    allocator_ = new_graph_allocator(device_);
     for (const uint32_t n : sizes_to_hold()) {
         const Graph g = build(shape_.merge, n * shape_.merge);
         check_supported(g);
@@ -366,11 +366,11 @@ void VisionTower::encode(const float *patches, uint32_t rows, uint32_t columns, 
         check_works(device_);
     } else {
         check_memory(device_, encode_bytes(rows, columns), "encoding an image");
-        own = new_graph_allocator({&device_});
+        own = new_graph_allocator(device_);
     }
     if (!ggml_gallocr_alloc_graph((device_.gpu ? allocator_ : own).get(), g.nodes)) {
         if (device_.gpu) { // what failed to grow has no buffer any more, and would be taken for one that fits
-            allocator_ = new_graph_allocator({&device_});
+            allocator_ = new_graph_allocator(device_);
         }
         fail(LUCE_E_MEMORY, "%s: allocating %s for an image failed", device_.name.c_str(),
              human_bytes(encode_bytes(rows, columns)).c_str());

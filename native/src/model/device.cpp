@@ -345,11 +345,8 @@ Event make_event(const Device &device) {
     return Event(device.gpu ? ggml_backend_event_new(device.dev) : nullptr);
 }
 
-GraphAllocator new_graph_allocator(const std::vector<const Device *> &devices) {
-    std::vector<ggml_backend_buffer_type_t> types;
-    for (const Device *device : devices) {
-        types.push_back(device->buffer_type());
-    }
+GraphAllocator new_graph_allocator(const std::vector<const Device *> &devices,
+                                   std::vector<ggml_backend_buffer_type *> types) {
     return GraphAllocator(ggml_gallocr_new_n(types.data(), int(types.size())), AllocatorFree{devices[0]});
 }
 

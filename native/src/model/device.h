@@ -102,8 +102,12 @@ using GraphAllocator = std::unique_ptr<struct ggml_gallocr, AllocatorFree>;
 
 // Events mark places of a GPU's streams. A CPU has none: then it is null.
 Event make_event(const Device &device);
-// Its buffer i lies on devices[i].
-GraphAllocator new_graph_allocator(const std::vector<const Device *> &devices);
+// Its buffer i lies on devices[i], and is of type i.
+GraphAllocator new_graph_allocator(const std::vector<const Device *> &devices,
+                                   std::vector<ggml_backend_buffer_type *> types);
+inline GraphAllocator new_graph_allocator(const Device &device) {
+    return new_graph_allocator({&device}, {device.buffer_type()});
+}
 
 // Makes one stream of work on a device. On a CPU it has n_threads threads.
 Backend make_backend(const Device &device, int n_threads);

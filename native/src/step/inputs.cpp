@@ -34,8 +34,9 @@ void Region::allocate(const std::deque<Stage> &stages) {
         ggml_backend_buffer_clear(places_.back().memory.get(), 0);
     }
     const Place &first = places_[0];
-    if (first.stage->device.gpu) {
-        pinned_ = pinned(first.stage->device, size(), "a step's inputs");
+    if (first.stage->runs_beside()) {
+        pinned_ = first.stage->device.gpu ? pinned(first.stage->device, size(), "a step's inputs")
+                                          : luce::allocate(first.stage->device, size(), "a step's inputs");
         ggml_backend_buffer_clear(pinned_.get(), 0);
     }
     host_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base((pinned_ ? pinned_ : first.memory).get()));
@@ -74,11 +75,11 @@ void Region::send_bytes(const uint8_t *host, size_t bytes, [[maybe_unused]] bool
     for (const Place &place : places_) {
         void *to = ggml_backend_buffer_get_base(place.memory.get());
         make_current(place.stage->device); // a kernel may copy them
-        if (!pinned_ && to != host) {
-            memcpy(to, host, bytes);
+        if (!place.stage->device.gpu && to != host) {
+            place.stage->run([=] { memcpy(to, host, bytes); });
         }
 #ifdef LUCE_USE_CUDA
-        if (pinned_) {
+        if (place.stage->device.gpu) {
             void *stream = Stage::stream(beside ? place.stage->beside : place.stage->steps);
             const auto copy = beside ? cuda::bring_beside : cuda::bring;
             if (const int error = copy(host, to, int64_t(bytes), stream); error != 0) {

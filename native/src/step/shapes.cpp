@@ -179,10 +179,15 @@ static Images images_of(const Cache &cache, bool prompts) {
     return prompts && cache.takes_images() ? Images::rows : steps;
 }
 
+uint32_t chunks_under_way(const Cache &cache) {
+    const uint32_t n = uint32_t(cache.stages().size());
+    return n > 1 ? n + 1 : 1;
+}
+
 Regions::Regions(const Cache &cache, const EngineParams &p)
     : prefill(std::min(p.cache.n_chunk, p.cache.n_ctx),
-              prompt_limits(p.cache, StepKind::prefill).prompts * cache.max_pages(), 1, cache.has_windows(),
-              images_of(cache, true)),
+              prompt_limits(p.cache, StepKind::prefill).prompts * cache.max_pages(), chunks_under_way(cache),
+              cache.has_windows(), images_of(cache, true)),
       verify(most_rows(p.cache), p.cache.n_sequences * cache.max_pages(), MAX_ENQUEUED, cache.has_windows(),
              images_of(cache, false)),
       draft(most_of_draft(p.cache, rows_of_draft), p.cache.n_sequences * cache.max_pages(),
@@ -242,10 +247,12 @@ std::vector<int> Step::Graph::stages_of_leaves(const Cache &cache) const {
 
 GraphAllocator step_allocator(const Cache &cache) {
     std::vector<const Device *> devices;
+    std::vector<ggml_backend_buffer_type *> types;
     for (const Stage &stage : cache.stages()) {
         devices.push_back(&stage.device);
+        types.push_back(stage.compute_type());
     }
-    return new_graph_allocator(devices);
+    return new_graph_allocator(devices, std::move(types));
 }
 
 std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, const Step::Graph &graph) {
@@ -254,7 +261,9 @@ std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, co
                                 graph.stages_of_leaves(cache).data(), sizes.data());
     // Stages on one device share a buffer, which counts to the first of them.
     for (size_t i = 1; i < sizes.size(); i++) {
-        const auto here = [&, i](const Stage &stage) { return &stage.device == &cache.stages()[i].device; };
+        const auto here = [&, i](const Stage &stage) {
+            return stage.compute_type() == cache.stages()[i].compute_type();
+        };
         const auto begin = cache.stages().begin();
         sizes[i] = std::any_of(begin, begin + long(i), here) ? 0 : sizes[i];
     }

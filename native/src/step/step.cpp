@@ -16,6 +16,7 @@
 
 namespace luce {
 
+static const StepShape PROMPTS{StepKind::prefill, 0, 0}; // graphs of prompts, one at a time, have this place
 static constexpr int EVEN_PARTS_PER_THREAD = 4; // a thread has so many parts of an even op
 
 Step::Step(const Model &model, Cache &cache, const EngineParams &params, const StepSizes &sizes)
@@ -42,7 +43,11 @@ Step::Step(const Model &model, Cache &cache, const EngineParams &params, const S
         cache.stages()[i].connect(cache.stages()[i - 1], sizes.compute[i].arriving);
     }
     reserve(sizes);
+    chunks_.resize(chunks_under_way(cache));
     if (model.gpu()) {
+        for (Chunk &chunk : chunks_) {
+            chunk.ended = make_event(cache.last().device);
+        }
         for (Event &event : ended_) {
             event = make_event(cache.last().device);
         }
@@ -54,6 +59,8 @@ Step::Step(const Model &model, Cache &cache, const EngineParams &params, const S
 
 Step::~Step() {
     try {
+        int error = 0;
+        finish_all(&error); // chunks of prompts may be under way
         make_current(first().device); // this is for what captured graphs give back
     } catch (const Error &) {
         // a device that has failed takes nothing back
@@ -79,7 +86,7 @@ Step::Graph &Step::graph(StepShape shape) {
     shape.brief = brief_;
     // prompts have any length, so their graphs are built for the occasion, in the same slot; trials are too
     const bool occasional = shape.prefill() || shape.brief;
-    std::unique_ptr<Graph> &slot = graphs_[occasional ? StepShape{StepKind::prefill, 0, 0} : shape];
+    std::shared_ptr<Graph> &slot = graphs_[occasional ? PROMPTS : shape];
     if (slot && !(shape < slot->shape) && !(slot->shape < shape)) {
         return *slot;
     }
@@ -129,6 +136,9 @@ static bool is_wide(const ggml_cgraph &segment) {
 // Runs the graph in its order, on one stage after the other: run_op(op, node, stage) for our ops, ggml for what lies
 // between them. On GPUs a stage begins when the rows of the one before have arrived, and the first stage's stream goes on
 // when the last stage has ended.
+// Chunks of prompts follow each other instead: a stage goes on with the next chunk as soon as its rows of this one have been
+// fetched. Nothing else is shared by two chunks: each stage has its inputs, caches and scratch, which its stream takes in order,
+// and the host's side of the inputs has a mirror for each chunk (prefill_host).
 template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     const std::deque<Stage> &stages = cache_.stages();
     for (size_t i = 0; i < stages.size(); i++) {
@@ -137,14 +147,27 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
         if (i > 0 && stages[i].device.gpu) {
             stages[i].receive(stages[i - 1], g.arrivals(i));
             begin += g.outputs.n_arrivals[i];
+        } else if (i > 0 && stages[i].thread) {
+            stages[i].follow(stages[i - 1]);
+            run_segments(g, stages[i], begin, begin + g.outputs.n_arrivals[i], run_op);
+            begin += g.outputs.n_arrivals[i];
+        }
+        if (i > 0 && pipelines(g)) {
+            stages[i - 1].follow(stages[i]);
         }
         make_current(stages[i].device);
         run_segments(g, stages[i], begin, end, run_op);
     }
     if (stages.size() > 1) {
-        first().follow(cache_.last());
+        if (!pipelines(g)) {
+            first().follow(cache_.last());
+        }
         make_current(first().device);
     }
+}
+
+bool Step::pipelines(const Graph &g) const {
+    return g.shape.prefill() && cache_.stages().size() > 1 && first().runs_beside();
 }
 
 // Ahead of a step all that the stages' streams have to do comes first, and behind it the step: what is launched on the first
@@ -174,12 +197,15 @@ void Step::run_segments(Graph &g, const Stage &stage, int begin, int end, const 
         }
         if (work) {
             ggml_cgraph segment = ggml_graph_view(g.nodes, first, i);
-            if (!device.gpu) {
-                ggml_backend_cpu_set_n_threads(stage.steps.get(), is_wide(segment) ? team_.n_threads() : 1);
-            }
-            if (ggml_backend_graph_compute_async(stage.steps.get(), &segment) != GGML_STATUS_SUCCESS) {
-                fail(LUCE_E_DEVICE, "%s: a step failed", device.name.c_str());
-            }
+            const bool wide = !device.gpu && is_wide(segment);
+            stage.run([this, segment, wide, &stage]() mutable {
+                if (!stage.device.gpu) {
+                    ggml_backend_cpu_set_n_threads(stage.steps.get(), wide ? team_.n_threads() : 1);
+                }
+                if (ggml_backend_graph_compute_async(stage.steps.get(), &segment) != GGML_STATUS_SUCCESS) {
+                    fail(LUCE_E_DEVICE, "%s: a step failed", stage.device.name.c_str());
+                }
+            });
         }
         if (op != nullptr) {
             check_current(device);
@@ -196,16 +222,25 @@ void Step::run_segments(Graph &g, const Stage &stage, int begin, int end, const 
 
 void Step::run_cpu(Graph &g) {
     for (const Stage &stage : cache_.stages()) {
-        set_row_invariant(stage.steps.get(), stage.device, !g.shape.prefill());
+        stage.run(
+            [&stage, on = !g.shape.prefill()] { set_row_invariant(stage.steps.get(), stage.device, on); });
     }
-    run_segments(g, [&](const CustomOp &op, ggml_tensor *node, const Stage &) {
+    run_segments(g, [&](const CustomOp &op, ggml_tensor *node, const Stage &stage) {
         if (op.on_team) {
-            ram_.run(node);
+            stage.run([this, node] { ram_.run(node); });
             return;
         }
-        const int n_parts = is_light(node) ? 1 : team_.n_threads() * (op.even ? EVEN_PARTS_PER_THREAD : 1);
+        if (stage.thread) { // a team has one caller at a time
+            stage.run([&op, node] {
+                OpCall call; // it points into itself
+                op.bind(node, call);
+                op.cpu(call, 0, 1);
+            });
+            return;
+        }
         OpCall call;
         op.bind(node, call);
+        const int n_parts = is_light(node) ? 1 : team_.n_threads() * (op.even ? EVEN_PARTS_PER_THREAD : 1);
         team_.run(n_parts, [&](int part) { op.cpu(call, part, n_parts); });
     });
 }
@@ -318,7 +353,20 @@ void Step::compute(Graph &g, uint32_t links) {
     fetched_ = 0;
     steps_ += links;
     if (!model_.gpu()) {
-        run_cpu(g);
+        if (!pipelines(g)) {
+            finish_threads();
+        }
+        try {
+            run_cpu(g);
+        } catch (...) { // what is enqueued uses the graph and the inputs, so it ends first
+            int error = 0;
+            finish_all(&error);
+            end_chunks();
+            throw;
+        }
+        if (!pipelines(g)) {
+            finish_threads();
+        }
     }
 #ifdef LUCE_USE_CUDA
     if (model_.gpu()) {
@@ -332,13 +380,18 @@ void Step::compute(Graph &g, uint32_t links) {
             return;
         }
         try {
-            join_stages();
-            links > 1 ? launch(g.chains.at(links)) : run_cuda(g);
-            part_stages();
+            if (pipelines(g)) {
+                run_cuda(g);
+            } else {
+                join_stages();
+                links > 1 ? launch(g.chains.at(links)) : run_cuda(g);
+                part_stages();
+            }
         } catch (...) { // what is enqueued uses the graph and the host's memory, so it ends first
             synchronisations_++;
             int error = 0;
             finish_all(&error);
+            end_chunks();
             throw;
         }
     }
@@ -378,6 +431,10 @@ void Step::move_kv([[maybe_unused]] const Stage &stage, const std::vector<KvPool
             continue;
         }
 #endif
+        if (stage.thread) {
+            stage.run([a] { cpu_kv_move(a, 0, 1); });
+            continue;
+        }
         team_.run(team_.n_threads(), [&](int part) { cpu_kv_move(a, part, team_.n_threads()); });
     }
 }
@@ -386,14 +443,58 @@ void Step::prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32
     StepShape shape = prompts_shape(kind, prompts);
     shape.images = images;
     Graph &g = graph(shape);
-    in_.prefill.send(0, n_pages);
-    move_kv(in_.prefill, 0);
+    in_.prefill.send(chunk_, n_pages);
+    move_kv(in_.prefill, chunk_);
     compute(g);
+    if (kind == StepKind::prefill && !images && pipelines(g)) {
+        end_chunk();
+        return;
+    }
     if (kind != StepKind::prefill) {
         enqueue_logits(g);
     }
     synchronize();
     drafting_ = false;
+}
+
+// Marks where the chunk ends that was enqueued.
+void Step::end_chunk() {
+    Chunk &chunk = chunks_[chunk_];
+    chunk.graph = graphs_.at(PROMPTS);
+    if (chunk.ended) {
+        ggml_backend_event_record(chunk.ended.get(), cache_.last().steps.get());
+    } else {
+        chunk.given = cache_.last().thread->given();
+    }
+    chunk_ = (chunk_ + 1) % uint32_t(chunks_.size());
+}
+
+// All that was enqueued has ended.
+void Step::end_chunks() {
+    for (Chunk &chunk : chunks_) {
+        chunk.graph.reset();
+    }
+}
+
+Region::Host Step::prefill_host() {
+    Chunk &chunk = chunks_[chunk_];
+    if (chunk.graph && chunk.ended) {
+        wait(chunk.ended);
+    } else if (chunk.graph) {
+        cache_.last().thread->wait(chunk.given);
+        fail_wait();
+    }
+    chunk.graph.reset();
+    return in_.prefill.host(chunk_);
+}
+
+// A feed that lies ahead of chunks which are under way may not have read its mirror yet.
+Region::Host Step::feed_host(int32_t slot) {
+    if (std::any_of(chunks_.begin(), chunks_.end(),
+                    [](const Chunk &chunk) { return chunk.graph != nullptr; })) {
+        synchronize();
+    }
+    return in_.feed.host(uint32_t(slot));
 }
 
 uint32_t Step::start_verify(uint32_t width, uint32_t n_rows, uint32_t n_pages) {
@@ -465,6 +566,11 @@ void Step::feed(uint32_t width, uint32_t slot, uint32_t n_pages) {
 // A CPU has run all of a step when it is enqueued. Returns the stage that failed first, or null.
 const Stage *Step::finish_all(int *error) const {
     const Stage *failed = nullptr;
+    for (const Stage &stage : cache_.stages()) {
+        if (stage.thread) {
+            stage.thread->wait(stage.thread->given());
+        }
+    }
 #ifdef LUCE_USE_CUDA
     for (const Stage &stage : cache_.stages()) {
         const int one = stage.device.gpu ? cuda::finish(Stage::stream(stage.steps)) : 0;
@@ -479,12 +585,30 @@ const Stage *Step::finish_all(int *error) const {
     return failed;
 }
 
+void Step::finish_threads() const {
+    std::exception_ptr first;
+    for (const Stage &stage : cache_.stages()) {
+        try {
+            if (stage.thread) {
+                stage.thread->finish();
+            }
+        } catch (...) {
+            first = first ? first : std::current_exception();
+        }
+    }
+    if (first) {
+        std::rethrow_exception(first);
+    }
+}
+
 void Step::synchronize() {
     synchronisations_++;
     int error = 0;
     if (const Stage *failed = finish_all(&error); failed != nullptr) {
         fail_device(failed->device, "a step failed", error);
     }
+    finish_threads();
+    end_chunks();
     kept_.clear();
     fail_wait();
 }
@@ -498,10 +622,9 @@ void Step::poison() {
 void Step::wait([[maybe_unused]] const Event &event) {
     synchronisations_++;
 #ifdef LUCE_USE_CUDA
-    int error = cuda::finish_event(event->context);
-    if (error != 0) { // what failed may be a stage before the last, whose event it is
+    if (int error = cuda::finish_event(event->context); error != 0) {
         const Stage *failed = finish_all(&error);
-        fail_device(failed == nullptr ? cache_.last().device : failed->device, "a step failed", error);
+        check_wait(failed == nullptr ? cache_.last().device : failed->device, error);
     }
 #endif
     fail_wait();

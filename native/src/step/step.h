@@ -88,13 +88,14 @@ public:
 
     // For each kind of step, fill the region and then run. Each of the steps of a draft has a mirror (a host copy of its
     // inputs), and draft_host() waits where an earlier draft may still be read.
-    Region::Host prefill_host() { return in_.prefill.host(0); }
+    Region::Host prefill_host(); // it waits where the chunk that had this mirror has not ended
     Region::Host verify_host() { return in_.verify.host(turn_); }
     Region::Host draft_host(uint32_t index);
     // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
-    Region::Host feed_host(int32_t slot) { return in_.feed.host(uint32_t(slot)); }
+    Region::Host feed_host(int32_t slot);
 
-    // Runs rows of prompts, and waits. In a step of prompts' ends, prefill_last or prefill_tail, it gives choices() and
+    // Runs rows of prompts, and waits. Where there are several stages it does not wait for chunks that no prompt ends with:
+    // the next chunk then follows through the stages (run_segments), and what fails is told by the call that waits. In a step of prompts' ends, prefill_last or prefill_tail, it gives choices() and
     // logits of the last row of each.
     void prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages,
                  bool images = false);
@@ -172,6 +173,10 @@ private:
     template <class Ours> void run_segments(Graph &g, const Ours &run_op);
     template <class Ours>
     void run_segments(Graph &g, const Stage &stage, int begin, int end, const Ours &run_op);
+    bool pipelines(const Graph &g) const;
+    void end_chunk();
+    void end_chunks();
+    void finish_threads() const; // of stages on a CPU, where a test asked for them
     void join_stages() const;
     void part_stages() const;
     const Stage *finish_all(int *error) const;
@@ -205,7 +210,15 @@ private:
     Event ended_[MAX_ENQUEUED]; // on the last stage; they are null on the CPU
     GraphAllocator galloc_; // its buffers are those of the stages
     std::vector<uint64_t> compute_sizes_;
-    std::map<StepShape, std::unique_ptr<Graph>> graphs_;
+    std::map<StepShape, std::shared_ptr<Graph>> graphs_;
+    // Chunks of prompts by mirror: the graph is kept while it runs.
+    struct Chunk {
+        std::shared_ptr<Graph> graph; // null where none is under way
+        Event ended; // on the last stage; null on a CPU,
+        uint64_t given = 0; // whose last stage's thread was given so much
+    };
+    std::vector<Chunk> chunks_;
+    uint32_t chunk_ = 0; // the next one's mirror
     Graph *last_ = nullptr; // its logits are in the compute buffer
     std::vector<luce_cost> costs_;
     // The last row of the last trial had this token, as a part of the vocabulary in 2^-32.

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import tiny
 import tiny_dflash
 import tiny_gemma4
 from depth import deeper_but
+from split import held, stages, two_stages
 
 from luce.convert.gemma4_layout import Config as Gemma4
 from luce.errors import ArgumentError, UnsupportedError
@@ -100,26 +100,6 @@ def run(
     sequence.engine.close()
     model.close()
     return found
-
-
-def stages(device: str, n: int) -> str | None:
-    """Returns n devices for n stages, of those that are tested, or None where there are too few GPUs."""
-    given = device.split(",")
-    if not device.startswith("cpu") and len(given) < n:
-        return None
-    return ",".join(islice(cycle(given), n))
-
-
-def two_stages(device: str) -> str:
-    if (found := stages(device, 2)) is None:
-        pytest.skip("one GPU is tested, and a stage needs one of its own")
-    return found
-
-
-def held(device: str, found: list[bytes]) -> list[bytes]:
-    """Returns what one device and several have in common. On GPUs a NextN head's inputs are packed by another op where
-    the embeddings come from another device: what it drafts and its KV may have other bits, and no token does."""
-    return found if device.startswith("cpu") else [part for part in found if not part.startswith((b"LUCEDUMP", b"["))]
 
 
 @pytest.mark.parametrize("name", deeper_but(MODELS, "quantised", "host", "assistant", "dflash"))

@@ -1,0 +1,83 @@
+"""Chunks of a prompt follow each other through the stages of a model. On a CPU a stage has a thread of its own here, as a
+GPU's has a stream, and one stage after the other is slow: a wait that is missing between two of them shows in the bits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import drive
+import op_run
+import pytest
+import tiny
+from op_run import Fault
+from split import held, stages, two_stages
+
+from luce.errors import DeviceError
+from luce.native import Library, Prompt
+
+DENSE = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128, n_layer=4,
+                    recurrent=(True, False, True, False), n_nextn=1)  # fmt: skip
+CHUNK = 64
+PROMPT = [7 + 3 * i % 200 for i in range(9 * CHUNK + 5)]
+LAYERS = {2: (2, 2), 3: (1, 2, 1)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pipeline") / "model.gguf"
+    return tiny.write(path, DENSE, tiny.layout(DENSE, 5), "F32")
+
+
+def read(native: Library, made: Path, device: str, layers: tuple[int, ...] = ()) -> list[bytes]:
+    """Returns logits and state behind a prompt of many chunks, of another length beside it, and of the first again."""
+    model = drive.open_model(native, made, device, head=True, layers=layers)
+    one = drive.open_sequence(model, n_ctx=1024, n_sequences=2, n_chunk=256, n_draft=3)
+    other, found = one.engine.sequence(), []
+    for sequence, prompt in ((one, PROMPT), (other, PROMPT[3:200]), (one, PROMPT[40:500])):
+        sequence.reset()
+        for at in range(0, len(prompt), CHUNK):
+            rows = prompt[at : at + CHUNK]
+            sequence.engine.prefill([Prompt(sequence, rows, last=at + CHUNK >= len(prompt))])
+        found += [sequence.logits(0).tobytes(), drive.step(sequence, 11).tobytes(), bytes(sequence.dump())]
+    one.engine.close()
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize("n", LAYERS)
+@pytest.mark.parametrize("slow", range(3))
+def test_chunks_that_overlap_have_the_bits_of_one_device(
+    native: Library, device: str, made: Path, n: int, slow: int
+) -> None:
+    if slow >= n or (several := stages(device, n)) is None:
+        pytest.skip("there is no such stage")
+    one = device.split(",")[0]
+    whole = held(one, read(native, made, one))
+    with op_run.threads_of_stages(native, slow) if one == "cpu" else nullcontext():
+        assert held(one, read(native, made, several, LAYERS[n])) == whole
+
+
+def test_rows_of_chunks_wait_in_host_memory_too(native: Library, device: str, made: Path) -> None:
+    two, one = two_stages(device), device.split(",")[0]
+    with op_run.parted_devices(native):
+        found = read(native, made, two, LAYERS[2])
+    assert held(one, found) == held(one, read(native, made, one))
+
+
+@pytest.mark.parametrize("fault", [Fault.OP, Fault.WAIT])
+def test_a_chunk_that_fails_ends_in_an_error_that_names_the_device(
+    native: Library, device: str, made: Path, fault: Fault
+) -> None:
+    two, one = two_stages(device), device.split(",")[0]
+    with op_run.threads_of_stages(native, 1) if one == "cpu" else nullcontext():
+        model = drive.open_model(native, made, two, head=True, layers=LAYERS[2])
+        sequence = drive.open_sequence(model, n_ctx=1024, n_chunk=256)
+    with op_run.fault(native, fault, 0 if fault == Fault.WAIT else 40), pytest.raises(DeviceError, match=one):
+        for at in range(0, 8 * CHUNK, CHUNK):
+            sequence.engine.prefill([Prompt(sequence, PROMPT[at : at + CHUNK], last=False)])
+        sequence.engine.prefill([Prompt(sequence, PROMPT[:3], last=True)])
+    sequence.reset()  # What was under way has ended, and the next prompt is read.
+    assert drive.prefill(sequence, PROMPT[:CHUNK]) is not None
+    sequence.engine.close()
+    model.close()
