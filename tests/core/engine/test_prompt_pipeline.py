@@ -1,5 +1,5 @@
-"""Chunks of a prompt follow each other through the stages of a model. On a CPU a stage has a thread of its own here, as a
-GPU's has a stream, and one stage after the other is slow: a wait that is missing between two of them shows in the bits."""
+"""Chunks of a prompt follow each other through the stages of a model. On a CPU a stage has a thread of its own here, as
+a GPU's has a stream, and one stage after the other is slow: a wait that is missing between two shows in the bits."""
 
 from __future__ import annotations
 
