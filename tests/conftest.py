@@ -25,6 +25,7 @@ from identity import Identity
 import luce
 from luce import native as _native
 from luce.cli.commands import cli
+from luce.planning import cpus
 
 # The command runs with the library under test, also where it is not the installed one (--luce-lib).
 PROGRAM = """
@@ -119,6 +120,16 @@ def untimed(native):
     costs does not depend on the machine."""
     op_run.time_steps(native, False)
     op_run.try_splits(native)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread(request):
+    """Gives engines in this process one thread unless a test names more: those of workers that run beside each other
+    wait for each other. Processes that tests start have as many as users'."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.config.getoption("--luce-device") == "cpu":
+            patched.setattr(cpus, "usable", lambda *root, usable=cpus.usable: usable(*root) if root else 1)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
