@@ -96,7 +96,7 @@ def test_a_conversation_that_is_too_long(luce_, scripted):
     assert "Error:" in result.stderr and "/clear" in result.stderr and "Hello!" in result.stdout
 
 
-@pytest.mark.parametrize("endless_input", ["/dev/zero", "lines that go on", *deeper("an open quote")])
+@pytest.mark.parametrize("endless_input", ["/dev/zero", *deeper("lines that go on", "an open quote")])
 def test_an_endless_message_is_refused(command, scripted, endless_input):
     """A process that kept what it reads would take a gigabyte in a few seconds."""
     words = ("chat", "--gguf", scripted, "--device", "cpu", "--threads", "1", "--ctx", "2048")

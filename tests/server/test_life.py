@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from depth import deeper
 from serving import HANG_S, Gate, serving, settings, until
 
 import luce
@@ -203,7 +204,7 @@ def running(how, *words):
             process.kill()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "code"), [*deeper((signal.SIGINT, 130)), (signal.SIGTERM, 0)])
 def test_a_signal_while_it_loads_ends_it_at_once(number, code):
     with running("slow load") as process:
         assert process.stderr.readline() == "loading\n"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_gemma4
 from checkout import GOLDENS
+from depth import deeper
 from gemma4_reference import AssistantReference, Reference
 from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES, PAIRS
 
@@ -125,7 +126,7 @@ class Followed(AssistantReference):
             token, state = following, self.passed_on(x[0], normed)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(0.8, 30, seed=9)])
+@pytest.mark.parametrize("sampling", [Sampling(), *deeper(Sampling(1.0, seed=5)), Sampling(0.8, 30, seed=9)])
 @pytest.mark.parametrize("name", OTHERS)
 def test_drafts_are_those_of_the_reference(
     name: str, sampling: Sampling, native: Library, device: str, tmp_path: Path
