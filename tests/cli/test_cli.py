@@ -12,7 +12,7 @@ import pytest
 import tiny
 from click.testing import CliRunner
 from command_line import one_line
-from depth import examples
+from depth import deeper, examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tiny import rewritten
@@ -261,14 +261,12 @@ def test_a_model_that_gives_nan_fails_with_one_line(luce_, tmp_path):
     "template",
     [
         "{% for %}",
-        "{{ 1 + }}",
-        "{% endif %}",
+        *deeper("{{ 1 + }}", "{% endif %}"),
         "{{ " + "(" * 5000 + " }}",  # The parser raises a RecursionError.
         "{% if 1 %}" * 200 + "{% endif %}" * 200,  # Python's compiler does not take so many blocks.
         "{{ " + "9" * 5000 + " }}",  # int() does not take so many digits.
         "{{ raise_exception('no') }}",
-        "{{ messages.nothing.at_all }}",
-        "{{ 1 // 0 }}",
+        *deeper("{{ messages.nothing.at_all }}", "{{ 1 // 0 }}"),
     ],
     ids=range(9),
 )
