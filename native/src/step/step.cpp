@@ -166,8 +166,14 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     }
 }
 
+// Chunks that follow each other have run on stages of a CPU alone, each in a thread of its own. On GPUs the host waits for each,
+// until that has been tried on two, and until who mixes prompts with rounds measures a chunk by more than its call.
+static constexpr bool PIPELINES_ON_GPUS = false;
+
 bool Step::pipelines(const Graph &g) const {
-    return g.shape.prefill() && cache_.stages().size() > 1 && first().runs_beside();
+    const Stage &stage = first();
+    return g.shape.prefill() && cache_.stages().size() > 1 && stage.runs_beside() &&
+           (!stage.device.gpu || PIPELINES_ON_GPUS);
 }
 
 // Ahead of a step all that the stages' streams have to do comes first, and behind it the step: what is launched on the first
@@ -622,9 +628,10 @@ void Step::poison() {
 void Step::wait([[maybe_unused]] const Event &event) {
     synchronisations_++;
 #ifdef LUCE_USE_CUDA
-    if (int error = cuda::finish_event(event->context); error != 0) {
+    int error = cuda::finish_event(event->context);
+    if (error != 0) { // what failed may be a stage before the last, whose event it is
         const Stage *failed = finish_all(&error);
-        check_wait(failed == nullptr ? cache_.last().device : failed->device, error);
+        fail_device(failed == nullptr ? cache_.last().device : failed->device, "a step failed", error);
     }
 #endif
     fail_wait();
