@@ -156,7 +156,7 @@ COPIES = (
     click.option("--prompt-copies", type=click.Choice(("auto", "off")),
                  help="Keep F16 copies of the layers' matrices on a GPU, with which prompts are read faster; auto "
                  "makes as many as fit into half of what is left of its memory. No token depends on it.  "
-                 "[default: auto]"),
+                 "[default: auto; off where several models share its memory]"),
 )  # fmt: skip
 RUN = (*DEVICE, *THREADS, *KV_TYPE)
 REPLICAS = (
@@ -344,15 +344,16 @@ def drafter_of(model: Path, flags: Mapping[str, Any]) -> Path | None:
     return BOX_DRAFTER if spec in ("auto", "dflash") else None
 
 
-def options_of(flags: Mapping[str, Any], **more: Any) -> Options:
-    """Returns what the flags ask of an engine, and what `more` does."""
+def options_of(flags: Mapping[str, Any], others: bool = False, **more: Any) -> Options:
+    """Returns what the flags ask of an engine, and what `more` does. `others` says that other models want memory."""
     of_drafter = None if flags["draft"] is None else "mtp" if names_assistant(flags["draft"]) else "dflash"
+    copies = flags["prompt_copies"]
     return Options(
         ctx=flags["ctx"],
         kv_type=flags["kv_type"],
         threads=flags["threads"],
         cpu_experts=flags["cpu_experts"],
-        copies=flags["prompt_copies"] != "off",
+        copies=copies == "auto" if copies else not others and flags["prefill_model"] is None,
         split=flags["split"],
         spec=flags["spec"] or of_drafter,
         gamma=flags["mtp_gamma"],

@@ -305,7 +305,7 @@ def load(
     kv_type: str | None = None,
     threads: int | None = None,
     cpu_experts: int | str | None = None,
-    prompt_copies: bool = True,
+    prompt_copies: bool | None = None,
     checkpoints: int = 8,
     prefill_model: str | Path | None = None,
     max_waiting: int | None = None,
@@ -328,7 +328,7 @@ def load(
     threads: CPU threads; None: one for each usable CPU, to 16
     cpu_experts: keep the experts of so many layers in host memory, or "auto"
     prompt_copies: make F16 copies of the layers' matrices in half of what is left of a GPU's memory, with which prompts
-        are read faster; no token depends on it
+        are read faster; no token depends on it. None: where there is no prefill_model, which wants memory too
     checkpoints: keep so many beginnings of prompts on the device; 0 keeps none
     prefill_model: the file of a small model that chooses what is read of prompts with `prefill_keep`
     max_waiting: raise Busy where so many requests wait; None: any number may wait
@@ -380,7 +380,7 @@ def opened(
         sequences=given.get("parallel", 1),
         checkpoints=given.get("checkpoints", 8),
         cpu_experts=cpu_experts,  # type: ignore[arg-type] # No other word comes here.
-        copies=given.get("prompt_copies", True),
+        copies=scorer is None if (copies := given.get("prompt_copies")) is None else copies,
         spec=draft,
         gamma=given.get("gamma"),
         budget=given.get("budget"),

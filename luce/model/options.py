@@ -98,7 +98,7 @@ class Loading(TypedDict, total=False):
     kv_type: str | None
     threads: int | None
     cpu_experts: int | str | None
-    prompt_copies: bool
+    prompt_copies: bool | None
     checkpoints: int
     prefill_model: Any
     max_waiting: int | None

@@ -247,7 +247,7 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
     watch = Watch("" if flags["quiet"] else "json" if flags["log_json"] else "text")
     # The box's drafter fits no other model.
     drafter = drafter_of(next(iter(models.values())), flags) if len(models) == 1 else flags["draft"]
-    served = Models(models, settings_of(flags, drafter), devices)
+    served = Models(models, settings_of(flags, drafter, len(models) > 1), devices)
     for slot in served.slots.values():  # Those that are loaded later have to open too.
         with Files(slot.path, flags["mtp_gguf"], slot.devices[0]) as files, suppress(Error):
             for warning in () if flags["quiet"] else files.warnings:  # What fails here fails at loading too.
@@ -349,10 +349,12 @@ def beside_one(models: Mapping[str, Path], flags: Mapping[str, Any], hf: str | N
     return idle_images(flags, hf)
 
 
-def settings_of(flags: Mapping[str, Any], drafter: Path | None = None) -> Settings:
-    """Returns how the flags say that models are served, with this drafter for each of them."""
+def settings_of(flags: Mapping[str, Any], drafter: Path | None = None, others: bool = False) -> Settings:
+    """Returns how the flags say that models are served, with this drafter for each of them. `others` says that
+    there are several."""
     asked = options_of(
         flags,
+        others,
         sequences=flags["parallel"],
         checkpoints=flags["checkpoints"],
         pages=flags["pages"],
