@@ -119,7 +119,6 @@ def untimed(native):
     """Opens engines on the CPU without timing their steps, which is most of an opening; what `auto` does with made-up
     costs does not depend on the machine."""
     op_run.time_steps(native, False)
-    op_run.try_splits(native)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -134,10 +133,9 @@ def one_thread(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def switched_on(native, request):
-    """Lets models on GPUs take images and score where tests run there, also while luce refuses that."""
+    """Lets models on GPUs take images where tests run there, also while luce refuses that."""
     on = request.config.getoption("--luce-device") != "cpu"
     op_run.show_gpus_images(native, on)
-    op_run.score_on_gpus(native, on)
 
 
 @pytest.fixture

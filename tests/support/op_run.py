@@ -38,14 +38,12 @@ luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft
                         uint32_t *matched);
 luce_status luce_rule(uint32_t index, const char **name, int32_t *same, uint64_t *uses);
 luce_status luce_switch_rule(uint32_t index, int32_t on);
-luce_status luce_try_splits(int on);
 luce_status luce_part_devices(int on);
 luce_status luce_thread_stages(int on, unsigned slow);
 luce_status luce_pretend_device(const char *name, uint64_t memory);
 luce_status luce_time_steps(int on);
 luce_status luce_show_gpus_images(int32_t on);
 luce_status luce_block_towers(uint64_t bytes);
-luce_status luce_score_on_gpus(int on);
 """
 # These are ggml's blocks of 32 values. The innermost dimension of an array counts blocks.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # Values i and i + 16 are the halves of byte i.
@@ -225,12 +223,6 @@ def blocked_towers(native: Library, n_bytes: int) -> Iterator[None]:
         native.check(lib.luce_block_towers(0))
 
 
-def score_on_gpus(native: Library, on: bool) -> None:
-    """Lets engines that are opened on a GPU from now on keep scores, or refuses them."""
-    _, lib = core(native.path)
-    native.check(lib.luce_score_on_gpus(on))
-
-
 def leave_device(native: Library, index: int = -1) -> None:
     """Makes GPU `index` this thread's current device, where there is one, and none that luce knows of."""
     _, lib = core(native.path)
@@ -276,12 +268,6 @@ def _fill(ffi: Any, out: Any, array: np.ndarray | Weights) -> None:
     if array.dtype in (Q4_0, Q8_0):
         out.ne[0] *= 32
     out.type = TYPES[array.dtype]
-
-
-def try_splits(native: Library, on: bool = True) -> None:
-    """Lets models lie on several GPUs, also where a build refuses that (model/split.h)."""
-    _, lib = core(native.path)
-    native.check(lib.luce_try_splits(int(on)))
 
 
 @contextmanager

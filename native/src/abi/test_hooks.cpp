@@ -156,11 +156,6 @@ luce_status luce_switch_rule(uint32_t index, int32_t on) {
     });
 }
 
-luce_status luce_try_splits(int32_t on) {
-    using namespace luce;
-    return guarded([&] { try_splits(on != 0); });
-}
-
 luce_status luce_pretend_device(const char *name, uint64_t memory) {
     using namespace luce;
     return guarded([&] {
@@ -269,8 +264,4 @@ luce_status luce_show_gpus_images(int32_t on) {
 
 luce_status luce_block_towers(uint64_t bytes) {
     return luce::guarded([&] { luce::VisionTower::block_bytes_on_cpu = bytes; });
-}
-
-luce_status luce_score_on_gpus(int32_t on) {
-    return luce::guarded([&] { luce::scores_on_gpus = on != 0; });
 }

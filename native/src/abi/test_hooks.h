@@ -47,9 +47,6 @@ LUCE_API luce_status luce_rule(uint32_t index, const char **name, int32_t *same,
 // a device has no other op.
 LUCE_API luce_status luce_switch_rule(uint32_t index, int32_t on);
 
-// Lets models lie on several GPUs, also where a build refuses that (model/split.h).
-LUCE_API luce_status luce_try_splits(int32_t on);
-
 // Adds a device that the CPU stands in for and that seems to have so many bytes, or takes all such back where the name is
 // empty. Models on them must be closed by then.
 LUCE_API luce_status luce_pretend_device(const char *name, uint64_t memory);
@@ -71,7 +68,4 @@ LUCE_API luce_status luce_block_towers(uint64_t bytes);
 // Engines that are opened on a CPU from now on take made-up costs instead of timing their steps, which is most of what
 // an opening takes; with 1 they time them again.
 LUCE_API luce_status luce_time_steps(int32_t on);
-
-// Engines that are opened on a GPU from now on keep scores, or with 0 refuse them again.
-LUCE_API luce_status luce_score_on_gpus(int32_t on);
 }

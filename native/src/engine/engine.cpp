@@ -12,7 +12,6 @@
 
 namespace luce {
 
-std::atomic<bool> scores_on_gpus{SCORES_ON_GPUS};
 namespace {
 
 ggml_type kv_type_of(const char *name) {
@@ -42,10 +41,6 @@ void check_scores(const Model &model, uint32_t n_sequences) {
     const char *path = model.file().path().c_str();
     if (n_sequences != 1) {
         fail(LUCE_E_ARG, "scores are of one sequence, and n_sequences is %u", n_sequences);
-    }
-    if (model.gpu() && !scores_on_gpus) {
-        fail(LUCE_E_UNSUPPORTED,
-             "%s: what verifies give positions is not kept on a GPU yet: a model on a CPU scores", path);
     }
     const std::vector<Block> &blocks = model.weights().blocks;
     const bool any = std::any_of(blocks.begin(), blocks.end(), [](const Block &block) {

@@ -6,15 +6,10 @@
 #include "engine/round.h"
 #include "step/step.h"
 
-#include <atomic>
 #include <mutex>
 #include <new>
 
 namespace luce {
-
-// Whether engines on GPUs keep what verifies give positions: their kernel (attention/row_scores.cu) has run emulated alone.
-constexpr bool SCORES_ON_GPUS = true;
-extern std::atomic<bool> scores_on_gpus; // which a hook of the tests switches (abi/test_hooks.h)
 
 class Checkpoint;
 

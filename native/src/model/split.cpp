@@ -1,22 +1,9 @@
 #include "model/split.h"
 
 #include <algorithm>
-#include <atomic>
 #include <numeric>
 
 namespace luce {
-
-constexpr bool SPLITS_GPUS = true;
-
-static std::atomic<bool> tried{SPLITS_GPUS};
-
-bool splits_gpus() {
-    return tried;
-}
-
-void try_splits(bool on) {
-    tried = on || SPLITS_GPUS;
-}
 
 // Gives each device, from the first on, as many layers as fill it up to a part of what is free. Returns whether that is enough
 // for all of them.

@@ -37,8 +37,4 @@ std::vector<uint32_t> share_out(const Shares &shares);
 std::vector<bool> joined_layers(uint32_t n_layer, const std::vector<uint32_t> &cells_of,
                                 uint32_t read_at_end);
 
-// Whether models lie on several GPUs, which a build can refuse; then a test may ask for it.
-bool splits_gpus();
-void try_splits(bool on);
-
 } // namespace luce

@@ -392,9 +392,6 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
              "%zu devices are given %zu numbers of layers, %u in all: %s has %u, and each device has some", n,
              split.layers.size(), sum, path, n_layer);
     }
-    if (n > 1 && gpu && !splits_gpus()) {
-        fail(LUCE_E_UNSUPPORTED, "luce has not been tried on several GPUs yet: name one device");
-    }
     if (n > 1 && gpu && n_cpu_experts > 0) {
         fail(LUCE_E_UNSUPPORTED,
              "experts in host memory and several GPUs do not go together yet: leave one out");

@@ -298,7 +298,6 @@ void run(const std::string &out, const std::string &path) {
     const uint32_t stages = std::max(uint32_t(option("stages")), 1u), layers = uint32_t(option("layers"));
     Split split = device;
     if (stages > 1) { // all on the one device that is pretended
-        try_splits(true);
         split.devices.assign(stages, &device);
         split.layers.assign(layers > 0 ? stages : 0, layers / stages); // without `layers` they are shared out
     }
