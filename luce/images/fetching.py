@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 from time import monotonic
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
@@ -138,7 +138,7 @@ def _asked(place: SplitResult, end: float) -> bytes | str:
     with closing(kind(str(place.hostname), port, timeout=left)) as connection:
         late: Timer | None = None
         try:
-            connection.connect()
+            _connect(connection, end)
             # Who sends a byte now and then holds nobody up.
             late = Timer(end - monotonic(), _hang_up, [connection.sock])
             late.daemon = True
@@ -165,6 +165,25 @@ def _asked(place: SplitResult, end: float) -> bytes | str:
         finally:
             if late is not None:
                 late.cancel()
+
+
+def _connect(connection: http.client.HTTPConnection, end: float) -> None:
+    """Connects, and raises TimeoutError at the time `end`: looking a name up has no bound of its own."""
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            connection.connect()
+        except Exception as error:
+            failed.append(error)
+
+    thread = Thread(target=connect, name="luce-fetch", daemon=True)
+    thread.start()
+    thread.join(max(end - monotonic(), 0))
+    if thread.is_alive():
+        raise TimeoutError
+    if failed:
+        raise failed[0]
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -124,6 +125,24 @@ def test_size_and_time_are_bounded(web, monkeypatch):
     monkeypatch.setattr(fetching, "MAX_BYTES", 3 << 20)
     with pytest.raises(ImageError, match=f"more than {3 << 20} bytes"):
         allowed.fetch(f"{web.base}/img/large")
+
+
+def test_looking_a_name_up_is_bounded_too(monkeypatch):
+    ended, waited_for = threading.Event(), threading.Event()
+
+    def looks_for_ever(*_args, **_how):
+        if not ended.wait(60):
+            waited_for.set()
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", looks_for_ever)
+    monkeypatch.setattr(fetching, "SECONDS", 0.2)
+    try:
+        with pytest.raises(ImageError, match="takes longer than"):
+            Allowed(["http://images.example/"]).fetch("http://images.example/a.png")
+        assert not waited_for.is_set()
+    finally:
+        ended.set()
 
 
 def test_what_fails_is_one_line(web):
