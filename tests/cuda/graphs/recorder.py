@@ -363,7 +363,8 @@ def build(folder: Path) -> Path:
     host = [f"-I{p}" for p in (HERE, ROOT / "native/include", SOURCES, KERNELS, ggml + "/include", ggml + "/src")]
     device = [f"-I{folder / 'kernels'}", "-fno-strict-aliasing", "-include", "cuda_runtime.h"]
     chapters = [p for c in ("model", "graph", "ops", "cpu") for p in sorted((SOURCES / c).glob("*.cpp"))]
-    chapters += [SOURCES / name for name in ("abi/status.cpp", "engine/cache.cpp", "engine/stage.cpp")]
+    engine = ("cache", "stage", "stage_thread")
+    chapters += [SOURCES / "abi/status.cpp", *(SOURCES / f"engine/{name}.cpp" for name in engine)]
     chapters += [SOURCES / f"step/{name}.cpp" for name in ("faults", "host_experts", "inputs", "shapes", "threads")]
     objects = []
 
