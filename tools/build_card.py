@@ -2,8 +2,8 @@
 """Builds luce and its kernel checks to pretend, on a Hopper, to be a card of another generation.
 
     cmake -G Ninja -S . -B build -DLUCE_CUDA=ON && cmake --build build && cmake --install build --prefix .
-    python3 tools/build_card.py "RTX 3090" build /tmp/3090
-    cd /tmp/3090 && ./kernel_check check && python3 -m luce bench oracle
+    python3 tools/build_card.py "RTX 3090" build ../luce-3090
+    cd ../luce-3090 && ./kernel_check check && python3 -m luce bench oracle
 
 Kernels are compiled for the card's generation, without what only Hopper has, and then into Hopper's instructions;
 launches are planned with the card's limits (tests/cuda/pretended/limits.cu). All else is the build's. Blocks that are

@@ -12,7 +12,6 @@ from clients import script
 from serving import serving, settings, until
 
 from luce.native import Tower
-from luce.server.models import Served
 from luce.text.dialects import GEMMA, QWEN
 
 pytest.importorskip("PIL.Image")
@@ -72,19 +71,6 @@ def line(capsys):
         return json.loads(told)
 
     return read
-
-
-@pytest.fixture
-def prompts(monkeypatch):
-    made_prompts = []
-
-    async def seen(self, ask, made=Served.seen):
-        placed = await made(self, ask)
-        made_prompts.append(placed.tokens)
-        return placed
-
-    monkeypatch.setattr(Served, "seen", seen)
-    return made_prompts
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from templates import CALL, GEMMA, QWEN
 from luce.data import BOX
 from luce.files.template import ChatTemplate
 from luce.server import models
-from luce.server.models import Served
 from luce.text.prompt import BoundedTemplate
 
 NOTE = "[image: this model reads text alone]"
@@ -29,20 +28,6 @@ def server(native):
         patched.setattr(models, "chat_template", lambda kv: BoundedTemplate(QWEN))
         with serving({"box": BOX}, settings(ctx=2048)) as running:
             yield running
-
-
-@pytest.fixture
-def prompts(monkeypatch):
-    """Gives the tokens of prompts that were made."""
-    made_prompts = []
-
-    async def seen(self, ask, made=Served.seen):
-        placed = await made(self, ask)
-        made_prompts.append(placed.tokens)
-        return placed
-
-    monkeypatch.setattr(Served, "seen", seen)
-    return made_prompts
 
 
 @pytest.fixture
