@@ -27,8 +27,8 @@ from luce.errors import Busy, Cancelled, DeviceError
 from luce.model.loaded import Loaded
 
 log = logging.getLogger(__name__)
-# What others cost a request, in tokens of prompts that are read in that time: rough figures of a 27B on an H200, which
-# reads 7,000 a second. One that runs beside it slows it a little; one that is ahead of it has first to end.
+# What others cost a request, in tokens of prompts that are read in that time. They are guessed, and were not measured:
+# one that runs beside it slows it a little, and one that is ahead of it has first to end.
 BESIDE, BEHIND = 1024, 16384
 
 
