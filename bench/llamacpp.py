@@ -73,12 +73,14 @@ def compare(
         raise SystemExit(f"{program}: error: {error}") from None
 
 
-def placement(device: str) -> list[str]:
-    """Returns the options that put all of a model on one device, as the core names it: "cpu", "cuda:0"."""
+def placement(device: str, between: str = ",") -> list[str]:
+    """Returns the options that put all of a model on one device, as the core names it: "cpu", "cuda:0", or on several:
+    "cuda:0,cuda:1". llama-bench has a slash between these: with commas it takes one after the other."""
     if device == "cpu":
         # Without -dev, a CUDA build still multiplies prompts on the GPU.
         return ["-dev", "none", "-ngl", "0"]
-    return ["-dev", f"CUDA{device.partition(':')[2] or 0}", "-ngl", "99"]
+    names = [f"CUDA{one.partition(':')[2] or 0}" for one in device.split(",")]
+    return ["-dev", between.join(names), "-ngl", "99"]
 
 
 def experts_on_cpu(layers: int) -> list[str]:
@@ -91,7 +93,7 @@ def llama_bench(
 ) -> tuple[float, float]:
     """Returns prefill tokens/s and decoded tokens/s of one run."""
     command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads),
-               "-r", "1", "-fa", "1", *placement(device), *options, "-o", "json"]  # fmt: skip
+               "-r", "1", "-fa", "1", *placement(device, "/"), *options, "-o", "json"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -100,11 +102,11 @@ def llama_bench(
 
 
 def llama_bench_prefill(
-    binary: Path, model: Path, lengths: Sequence[int], threads: int, device: str
+    binary: Path, model: Path, lengths: Sequence[int], threads: int, device: str, *options: str
 ) -> dict[int, float]:
     """Returns prefill tokens/s by length of the prompt, each in an empty context, after a warm-up."""
     command = [str(binary), "-m", str(model), "-p", ",".join(map(str, lengths)), "-n", "0",
-               "-t", str(threads), "-r", "1", "-fa", "1", *placement(device), "-o", "json"]  # fmt: skip
+               "-t", str(threads), "-r", "1", "-fa", "1", *placement(device, "/"), *options, "-o", "json"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -112,13 +114,20 @@ def llama_bench_prefill(
 
 
 def llama_batched_bench(
-    binary: Path, model: Path, n_prompt: int, n_gen: int, counts: Sequence[int], threads: int, device: str
+    binary: Path,
+    model: Path,
+    n_prompt: int,
+    n_gen: int,
+    counts: Sequence[int],
+    threads: int,
+    device: str,
+    *options: str,
 ) -> dict[int, float]:
     """Returns decoded tokens/s in all, by number of sequences that decode together."""
     context = max(counts) * (n_prompt + n_gen)
     command = [str(binary), "-m", str(model), "-npp", str(n_prompt), "-ntg", str(n_gen),
                "-npl", ",".join(map(str, counts)), "-c", str(context), "-t", str(threads), "-fa", "on",
-               *placement(device), "--output-format", "jsonl"]  # fmt: skip
+               *placement(device), *options, "--output-format", "jsonl"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"llama-batched-bench ended with {done.returncode}: {done.stderr[-2000:]}")

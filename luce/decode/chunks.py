@@ -25,6 +25,10 @@ class ChunkSizes:
         self._chunks = 0
         self._took = dict[int, tuple[float, int]]()  # One of these sizes takes so long, and which chunk was the last.
 
+    def knows(self, n: int) -> bool:
+        """Says whether a chunk of n tokens was timed, or would not be kept in mind."""
+        return n in self._took or n not in self._sizes
+
     def took(self, n: int, seconds: float) -> None:
         """Notes that a chunk of n tokens took so long."""
         self._chunks += 1

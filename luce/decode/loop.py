@@ -77,10 +77,14 @@ class Loop:
         try:
             if reading and not self._pipeline.pending and (self._prompts_next or len(reading) == self.running):
                 self._prompts_next = False
-                chunks = self._chunks(reading, self._longest(alone=len(reading) == self.running))
-                self._tell(self._pipeline.read(chunks))
+                alone = len(reading) == self.running
+                chunks = self._chunks(reading, self._longest(alone))
+                size = sum(len(chunk.tokens) for chunk in chunks)
+                timed = not alone or not self._sizes.knows(size)
+                self._tell(self._pipeline.read(chunks, wait=timed))
                 took = self._clock() - began
-                self._sizes.took(sum(len(chunk.tokens) for chunk in chunks), took)
+                if timed:
+                    self._sizes.took(size, took)
                 self._owed = self._rounds_for * took
             else:
                 if not self._pipeline.pending:

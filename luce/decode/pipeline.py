@@ -93,13 +93,16 @@ class Pipeline:
         """Says whether a round is in flight."""
         return bool(self._rounds)
 
-    def read(self, items: Sequence[Prompt]) -> Outcomes:
-        """Reads chunks of several prompts in one pass. Where one of them alone is to blame for an error, the others are
+    def read(self, items: Sequence[Prompt], wait: bool = True) -> Outcomes:
+        """Reads chunks of several prompts in one pass. Without `wait` it may be under way still on several GPUs, so that
+        the next one follows it closely. Where one of them alone is to blame for an error, the others are
         read one after the other; those that a cancel then keeps from being read are not in what it returns. Raises
         Cancelled where nothing was done."""
         self._last = 0.0, []  # It comes between two rounds.
         try:
             found: Sequence[int | None | Exception] = self._engine.prefill(items)
+            if wait:
+                self._engine.finish_prompts()
         except Cancelled:
             raise
         except Exception as error:

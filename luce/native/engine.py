@@ -199,6 +199,11 @@ class Engine(Handle):
         message = self.library.text(self.library.lib.luce_last_error())
         return [NumericError(message) if own else choice for own, choice in zip(statuses, done, strict=True)]
 
+    def finish_prompts(self) -> None:
+        """Waits for passes over prompts that follow each other over several GPUs: prefill() waits for those alone that
+        end a prompt. Raises DeviceError where one of them failed."""
+        self.library.check(self.library.lib.luce_engine_finish_prompts(self.handle))
+
     def _spans(self, struct: Any, images: tuple[ImageSpan, ...]) -> Any:
         """Writes a prompt item's images, and returns what they point to."""
         import numpy as np

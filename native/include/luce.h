@@ -235,7 +235,7 @@ typedef struct luce_engine_params {
     const luce_drafter_params
         *drafters; /* (n_drafters): the engine's list. Calls name a drafter by its index here */
     uint32_t n_top; /* candidates kept of each draft (luce_sequence_get_lists), 0..LUCE_MAX_TOP */
-    /* Most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512, or 2048 on a GPU */
+    /* Most rows of a prefill step: a multiple of LUCE_PAGE, at most 4096; 0: 512, 2048 on a GPU, 1024 on several */
     uint32_t n_chunk;
     uint32_t n_threads; /* CPU only; 0: one per core, at most 16 */
     const char *kv_type; /* "f16" (= NULL), "q8_0", "q4_0", "f32" */
@@ -469,6 +469,9 @@ typedef struct luce_prompt_item {
  * E_CANCELLED: nothing was done. E_DEVICE, E_INTERNAL: all sequences of the call are failed. */
 LUCE_API luce_status luce_engine_prefill(luce_engine *engine, const luce_prompt_item *items, uint32_t n_items,
                                          int32_t *choices, luce_status *status);
+
+/* Waits for steps of prompts that luce_engine_prefill did not wait for. E_DEVICE: one of them failed, and so did the engine. */
+LUCE_API luce_status luce_engine_finish_prompts(luce_engine *engine);
 
 /* The anchor of a round item without tokens, if it is no token. */
 enum {

@@ -253,11 +253,12 @@ def test_a_generation_that_cannot_begin_is_one_failed_event():
 # ---- prompts beside rounds
 
 
-def read_beside(share, chunk_takes, tokens=40, n_chunk=4, n_cut=1):
+def read_beside(share, chunk_takes, tokens=40, n_chunk=4, n_cut=1, **seconds):
     """Reads a prompt beside one that decodes, with rounds of 0.25 seconds. Returns its chunks' tokens, and how many
     rounds are between each and the next."""
     took = lambda chunks: chunk_takes(sum(map(len, chunks)))  # noqa: E731
-    core = FakeEngine(n_sequences=2, n_chunk=n_chunk, n_cut=n_cut, seconds={"prefill": took, "verify": 0.25})
+    seconds |= {"prefill": took, "verify": 0.25}
+    core = FakeEngine(n_sequences=2, n_chunk=n_chunk, n_cut=n_cut, seconds=seconds)
     loop = Loop(core, core.clock, share)
     loop.add(generation(core, Request((65,), 2000)))
     for _ in range(3):
@@ -292,6 +293,20 @@ def test_chunks_are_not_so_short_that_they_are_slow():
     # are slow. They are tried again now and then, since contexts and what decodes meanwhile change.
     assert set(zip(sizes[1:-1], between[1:], strict=True)) >= {(32, 6)} and 64 not in sizes[1:]
     assert sizes.count(32) > 0.9 * len(sizes)
+
+
+def test_a_pass_beside_rounds_takes_until_its_end():
+    """Where passes follow each other over several GPUs, a call says little of what its pass takes."""
+    assert read_beside(0.5, lambda n: 0.25, n_cut=4, finish_prompts=0.75) == ([4] * 10, [4] * 9)
+
+
+def test_passes_over_prompts_alone_follow_each_other():
+    core = FakeEngine(n_chunk=4, n_cut=4, seconds={"prefill": 0.001, "finish_prompts": 1.0})
+    loop = Loop(core, core.clock)
+    loop.add(generation(core, Request(tuple(b"A" * 40), 1)))
+    while loop.running:
+        loop.step()
+    assert core.count("prefill") == 10 and core.count("finish_prompts") == 1  # The first one says what they take.
 
 
 def test_one_that_decodes_not_has_whole_chunks():

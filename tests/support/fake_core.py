@@ -156,6 +156,10 @@ class FakeEngine:
             item.sequence.committed += item.tokens
         return [self.choose(tuple(item.sequence.committed)) if item.last else None for item in items]
 
+    def finish_prompts(self):
+        """Takes what a pass over prompts takes behind the call that began it, as on several GPUs."""
+        self.called("finish_prompts")
+
     def draft(self, items):
         self.called("draft", [(item.anchor, item.n) for item in items])
         self.interruptible()

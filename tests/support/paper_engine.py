@@ -46,6 +46,9 @@ class PaperEngine:
     def prefill(self, items):
         return [item.sequence.prefill(item.tokens, item.last) for item in items]
 
+    def finish_prompts(self):
+        pass
+
     def verified(self, items):
         for item in items:  # The core has a position's page before it verifies there.
             item.sequence.take(len(item.tokens))

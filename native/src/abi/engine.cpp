@@ -179,6 +179,10 @@ luce_status luce_engine_prefill(luce_engine *engine, const luce_prompt_item *ite
     });
 }
 
+luce_status luce_engine_finish_prompts(luce_engine *engine) {
+    return on_engine(engine, [&](Engine *e) { e->step().finish_chunks(); });
+}
+
 using RoundItems = std::array<RoundItem, LUCE_MAX_ROWS>;
 
 static void check_round(const luce_round_item *items, uint32_t n_items, const Engine *e, RoundItems &out) {

@@ -86,6 +86,14 @@ std::vector<DrafterUse> resolve_drafters(const Model &model, const luce_engine_p
     return uses;
 }
 
+// Most rows of a step of prompts. On several GPUs steps follow each other from one to the next, and shorter ones fill them sooner.
+uint32_t usual_chunk(const Model &model) {
+    if (!model.gpu()) {
+        return 512;
+    }
+    return model.placements().size() > 1 ? 1024 : 2048;
+}
+
 } // namespace
 
 EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
@@ -106,7 +114,7 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
         check_scores(model, c.n_sequences);
     }
     c.n_rows = in_range("n_rows", p->n_rows, c.most_drafts() + 1, LUCE_MAX_ROWS);
-    c.n_chunk = in_range("n_chunk", p->n_chunk, model.gpu() ? 2048 : 512, 4096);
+    c.n_chunk = in_range("n_chunk", p->n_chunk, usual_chunk(model), 4096);
     c.kv_type = kv_type_of(p->kv_type);
     out.n_threads = in_range("n_threads", p->n_threads, std::min(cores, 16u), 512);
     if (c.n_checkpoints > 1024) {

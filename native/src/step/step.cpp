@@ -166,14 +166,8 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     }
 }
 
-// Chunks that follow each other have run on stages of a CPU alone, each in a thread of its own. On GPUs the host waits for each,
-// until that has been tried on two, and until who mixes prompts with rounds measures a chunk by more than its call.
-static constexpr bool PIPELINES_ON_GPUS = false;
-
 bool Step::pipelines(const Graph &g) const {
-    const Stage &stage = first();
-    return g.shape.prefill() && cache_.stages().size() > 1 && stage.runs_beside() &&
-           (!stage.device.gpu || PIPELINES_ON_GPUS);
+    return g.shape.prefill() && cache_.stages().size() > 1 && first().runs_beside();
 }
 
 // Ahead of a step all that the stages' streams have to do comes first, and behind it the step: what is launched on the first
@@ -494,12 +488,16 @@ Region::Host Step::prefill_host() {
     return in_.prefill.host(chunk_);
 }
 
-// A feed that lies ahead of chunks which are under way may not have read its mirror yet.
-Region::Host Step::feed_host(int32_t slot) {
+void Step::finish_chunks() {
     if (std::any_of(chunks_.begin(), chunks_.end(),
                     [](const Chunk &chunk) { return chunk.graph != nullptr; })) {
         synchronize();
     }
+}
+
+// A feed that lies ahead of chunks which are under way may not have read its mirror yet.
+Region::Host Step::feed_host(int32_t slot) {
+    finish_chunks();
     return in_.feed.host(uint32_t(slot));
 }
 

@@ -89,6 +89,7 @@ public:
     // For each kind of step, fill the region and then run. Each of the steps of a draft has a mirror (a host copy of its
     // inputs), and draft_host() waits where an earlier draft may still be read.
     Region::Host prefill_host(); // it waits where the chunk that had this mirror has not ended
+    void finish_chunks(); // it waits for chunks of prompts that are under way
     Region::Host verify_host() { return in_.verify.host(turn_); }
     Region::Host draft_host(uint32_t index);
     // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
