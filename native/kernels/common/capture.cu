@@ -87,6 +87,17 @@ void cuda::capture_abandon(void *stream) {
     cudaGetLastError(); // the caller knows what failed, and the next launch must not report it again
 }
 
+bool cuda::pin(void *host, size_t bytes) {
+    const bool done = cudaHostRegister(host, bytes, cudaHostRegisterPortable) == cudaSuccess;
+    cudaGetLastError(); // without it copies are slower, and nothing else
+    return done;
+}
+
+void cuda::unpin(void *host) {
+    cudaHostUnregister(host);
+    cudaGetLastError();
+}
+
 bool cuda::is_pinned(void *host) {
     void *device = nullptr;
     const bool mapped = cudaHostGetDevicePointer(&device, host, 0) == cudaSuccess && device == host;

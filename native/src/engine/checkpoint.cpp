@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <system_error>
 
 namespace luce {
@@ -247,21 +248,30 @@ Checkpoint::~Checkpoint() {
     close();
 }
 
-// Runs what enqueues copies on the stages' streams beside the steps, which begin where the steps are now.
-template <typename F> void Checkpoint::beside_steps(const F &enqueue) {
-    const auto each = [&](const auto &f) {
-        for (size_t i = 0; i < events_.size(); i++) {
-            f(engine_->cache().stages()[i], events_[i].get());
-        }
-    };
-    each([](const Stage &stage, ggml_backend_event_t event) {
-        ggml_backend_event_record(event, stage.steps.get());
-        ggml_backend_event_wait(stage.copies.get(), event);
-    });
-    enqueue();
-    each([](const Stage &stage, ggml_backend_event_t event) {
-        ggml_backend_event_record(event, stage.copies.get());
-    });
+void Checkpoint::begin_beside_steps() const {
+    for (size_t i = 0; i < events_.size(); i++) {
+        const Stage &stage = engine_->cache().stages()[i];
+        ggml_backend_event_record(events_[i].get(), stage.steps.get());
+        ggml_backend_event_wait(stage.copies.get(), events_[i].get());
+    }
+}
+
+void Checkpoint::end_beside_steps() const {
+    for (size_t i = 0; i < events_.size(); i++) {
+        ggml_backend_event_record(events_[i].get(), engine_->cache().stages()[i].copies.get());
+    }
+}
+
+bool Checkpoint::finish_copying() {
+    if (!copying_.valid()) {
+        return true;
+    }
+    try {
+        copying_.get();
+        return true;
+    } catch (const std::exception &) { // the host has no memory, or a device has failed, which its next step tells
+        return false;
+    }
 }
 
 // Lets steps that are enqueued from now on wait for copies that are under way.
@@ -275,14 +285,12 @@ void Checkpoint::let_steps_wait() const {
 }
 
 void Checkpoint::close() {
-    if (copying_.valid()) {
-        settle(); // the CPU's copy reads what is given back here
-    }
-    if (leaving_ || arriving_) { // nobody waits for the copy here: the engine's next step comes after it
+    const bool begun = finish_copying(); // what copies reads what is given back here
+    if (begun && engine_->model().gpu() && (leaving_ || arriving_)) { // nobody waits for the copy here: the engine's next step comes after it
         let_steps_wait();
         engine_->step().keep(host_);
-        leaving_ = arriving_ = false;
     }
+    leaving_ = arriving_ = false;
     release_device();
     host_.reset();
 }
@@ -338,11 +346,7 @@ PageLists Checkpoint::new_pages() const {
 }
 
 HostMemory Checkpoint::host_memory() const {
-    return pinned(engine_->cache().last().device, total(pieces()), "a checkpoint");
-}
-
-static uint8_t *base(const HostMemory &buffer) {
-    return static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer.get()));
+    return std::make_shared<HostPages>(engine_->cache().last().device, total(pieces()), "a checkpoint");
 }
 
 std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
@@ -384,19 +388,23 @@ void Checkpoint::to_host() {
     const std::vector<Cache::Piece> list = pieces();
     HostMemory memory = host_memory();
     engine_->leaving(weak_from_this());
+    std::function<void()> copies = [list, memory] { copy_out(list, memory->data()); };
     if (engine_->model().gpu()) {
-        beside_steps([&] { fetch(&Stage::copies, list, base(memory)); });
-        leaving_ = true;
-    } else {
-        try {
-            copying_ = std::async(std::launch::async, copy_out, list, base(memory));
-            leaving_ = true;
-        } catch (const std::system_error &) { // no more threads are to be had
-            copy_out(list, base(memory));
-            release_device();
-        }
+        begin_beside_steps();
+        copies = [this, list, memory] {
+            memory->pin();
+            check_devices(*engine_);
+            fetch(&Stage::copies, list, memory->data());
+            end_beside_steps();
+        };
     }
-    host_ = std::move(memory); // nothing is half done where memory lacks
+    try {
+        copying_ = std::async(std::launch::async, copies);
+    } catch (const std::system_error &) { // no more threads are to be had
+        copies();
+    }
+    leaving_ = true; // nothing is half done where memory lacks
+    host_ = std::move(memory);
 }
 
 void Checkpoint::to_device() {
@@ -417,10 +425,12 @@ void Checkpoint::to_device() {
         throw;
     }
     if (engine_->model().gpu()) { // the copy waits for steps that used these pages
-        beside_steps([&] { send(&Stage::copies, list, base(host_)); });
+        begin_beside_steps();
+        send(&Stage::copies, list, host_->data());
+        end_beside_steps();
         arriving_ = true;
     } else {
-        send(&Stage::steps, list, base(host_));
+        send(&Stage::steps, list, host_->data());
         host_.reset();
     }
 }
@@ -429,12 +439,12 @@ void Checkpoint::settle() {
     if (!leaving_ && !arriving_) {
         return;
     }
-    if (copying_.valid()) {
-        copying_.get();
-    } else {
-        for (const Event &event : events_) {
-            engine_->step().wait(event);
-        }
+    const bool begun = finish_copying();
+    for (size_t i = 0; begun && engine_->model().gpu() && i < events_.size(); i++) {
+        engine_->step().wait(events_[i]);
+    }
+    if (leaving_ && !begun) {
+        host_.reset();
     }
     if (leaving_) {
         release_device();
@@ -469,14 +479,14 @@ void Checkpoint::restore(Timeline &line) const {
     line.resume(tokens_, pages, delta_);
     PageLists taken = pages;
     cache.release(taken); // they are the sequence's alone
-    send(&Stage::steps, cache.pieces(pages, n_past(), line.slot(), line.hidden()), base(host_));
+    send(&Stage::steps, cache.pieces(pages, n_past(), line.slot(), line.hidden()), host_->data());
     engine_->step().keep(host_); // nothing waits here: a step after it does
 }
 
 void Checkpoint::read(uint64_t begin, uint64_t n, uint8_t *to) const {
     check_open();
     if (host_ && !leaving_) {
-        memcpy(to, base(host_) + begin, n);
+        memcpy(to, host_->data() + begin, n);
         return;
     }
     check_devices(*engine_);
@@ -526,7 +536,8 @@ std::shared_ptr<Checkpoint> Checkpoint::load(std::shared_ptr<Engine> engine, con
              (unsigned long long) size, (unsigned long long) made->size());
     }
     made->host_ = made->host_memory();
-    memcpy(base(made->host_), data + header_and_tokens(h.n_past), size - header_and_tokens(h.n_past));
+    made->host_->pin();
+    memcpy(made->host_->data(), data + header_and_tokens(h.n_past), size - header_and_tokens(h.n_past));
     return made;
 }
 

@@ -8,13 +8,11 @@
 #pragma once
 
 #include "engine/sequence.h"
+#include "model/host_pages.h"
 
 #include <future>
 
 namespace luce {
-
-// Shared with copies to the device that are on their way (Step::keep).
-using HostMemory = std::shared_ptr<struct ggml_backend_buffer>;
 
 class Checkpoint : public std::enable_shared_from_this<Checkpoint> {
 public:
@@ -35,7 +33,9 @@ public:
 
     void to_host();
     void to_device();
-    void settle(); // it waits for a copy that is on its way, and gives back what it leaves
+    // It waits for a copy that is on its way, and gives back what it leaves. Where a copy to the host could not be begun, the
+    // checkpoint is closed.
+    void settle();
     // Gives back all that it holds. What runs on it in another thread fails with E_STATE.
     void close();
     void check_open() const;
@@ -55,7 +55,9 @@ private:
     void take_device(); // it takes a slot, and fails with E_MEMORY when all are taken
     PageLists new_pages() const; // for all its positions, of which those of window pages are in a few
     void release_device();
-    template <typename F> void beside_steps(const F &enqueue);
+    void begin_beside_steps() const; // the copies' streams wait for where the steps' are now
+    void end_beside_steps() const; // events_ are there on the copies' streams
+    bool finish_copying(); // it waits until a copy to the host has been enqueued, or made on a CPU, and says whether it was
     void let_steps_wait() const;
     HostMemory host_memory() const;
     void read(uint64_t begin, uint64_t n, uint8_t *to) const; // it copies n bytes of the body
@@ -69,7 +71,7 @@ private:
     HostMemory host_;
     bool leaving_ = false, arriving_ = false; // a copy is on its way
     std::vector<Event> events_; // by stage: they mark the copy's end there, and are null on the CPU
-    std::future<void> copying_; // it is the copy of one that leaves, on the CPU
+    std::future<void> copying_; // of one that leaves: on a CPU it copies, for a GPU it pins host memory and enqueues copies
 };
 
 // Writes the committed state of a sequence as bytes, in the form of a checkpoint, and returns their number.

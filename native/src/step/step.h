@@ -14,6 +14,7 @@
 #pragma once
 
 #include "graph/lower.h"
+#include "model/host_pages.h"
 #include "step/host_experts.h"
 #include "step/inputs.h"
 #include "step/threads.h"
@@ -154,7 +155,7 @@ public:
     uint64_t steps() const { return steps_; }
     uint64_t synchronisations() const { return synchronisations_; }
     // Keeps what enqueued copies read until the next synchronize().
-    void keep(std::shared_ptr<struct ggml_backend_buffer> source) { kept_.push_back(std::move(source)); }
+    void keep(HostMemory source) { kept_.push_back(std::move(source)); }
 
     struct Graph; // shapes.h defines it
 
@@ -203,7 +204,7 @@ private:
     const Cache &cache_;
     EngineParams params_;
     // They are freed after all that reads them.
-    std::vector<std::shared_ptr<struct ggml_backend_buffer>> kept_;
+    std::vector<HostMemory> kept_;
     Team team_; // it has the CPU's threads; on a GPU the caller alone, where no experts are in host memory
     RamRunner ram_{team_};
     Regions in_;

@@ -169,6 +169,8 @@ void capture_free(void *) {}
 void gemm_close(void *) {}
 const char *error_text(int) { return "an error"; }
 bool is_pinned(void *) { return true; }
+bool pin(void *, size_t) { return true; }
+void unpin(void *) {}
 bool peers(int, int) { return true; }
 
 } // namespace luce::cuda
