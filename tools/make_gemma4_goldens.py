@@ -12,6 +12,8 @@ greedy tokens ahead of the first one for which a GPU may choose other experts.
 gemma4-assistant.npz is of an assistant (MTP) of the model `dense`: prompt, lengths `at` of its beginnings, and behind
 each the greedy drafts (lengths, 4) and their logits (lengths, 4, vocab) by Gemma4AssistantForCausalLM. A draft sees the
 keys that a sliding layer of the target would see from its position: transformers alone would let it see two more.
+gemma4-assistant-ordered.npz is the same of one with an ordered vocabulary, of the model `per-layer`: there a draft's
+clusters are ahead of the next one by MARGIN or more, so that rounding leaves them.
 """
 
 from __future__ import annotations
@@ -101,24 +103,45 @@ def bounded(model, made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:  # typ
 
 N_DRAFTS = 4
 ASSISTED_AT = (2, 12, 13, 25, 40)  # Windows are of 12.
+MARGIN = 0.1
+# A model of CASES, its assistant, and that one's seed.
+ASSISTED = {
+    "assistant": ("dense", tiny_gemma4.ASSISTANT, tiny_gemma4.ASSISTANT_SEED),
+    "assistant-ordered": ("per-layer", tiny_gemma4.ORDERED, tiny_gemma4.ORDERED_SEED),
+}
 
 
-def assistant_golden() -> dict[str, np.ndarray]:
-    """Returns prompt, at, drafts and logits. A draft that is close is an error."""
+def build_assistant(c: Config, seed: int):  # type: ignore[no-untyped-def]
+    """Returns transformers' assistant with the weights of tiny_gemma4.weights(c, seed)."""
     import torch
     import transformers
 
-    torch.set_num_threads(1)
-    (config, seed), c = CASES["dense"], tiny_gemma4.ASSISTANT
-    target, prompt = build(config, seed), random_prompt(config, seed, max(ASSISTED_AT))
     text = transformers.Gemma4TextConfig(**tiny_gemma4.hf_config(c), attn_implementation="eager")
-    whole = transformers.Gemma4AssistantConfig(text_config=text, backbone_hidden_size=c.n_embd_out)
+    whole = transformers.Gemma4AssistantConfig(text_config=text, **tiny_gemma4.hf_assistant_config(c))
     whole._attn_implementation = "eager"
     assistant = transformers.Gemma4AssistantForCausalLM(whole).eval().float()
-    made = tiny_gemma4.weights(c, tiny_gemma4.ASSISTANT_SEED)
-    state = {name: torch.from_numpy(x) for name, x in made.items()}
+    state = {name: torch.from_numpy(x) for name, x in tiny_gemma4.weights(c, seed).items()}
     assistant.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, strict=True)
-    logits = []
+    return assistant
+
+
+def assistant_golden(name: str) -> dict[str, np.ndarray]:
+    """Returns prompt, at, drafts and logits. A draft that is close, or a cluster, is an error."""
+    import torch
+
+    torch.set_num_threads(1)
+    case, c, own_seed = ASSISTED[name]
+    config, seed = CASES[case]
+    target, prompt = build(config, seed), random_prompt(config, seed, max(ASSISTED_AT))
+    assistant, logits, margins = build_assistant(c, own_seed), [], [np.inf]
+    if c.n_centroid:
+        k = c.n_centroid_used
+
+        def look(module: object, args: object, scores: torch.Tensor) -> None:
+            best = scores.flatten().sort(descending=True).values
+            margins.append(float(best[k - 1] - best[k]))
+
+        assistant.masked_embedding.centroids.register_forward_hook(look)
     with torch.no_grad():
         for n in ASSISTED_AT:
             ids = torch.from_numpy(prompt[:n]).long()[None]
@@ -132,6 +155,8 @@ def assistant_golden() -> dict[str, np.ndarray]:
                 token, hidden = step.logits.argmax(-1), step.last_hidden_state
                 logits.append(step.logits[0, 0].numpy())
     rows = np.stack(logits)
+    if min(margins) < MARGIN:
+        raise RuntimeError(f"a cluster is ahead of the next one by {min(margins)} alone: take another seed")
     drafts = choices(rows)["greedy"].reshape(len(ASSISTED_AT), N_DRAFTS)
     at = np.array(ASSISTED_AT)
     return {"prompt": prompt, "at": at, "drafts": drafts, "logits": rows.reshape(*drafts.shape, -1)}
@@ -142,10 +167,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "goldens")
     parser.add_argument("names", nargs="*", help="of the cases to write; all where none are given")
     args = parser.parse_args()
-    if not args.names or "assistant" in args.names:
-        made = assistant_golden()
-        np.savez_compressed(args.out / "gemma4-assistant.npz", **made)
-        print(f"assistant: {len(set(made['drafts'].ravel().tolist()))} different drafts")
+    for name in ASSISTED:
+        if not args.names or name in args.names:
+            made = assistant_golden(name)
+            np.savez_compressed(args.out / f"gemma4-{name}.npz", **made)
+            print(f"{name}: {len(set(made['drafts'].ravel().tolist()))} different drafts")
     for name, (config, seed) in (CASES | LONG_CASES).items():
         if args.names and name not in args.names:
             continue

@@ -13,6 +13,8 @@ import numpy as np
 
 ARCH = "gemma4"
 ARCH_ASSISTANT = "gemma4-assistant"
+# llama.cpp's names: the centroids of an ordered vocabulary's clusters, and its tokens, cluster by cluster, I32.
+CENTROIDS, ORDERING = "masked_embd_centroids.weight", "masked_embd_ordering"
 STANDING = 1e30  # RoPE's angles are divided by a pair's factor, so that a pair with this one stands.
 
 
@@ -47,6 +49,8 @@ class Config:
     n_ff_expert: int = 0
     fused_experts: bool = True  # One tensor, ffn_gate_up_exps, holds gate over up.
     n_embd_out: int = 0  # An assistant's target has this width.
+    n_centroid: int = 0  # An assistant's vocabulary is ordered in so many clusters; 0: it is not.
+    n_centroid_used: int = 0  # A draft is one of the tokens of so many of them.
 
     @property
     def arch(self) -> str:
@@ -143,6 +147,8 @@ def tensor_shapes(c: Config) -> Shapes:
             "nextn.pre_projection.weight": (e, 2 * c.n_embd_out),
             "nextn.post_projection.weight": (c.n_embd_out, e),
         }
+    if c.n_centroid:
+        shapes |= {CENTROIDS: (c.n_centroid, e), ORDERING: (c.n_vocab,)}
     shapes["rope_freqs.weight"] = (c.head_dim // 2,)
     for i in range(layers):
         shapes |= {f"blk.{i}.{name}": shape for name, shape in block_shapes(c, i).items()}
@@ -187,3 +193,5 @@ def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
     if c.n_embd_out:
         w.add_embedding_length_out(c.n_embd_out)
         w.add_nextn_predict_layers(c.n_layer)
+    if c.n_centroid:
+        w.add_uint32(f"{c.arch}.centroid_top_k", c.n_centroid_used)  # As forks of llama.cpp call it.

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from luce.convert.gemma4_layout import Config, rope_factors, tensor_shapes
+from luce.convert.gemma4_layout import CENTROIDS, ORDERING, Config, rope_factors, tensor_shapes
 from luce.convert.gguf_output import Planned, slabs
 from luce.convert.hf_config import Section, text_config
 from luce.convert.safetensors_reader import Checkpoint, as_f32
@@ -29,6 +29,8 @@ TOP = {
     "per_layer_proj_norm.weight": "per_layer_projection_norm.weight",
     "nextn.pre_projection.weight": "pre_projection.weight",
     "nextn.post_projection.weight": "post_projection.weight",
+    CENTROIDS: "masked_embedding.centroids.weight",
+    ORDERING: "masked_embedding.token_ordering",
     "output_norm.weight": "norm.weight",
     "output.weight": "lm_head.weight",
 }
@@ -67,6 +69,7 @@ _ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 _GLOBAL_HEAD_DIM = 512
+_N_CENTROID, _N_CENTROID_USED = 2048, 32  # Gemma4AssistantConfig's.
 
 
 # ---- names and hyperparameters
@@ -110,6 +113,7 @@ def read_hparams(config: Section) -> Config:
         raise FileError(f"{text.where}: key num_kv_shared_layers is {shared}, of {len(sliding)} layers")
     if shared and not assistant and {*sliding} - {*sliding[: len(sliding) - shared]}:
         raise FileError(f"{text.where}: key num_kv_shared_layers is {shared}: no layer of their kind has K and V")
+    ordered = assistant and config.get("use_ordered_embeddings", bool, False)
     wide = shared > 0 and text.get("use_double_wide_mlp", bool, False)
     return Config(
         sliding=sliding,
@@ -137,6 +141,8 @@ def read_hparams(config: Section) -> Config:
         n_expert_used=text.size("top_k_experts") if mixture else 0,
         n_ff_expert=text.size("moe_intermediate_size") if mixture else 0,
         n_embd_out=config.size("backbone_hidden_size") if assistant else 0,
+        n_centroid=config.size("num_centroids", _N_CENTROID) if ordered else 0,
+        n_centroid_used=config.size("centroid_intermediate_top_k", _N_CENTROID_USED) if ordered else 0,
     )
 
 
@@ -251,8 +257,8 @@ def _left_out(c: Config) -> dict[str, re.Pattern[str]]:
     }
     if c.tied:
         out["since config.json ties it to the embedding"] = re.compile(r"lm_head\.weight")
-    if c.n_embd_out:
-        out["since drafts are made with the whole vocabulary"] = re.compile(r"masked_embedding\..*")
+    if not c.n_centroid:
+        out["since use_ordered_embeddings of config.json is not true"] = re.compile(r"masked_embedding\..*")
     return out
 
 
@@ -263,6 +269,8 @@ def _tensor(c: Config, checkpoint: Checkpoint, names: dict[str, str], name: str,
     plain = f"layers.{match[1]}.{BLOCK[match[2]]}" if match else TOP[name]
     if plain not in names:
         raise FileError(f"tensor {plain} is missing in {checkpoint.path}: {name} is made from it")
+    if name == ORDERING:
+        return _ordering(c, checkpoint, names[plain])
     source = checkpoint[names[plain]]
     scalar = shape == (1,) and source.shape == ()
     if source.shape != shape and not scalar:
@@ -273,3 +281,16 @@ def _tensor(c: Config, checkpoint: Checkpoint, names: dict[str, str], name: str,
         return slabs(stored.reshape(shape), as_f32)
 
     return Planned(name, shape, (source.name,), rows)
+
+
+def _ordering(c: Config, checkpoint: Checkpoint, own: str) -> Planned:
+    """Returns the order of a vocabulary, as it is stored: each token once, in clusters of one size."""
+    source = checkpoint.any_type(own)
+    if source.shape != (c.n_vocab,):
+        raise FileError(f"tensor {own}: expected shape {(c.n_vocab,)} ({ORDERING}), found {source.shape}")
+    ids = source.read()
+    if ids.dtype.kind not in "iu" or not np.array_equal(np.sort(ids), np.arange(c.n_vocab)):
+        raise FileError(f"tensor {own} is no order of {c.n_vocab} tokens: each has to be there once")
+    if c.n_vocab % c.n_centroid:
+        raise FileError(f"tensor {own}: {c.n_vocab} tokens do not go into {c.n_centroid} clusters of one size")
+    return Planned(ORDERING, source.shape, (own,), lambda: iter(()), ids.astype("<i4").view(np.uint8).reshape(1, -1), "I32")

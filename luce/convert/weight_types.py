@@ -5,7 +5,7 @@ where it serves as one), and, in the first and last eighth of the blocks and eve
 attn_qkv and ffn_down. The exceptions: ssm_alpha and ssm_beta, which decide what the state forgets and are a
 thousandth of the weights, and per_layer_model_proj, which llama.cpp leaves as it is, stay at Q8_0; and a row that does
 not fit into blocks of 256 falls back to Q8_0, not to a legacy 4 or 5 bit type. Whatever the type, everything with one
-dimension, norms, conv1d, the experts' router and a drafter's confidence head are F32.
+dimension, norms, conv1d, the experts' router, an assistant's centroids and a drafter's confidence head are F32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _EXACT = re.compile(r"blk\.\d+\.ssm_(?:alpha|beta)\.weight|per_layer_model_proj\
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Says whether the tensor takes the file's type; the rest is F32."""
-    small = any(part in name for part in ("norm", "conv1d", "ffn_gate_inp", "conf_proj", "attn_sinks"))
+    small = any(part in name for part in ("norm", "conv1d", "ffn_gate_inp", "conf_proj", "attn_sinks", "centroids"))
     return name.endswith(".weight") and len(shape) > 1 and not small
 
 

@@ -33,6 +33,10 @@ _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.|attn_norm\.weight$)?")
 _MARKOV = ("markov_w1.weight", "dflash.dspark.markov.w1", "dflash.dspark.markov.w1.weight")  # Older files' are last.
 _KV = re.compile(r"blk\.\d{1,9}\.attn_(?:k|v|k_norm)\.weight")
 _BESIDE = ("clip", "eagle", "eagle3")  # Projectors and heads of other kinds go with a model.
+# Names of the centroids of an assistant's clusters, and how many clusters a draft looks at where the file does not say it: as
+# the core has them (native/src/graph/gemma4_assistant.cpp).
+CENTROIDS = ("masked_embd_centroids.weight", "mtp.centroids.weight", "masked_embedding.centroids.weight")
+CLUSTERS_USED = 32
 _BY_ROW = ("IQ1_", "IQ2_", "IQ3_", "NVFP4")  # On a GPU luce has no matmul of its own for these.
 # In place of these a GPU has a type that holds the same values, in so many bits a weight.
 _RECODED = {"MXFP4": "Q5_0, of 5.5 bits", "TQ1_0": "Q4_0, of 4.5 bits", "TQ2_0": "Q4_0, of 4.5 bits"}
@@ -134,7 +138,8 @@ class Layers:
 
     `values_are_keys` says that global layers have no V. The last `shared_kv_layers` read K and V of a layer before
     them. `kv_bytes_per_position` and `kv_bytes_per_position_swa` are the F16 K and V of all layers of a kind that have
-    them. An assistant drafts for models of width `target_embedding`.
+    them. An assistant drafts for models of width `target_embedding`; where its vocabulary is ordered in `clusters`, a draft
+    is one of the tokens of `clusters_used` of them.
     """
 
     global_layers: int | None
@@ -151,6 +156,8 @@ class Layers:
     kv_bytes_per_position: int | None
     kv_bytes_per_position_swa: int | None
     target_embedding: int | None
+    clusters: int | None
+    clusters_used: int | None
 
     @property
     def what(self) -> str:
@@ -168,6 +175,8 @@ class Layers:
             parts.append(f"the last {self.shared_kv_layers} read others' K and V")
         if self.per_layer_embedding:
             parts.append(f"each with an embedding of {self.per_layer_embedding}")
+        if self.clusters:
+            parts.append(f"drafts of {self.clusters_used} of {self.clusters} clusters of the vocabulary")
         return ", ".join(parts)
 
 
@@ -435,6 +444,13 @@ def _target_width(kv: Mapping[str, Any], architecture: str) -> int | None:
     return _number(kv, f"{architecture}.n_embd_backbone") if width is None else width
 
 
+def _clusters(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> int | None:
+    """Counts the centroids of an assistant's ordered vocabulary, which the core reads by these names."""
+    if not is_assistant(architecture) or not fact(kv, f"{architecture}.use_ordered_embeddings", bool, True):
+        return None
+    return next((tensor.shape[-1] for tensor in tensors if tensor.name in CENTROIDS), None)
+
+
 def _tower(file: File, reasons: list[str]) -> Tower:
     """Returns what the file says of its tower, and adds to the reasons why luce does not run it."""
     kv, runs = file.kv, True
@@ -648,6 +664,7 @@ def _layers(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
     of_kind = {kind: None if kinds is None else own.count(kind) for kind in (True, False)}
     each = {kind: (of_kind[kind], heads[kind], sizes[kind]) for kind in (True, False)}
     stored = {kind: None if None in parts else 2 * 2 * math.prod(p or 0 for p in parts) for kind, parts in each.items()}
+    clusters = _clusters(kv, architecture, tensors)
     return Layers(
         global_layers=None if kinds is None else kinds.count(False),
         sliding_layers=None if kinds is None else kinds.count(True),
@@ -666,6 +683,8 @@ def _layers(kv: Mapping[str, Any], architecture: str, tensors: list[Tensor]) -> 
         kv_bytes_per_position=stored[False],
         kv_bytes_per_position_swa=stored[True],
         target_embedding=_target_width(kv, architecture),
+        clusters=clusters,
+        clusters_used=clusters and min(number("centroid_top_k") or CLUSTERS_USED, clusters),
     )
 
 

@@ -31,7 +31,7 @@ class Reference:
 
     def __init__(self, c: Config, weights: Weights):
         self.c, self.first = c, 0
-        self.w = {name: x.astype(np.float64) for name, x in weights.items()}
+        self.w = {name: x.astype(np.float64) if x.dtype.kind == "f" else x for name, x in weights.items()}
 
     def logits(self, tokens: Array) -> Array:
         """Returns the logits (T, V) of each position."""
@@ -185,10 +185,28 @@ class AssistantReference(Reference):
             for i in range(self.c.n_layer):
                 x = self.block(i, x, None, {i: self.seen(i, kv)})
             normed = self.norm(x[0], "output_norm.weight")
-            logits.append(self.head() @ normed)
+            logits.append(self.scored(normed))
             token, state = int(logits[-1].argmax()), self.passed_on(x[0], normed)
             found.append(token)
         return found, np.stack(logits)
+
+    def scored(self, normed: Array) -> Array:
+        """Returns the logits (V) of a normed state (E). Where the vocabulary is ordered, tokens of clusters that are not
+        among the best have one less than the smallest logit of the others."""
+        logits = self.capped(self.head() @ normed)
+        if not self.c.n_centroid:
+            return logits
+        seen = self.clusters()[self.best_clusters(normed)].ravel()
+        masked = np.full_like(logits, logits[seen].min() - 1)
+        masked[seen] = logits[seen]
+        return masked
+
+    def clusters(self) -> Array:
+        """Returns the tokens (clusters, tokens of each) of the ordered vocabulary."""
+        return self.w["masked_embd_ordering"].reshape(self.c.n_centroid, -1)
+
+    def best_clusters(self, normed: Array) -> Array:
+        return np.argsort(-(self.w["masked_embd_centroids.weight"] @ normed))[: self.c.n_centroid_used]
 
     def passed_on(self, x: Array, normed: Array) -> Array:
         """Returns the state (B) for the next draft, from the last layer's output (E) and what the head reads of it."""

@@ -265,7 +265,7 @@ def save_gemma4(folder: Path, c: Gemma4, seed: int = 1, published: bool = False,
                   "vision_config": {"hidden_size": 8}, "tie_word_embeddings": c.tied}  # fmt: skip
     if c.n_embd_out:
         config = {"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"],
-                  "backbone_hidden_size": c.n_embd_out, "text_config": text}  # fmt: skip
+                  "text_config": text} | tiny_gemma4.hf_assistant_config(c)  # fmt: skip
     save(folder, config, weights, tokenizer=False, **options)
     save_gemma4_tokenizer(folder, c.n_vocab)
     return folder

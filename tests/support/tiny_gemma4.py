@@ -16,7 +16,7 @@ import numpy as np
 from tiny import QType, Quantize, TypeOf, Weights, _encode, _Random
 
 from luce.bench.oracle_tokenizer import add_gemma4_tokenizer
-from luce.convert.gemma4_layout import Config, add_keys, rope_factors, tensor_shapes
+from luce.convert.gemma4_layout import CENTROIDS, ORDERING, Config, add_keys, rope_factors, tensor_shapes
 
 CHAT_TEMPLATE = (
     "{{- bos_token }}{%- for message in messages %}"
@@ -87,6 +87,10 @@ PUBLISHED = {
 # are as far ahead as a GPU's rounding asks for, or stand directly behind such ones.
 ASSISTANT = Config(sliding=_kinds("sssg"), n_embd=32, n_ff=64, v_is_k=True, softcap=None, n_shared_kv=4, n_embd_out=64)
 ASSISTANT_SEED = 35
+# As those of E2B and E4B: its vocabulary lies in clusters, and only some of them have logits. The model "per-layer" has layers
+# that share K and V, as theirs.
+ORDERED = replace(ASSISTANT, window=11, v_is_k=False, n_head_kv_swa=1, n_centroid=24, n_centroid_used=4)
+ORDERED_SEED = 300  # Clusters and drafts are ahead by 0.2 or more, and 13 of 20 drafts are not those of the whole vocabulary.
 # Models of CASES, and assistants that llama.cpp drafts with too. (It reuses no layers that share K and V themselves.)
 PAIRS = (
     ("dense", ASSISTANT),
@@ -162,7 +166,19 @@ def weights(c: Config, seed: int) -> Weights:
     if c.n_embd_out:
         w["pre_projection.weight"] = rng.matrix(e, 2 * c.n_embd_out)
         w["post_projection.weight"] = rng.matrix(c.n_embd_out, e)
+    if c.n_centroid:
+        w["masked_embedding.centroids.weight"] = rng.matrix(c.n_centroid, e)
+        w["masked_embedding.token_ordering"] = np.argsort(rng.uniform(0, 1, c.n_vocab), kind="stable").astype(np.int64)
     return w
+
+
+def hf_assistant_config(c: Config) -> dict[str, object]:
+    """Returns the arguments of transformers' Gemma4AssistantConfig besides its text_config."""
+    keys: dict[str, object] = {"backbone_hidden_size": c.n_embd_out}
+    if c.n_centroid:
+        keys |= {"use_ordered_embeddings": True, "num_centroids": c.n_centroid,
+                 "centroid_intermediate_top_k": c.n_centroid_used}  # fmt: skip
+    return keys
 
 
 def hf_config(c: Config) -> dict[str, object]:
@@ -228,6 +244,8 @@ TOP = {
     "lm_head.weight": "output.weight",
     "pre_projection.weight": "nextn.pre_projection.weight",
     "post_projection.weight": "nextn.post_projection.weight",
+    "masked_embedding.centroids.weight": CENTROIDS,
+    "masked_embedding.token_ordering": ORDERING,
 }
 
 
@@ -239,8 +257,9 @@ def _gguf_name(name: str) -> str:
 
 
 def to_gguf_layout(c: Config, hf: Weights) -> Weights:
-    """Returns the dict that GGUF stores, F32, in file order. Shapes are checked against the layout."""
-    out = {_gguf_name(name): np.ascontiguousarray(x, np.float32) for name, x in hf.items()}
+    """Returns the dict that GGUF stores, F32, in file order; ids are I32. Shapes are checked against the layout."""
+    kinds = {"i": np.int32, "f": np.float32}
+    out = {_gguf_name(name): np.ascontiguousarray(x, kinds[x.dtype.kind]) for name, x in hf.items()}
     out["rope_freqs.weight"] = rope_factors(c)
     for name in [name for name in out if name.endswith("ffn_gate_up_exps.weight") and not c.fused_experts]:
         gate_up = out.pop(name)
@@ -261,7 +280,7 @@ def layout(c: Config, seed: int) -> Weights:
 
 def quantizable(name: str) -> bool:
     """Names the matrices that published files quantise; norms, scales, factors and the router stay F32."""
-    small = any(part in name for part in ("norm", "ffn_gate_inp", "scale", "rope_freqs"))
+    small = any(part in name for part in ("norm", "ffn_gate_inp", "scale", "rope_freqs", "centroids"))
     return name.endswith(".weight") and not small
 
 
@@ -285,6 +304,9 @@ def write(
         if chat_template:
             w.add_chat_template(chat_template)
     for name, x in tensors.items():
+        if x.dtype == np.int32:
+            w.add_tensor(name, x)
+            continue
         if callable(type_of):
             kind = type_of(name)
         else:

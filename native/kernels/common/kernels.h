@@ -532,6 +532,23 @@ constexpr int64_t candidate_planes(int32_t K) {
     return 3 + (topk_scratch(K) + K - 1) / K;
 }
 
+// cluster_logits gives the logits of the tokens of K clusters of each row, and NEVER_CHOSEN to all others: the vocabulary lies
+// cluster by cluster in `order`, each cluster with as many tokens as the others.
+constexpr float NEVER_CHOSEN = -1e30f; // a logit with which a token is not chosen where another one has any
+struct ClusterLogitsArgs {
+    int32_t T, K, E;
+    int32_t size; // tokens of a cluster
+    int32_t type; // ggml's, of the table
+    int32_t on_gpu;
+    int64_t n; // tokens
+    int64_t row_bytes;
+    const float *x; // [T][E]
+    const int32_t *clusters; // [T][K]: the first plane of CandidatesArgs
+    const void *table; // [n] rows of E weights
+    const int32_t *order; // [n] each token once
+    float *out; // [T][n]
+};
+
 // lattice scores each candidate b of a row behind each candidate a of the row above in the same block:
 //   s_t(b | a) = z_t(b) + sum over r of before(a)[r] * gates_t[r] * behind(b)[r]
 // The first row that drafts has the anchor alone in the place of a. Where `drafts` is not null, it drafts along the
@@ -598,6 +615,7 @@ int row_tokens(const TokensArgs &args, void *stream);
 int block_conv(const BlockConvArgs &args, void *stream);
 int prior_tokens(const PriorArgs &args, void *stream);
 int candidates(const CandidatesArgs &args, void *stream); // n <= TOPK_MAX_N
+int cluster_logits(const ClusterLogitsArgs &args, void *stream); // E is a multiple of 8
 int lattice(const LatticeArgs &args, void *stream);
 const char *error_text(int error); // it puts what a launcher returned into words
 int set_device(int device); // kernels launch on the current device of the calling thread

@@ -30,6 +30,15 @@ constexpr int BLOCK_CONV_THREADS = 256, LATTICE_THREADS = 1024;
 inline LaunchPlan plan_block_conv(int T, int E) {
     return {divided(E, BLOCK_CONV_THREADS), T, 1, BLOCK_CONV_THREADS, 0};
 }
+constexpr int CLUSTER_THREADS = 256,
+              CLUSTER_FILLED = 4096; // a block fills so many logits, or its warps have a token each
+
+inline LaunchPlan plan_cluster_fill(int T, int64_t n) {
+    return {divided(n, CLUSTER_FILLED), T, 1, CLUSTER_THREADS, 0};
+}
+inline LaunchPlan plan_cluster_scores(int T, int64_t tokens) {
+    return {divided(tokens, CLUSTER_THREADS / 32), T, 1, CLUSTER_THREADS, 0};
+}
 inline LaunchPlan plan_prior_tokens() {
     return {1, 1, 1, MAX_ROWS, 0};
 }

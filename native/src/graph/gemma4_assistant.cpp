@@ -7,19 +7,30 @@
 //           and the target's state after its output norm at the row that chose this token
 //   layer   sliding layers read the cells of the target's last sliding layer that has some, global ones those of the last
 //           global one; all drafts are at the anchor's position p and see the positions up to p - 1
-//   output  logits of the normed state x, among all tokens; the next draft reads its own token and post x in the place of h
+//   output  logits of the normed state x; the next draft reads its own token and post x in the place of h
 //
-// Files of the small models have a list of centroids besides, by which only a part of the logits is computed. luce computes all.
+// Files of the small models order the vocabulary in clusters of one size, each with a centroid, and have logits of the tokens
+// of those clusters alone whose centroids have the largest products with x.
 #include "graph/gemma4_assistant.h"
 
 #include "graph/gemma4.h"
 #include "graph/keys.h"
 #include "ops/shapes.h"
 
+#include <algorithm>
 #include <cmath>
+#include <optional>
 
 namespace luce {
 namespace {
+
+// The clusters of a vocabulary, of which a draft looks at some.
+struct Clusters {
+    ggml_tensor *centroids; // {e, clusters}
+    ggml_tensor *order; // {V}: tokens, cluster by cluster
+    int64_t size; // tokens of a cluster
+    int64_t n_best; // a row's clusters
+};
 
 struct Assistant : Drafter {
     HParams hp; // its own: n_embd is e
@@ -29,9 +40,11 @@ struct Assistant : Drafter {
     ggml_tensor *pre; // {2E, e}
     ggml_tensor *post; // {e, E}
     ggml_tensor *norm; // {e}
+    std::optional<Clusters> clusters;
 
     size_t n_layer() const override { return layers.size(); }
     void draft(Plain &g) const override;
+    Val logits(Val h) const;
 };
 
 // Which model a file drafts for, and where it does not fit says so of both.
@@ -103,6 +116,48 @@ uint32_t first_source(const GgufFile &file, const HParams &trunk) {
     return first;
 }
 
+// Names that llama.cpp has for a tensor, forks, and checkpoints.
+constexpr const char *CENTROIDS[] = {"masked_embd_centroids.weight", "mtp.centroids.weight",
+                                     "masked_embedding.centroids.weight"};
+constexpr const char *ORDERS[] = {"masked_embd_ordering", "mtp.token_ordering.weight", "mtp.token_ordering",
+                                  "masked_embedding.token_ordering"};
+constexpr int64_t N_BEST = 32; // where the file does not say it, as transformers has it
+
+template <size_t N> const char *first_there(const WeightReader &r, const char *const (&names)[N]) {
+    const auto *found = std::find_if(names, names + N, [&](const char *name) { return r.has(name); });
+    return found == names + N ? nullptr : *found;
+}
+
+std::optional<Clusters> read_clusters(WeightReader &r, int64_t e, int64_t V) {
+    const GgufFile &file = r.file();
+    const std::string keys = prefix_of(file), n_best = keys + "centroid_top_k";
+    const char *centroids = first_there(r, CENTROIDS), *order = first_there(r, ORDERS);
+    if (file.integer_or(keys + "use_ordered_embeddings", 1, 0, 1) == 0 ||
+        (centroids == nullptr && order == nullptr)) {
+        for (const char *unused :
+             {"masked_embd_", "mtp.centroids.", "mtp.token_ordering", "masked_embedding."}) {
+            r.forget(unused);
+        }
+        return std::nullopt;
+    }
+    const GgufTensor *given = centroids == nullptr ? nullptr : file.tensor(centroids);
+    const int64_t n = given == nullptr ? 1 : given->ne[1];
+    Clusters c = {};
+    c.centroids = r.matrix(given == nullptr ? CENTROIDS[0] : centroids, e, n);
+    c.order = r.order(order == nullptr ? ORDERS[0] : order, V);
+    if (n < 1 || V % n != 0 || n > TOPK_MAX_N) {
+        fail(LUCE_E_FILE, "%s: tensor %s has %lld centroids, which do not share out %lld tokens",
+             file.path().c_str(), centroids, (long long) n, (long long) V);
+    }
+    c.size = V / n;
+    c.n_best = std::min(file.integer_or(n_best, N_BEST, 1, 1 << 20), n);
+    if (c.n_best > TOPK_MAX) {
+        fail(LUCE_E_UNSUPPORTED, "%s: key %s is %lld: luce looks at %d clusters of a row at most",
+             file.path().c_str(), n_best.c_str(), (long long) c.n_best, TOPK_MAX);
+    }
+    return c;
+}
+
 std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, const HParams &trunk,
                                         const Weights &target) {
     const Pair pair = {file, model};
@@ -131,19 +186,16 @@ std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, cons
     a.pre = r.matrix(outside("pre_projection.weight"), 2 * E, e);
     a.post = r.matrix(outside("post_projection.weight"), e, E);
     a.norm = r.f32("output_norm.weight", {e});
-    a.output = r.matrix("output.weight", e, V, /*required=*/false);
-    if (a.output == nullptr) {
-        a.output = r.matrix("token_embd.weight", e, V);
-    }
+    a.clusters = read_clusters(r, e, V);
+    const char *head = r.has("output.weight") ? "output.weight" : "token_embd.weight";
+    a.output = a.clusters ? r.table(head, e, V) : r.matrix(head, e, V);
     for (uint32_t il = 0; il < a.hp.n_layer; il++) {
         const AttentionShape &shape = std::get<AttentionShape>(a.hp.mixers[il]);
         a.sources.push_back(find_source(pair, target, shape));
         a.layers.push_back(read_gemma4_layer(r, a.hp, il, n_ff[il], 0, /*has_cells=*/false));
     }
-    for (const char *unused : {"token_embd.weight", "rope_freqs.weight", "mtp.centroids.",
-                               "mtp.token_ordering.", "masked_embedding."}) {
-        r.forget(unused);
-    }
+    r.forget("token_embd.weight");
+    r.forget("rope_freqs.weight");
     r.finish("", "assistants");
     a.form = Candidates::chain;
     a.reads = READS_HIDDEN | READS_CELLS;
@@ -161,14 +213,25 @@ void Assistant::draft(Plain &g) const {
         const Val mixed = matmul(attend_committed(q, {g.cache.kv(sources[i])}, w.shape), w.out); // {e, T}
         x = gemma4_behind_attention(x, mixed, block, layers[i].own, eps);
     }
-    const Val h = luce::norm(x, norm, eps);
+    Val h = luce::norm(x, norm, eps);
+    h = clusters ? own_rows(h) : h; // what looks rows of the head up reads them
     keep_hidden(matmul(h, post)); // {E, T}
-    Val logits = softcap(matmul(h, output), hp.logit_softcap); // {V, T}
+    Val z = logits(h);
     if (const uint32_t n = g.use().n_part; n > 0) {
-        logits = luce::first(logits, n);
+        z = luce::first(z, n);
     }
-    choose(logits, /*ahead=*/true);
-    keep_best(logits);
+    choose(z, /*ahead=*/true);
+    keep_best(z);
+}
+
+// Logits {V, T} of normed states {e, T}. (transformers caps none. A file may still say a cap, which would bring those that are
+// never chosen back, and so is for heads without clusters.)
+Val Assistant::logits(Val h) const {
+    if (!clusters) {
+        return softcap(matmul(h, output), hp.logit_softcap);
+    }
+    const Val best = candidates(matmul(h, clusters->centroids), nullptr, clusters->n_best);
+    return cluster_logits(h, best, output, clusters->order, clusters->size);
 }
 
 } // namespace

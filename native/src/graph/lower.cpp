@@ -567,11 +567,17 @@ void Lowering::emit(int32_t node) {
         case Op::last: set(last_rows(flat(n.in[0]))); break; // {n, prompts}
         case Op::own_rows: set(flat(n.in[0])); break;
         case Op::spread: { // a token that the drafter does not have gets a logit that nothing chooses
-            constexpr float NEVER = -1e30f;
             ggml_tensor *x = flat(n.in[0]), *all = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 1, n.n[0], n.T);
-            all = ggml_set_rows(ctx, ggml_fill(ctx, all, NEVER), ggml_reshape_3d(ctx, x, 1, x->ne[0], n.T),
-                                n.w[0]);
+            all = ggml_set_rows(ctx, ggml_fill(ctx, all, NEVER_CHOSEN),
+                                ggml_reshape_3d(ctx, x, 1, x->ne[0], n.T), n.w[0]);
             set(ggml_reshape_2d(ctx, all, n.n[0], n.T)); // {V, T}
+            break;
+        }
+        case Op::cluster_logits: {
+            ClusterLogitsArgs a{};
+            a.size = int32_t(std::get<int64_t>(n.params));
+            a.on_gpu = gpu;
+            set(ops::cluster_logits(ctx, {flat(n.in[0]), rows(n.in[1]), n.w[0], n.w[1]}, a)); // {V, T}
             break;
         }
         case Op::keep_hidden:

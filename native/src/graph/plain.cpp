@@ -288,6 +288,10 @@ Val rows_at(Val candidates, ggml_tensor *table, By by) {
     const int64_t pairs = g.at(candidates).T * (g.width(candidates) / 3);
     return g.add({Op::table_rows, {candidates}, {table}, {table->ne[0]}, pairs, int64_t(by)});
 }
+Val cluster_logits(Val h, Val best, ggml_tensor *table, ggml_tensor *order, int64_t size) {
+    Plain &g = *h.graph;
+    return g.add({Op::cluster_logits, {h, best}, {table, order}, {table->ne[1]}, g.at(h).T, size});
+}
 void lattice(Val candidates, Val anchors, Val before, Val behind, Val gates, Links links) {
     std::vector<Val> in = {candidates, anchors, before, behind};
     if (gates.graph != nullptr) {

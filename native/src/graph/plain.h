@@ -86,6 +86,7 @@ enum class Op : uint8_t {
     prior_tokens, // for one row of each block the token before the one that it drafts
     candidates, // K of each row: indexes of the best logits, then their tokens, then the logits
     table_rows, // rows of a table: of what prior_tokens gives, or of candidates by index or token
+    cluster_logits, // logits of the tokens of clusters, which candidates name; others get one that is never chosen
     lattice, // candidates are scored behind those of the row above, listed, and may be chosen
     // ---- what rules put in the place of several (rules.cpp) ----
     add_norm,
@@ -292,6 +293,8 @@ Val candidates(Val logits, ggml_tensor *tokens, int64_t k); // {3 * k, T}; `toke
 Val rows_at(Val tokens, ggml_tensor *table); // of prior_tokens: table {R, V} -> {R, blocks}
 enum class By : uint8_t { index, token }; // what candidates are looked up by
 Val rows_at(Val candidates, ggml_tensor *table, By by); // {R, k * T}
+// The clusters of `best` have `order`'s tokens, in parts of one size; h {E, T}, table {E, V}, order {V} -> {V, T}
+Val cluster_logits(Val h, Val best, ggml_tensor *table, ggml_tensor *order, int64_t size);
 // anchors {R, T}, before and behind {R, k * T}, gates {R, T} or none: a Val without a graph
 void lattice(Val candidates, Val anchors, Val before, Val behind, Val gates, Links links);
 Val named(Val x, const std::string &name);

@@ -196,6 +196,24 @@ ggml_tensor *WeightReader::ids(const std::string &name, int64_t n, int64_t end) 
     return tensor;
 }
 
+ggml_tensor *WeightReader::order(const std::string &name, int64_t n) {
+    ggml_tensor *tensor = take(name, {n}, Kind::order, true);
+    const uint8_t *data = file_.tensor(name)->data;
+    std::vector<bool> seen(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; i++) {
+        int32_t at;
+        memcpy(&at, data + size_t(i) * sizeof(at), sizeof(at));
+        if (at < 0 || at >= n || seen[size_t(at)]) {
+            fail(LUCE_E_FILE,
+                 "%s: tensor %s is no order of %lld tokens: entry %lld is %d%s. Convert the checkpoint again",
+                 file_.path().c_str(), name.c_str(), (long long) n, (long long) i, at,
+                 at < 0 || at >= n ? "" : " again");
+        }
+        seen[size_t(at)] = true;
+    }
+    return tensor;
+}
+
 ggml_tensor *WeightReader::scaled_experts(const std::string &name, int64_t a, int64_t b, int64_t n,
                                           bool in_ram) {
     ggml_tensor *tensor = experts(name, a, b, n, in_ram);
@@ -244,15 +262,17 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
         fail(LUCE_E_FILE, "%s: tensor %s: expected shape %s, found %s", path, name.c_str(),
              shape_text(shape.data(), n).c_str(), shape_text(t->ne, t->n_dims).c_str());
     }
-    const bool fits = kind == Kind::f32   ? t->type == GGML_TYPE_F32
-                      : kind == Kind::ids ? t->type == GGML_TYPE_I64
-                                          : is_weight_type(t->type);
+    const bool fits = kind == Kind::f32     ? t->type == GGML_TYPE_F32
+                      : kind == Kind::ids   ? t->type == GGML_TYPE_I64
+                      : kind == Kind::order ? t->type == GGML_TYPE_I32
+                                            : is_weight_type(t->type);
     if (!fits) {
         fail(LUCE_E_UNSUPPORTED, "%s: tensor %s has type %s, expected %s", path, name.c_str(),
              type_name(t->type),
-             kind == Kind::f32   ? "F32"
-             : kind == Kind::ids ? "I64"
-                                 : "a type that luce multiplies on every device");
+             kind == Kind::f32     ? "F32"
+             : kind == Kind::ids   ? "I64"
+             : kind == Kind::order ? "I32"
+                                   : "a type that luce multiplies on every device");
     }
     left_.erase(name);
     const bool scaled = t->type == GGML_TYPE_NVFP4 && kind != Kind::table && kind != Kind::router;
@@ -260,7 +280,8 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     if (!loading_) {
         return nullptr;
     }
-    const bool here = !m_.gpu() || kind == Kind::ram_experts || kind == Kind::ids; // as the file has it
+    const bool here = !m_.gpu() || kind == Kind::ram_experts || kind == Kind::ids ||
+                      kind == Kind::order; // as the file has it
     const ggml_type type = here                   ? t->type
                            : kind == Kind::router ? GGML_TYPE_F32
                            : kind == Kind::table  ? recoded_table(t->type)

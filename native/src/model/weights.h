@@ -41,6 +41,8 @@ public:
     ggml_tensor *tied(const std::string &name, ggml_tensor *table);
     // Takes a list of ids {n}, I64, which are checked to lie in [0, end).
     ggml_tensor *ids(const std::string &name, int64_t n, int64_t end);
+    // Takes an order of n things, I32 {n}, in which each of 0 .. n - 1 has to be once.
+    ggml_tensor *order(const std::string &name, int64_t n);
     // Takes a vector or small table that the graph reads as F32.
     ggml_tensor *f32(const std::string &name, std::vector<int64_t> shape, bool required = true) {
         return take(name, std::move(shape), Kind::f32, required);
@@ -65,7 +67,7 @@ public:
     void finish(const std::string &prefix = "", const char *what = nullptr) const;
 
 private:
-    enum class Kind { matrix, table, experts, ram_experts, router, f32, ids };
+    enum class Kind { matrix, table, experts, ram_experts, router, f32, ids, order };
     ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
                       int32_t parts = 1, const uint32_t *where = nullptr);
 

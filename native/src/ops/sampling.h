@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/attention.h" // cpu_row_tokens
+#include "cpu/cluster_logits.h"
 #include "cpu/draft_block.h"
 #include "cpu/sampler.h"
 #include "ops/matmul.h"
@@ -44,6 +45,15 @@ inline const auto &row_tokens = row<TokensArgs>("row_tokens", [](auto &op, auto 
     op.runs(cpu_row_tokens, LUCE_CUDA(row_tokens));
 });
 
+inline std::string cluster_logits_lacks([[maybe_unused]] const ClusterLogitsArgs &args) {
+#ifdef LUCE_USE_CUDA
+    if (args.on_gpu != 0 && (!nextn_has_table(args.type) || args.E % 8 != 0)) {
+        return "no kernel looks rows of " + std::to_string(args.E) + " weights of such a type up";
+    }
+#endif
+    return "";
+}
+
 // ---- blocks of drafters whose drafts depend on each other ----
 
 inline const auto &block_conv = row<BlockConvArgs>("block_conv", [](auto &op, auto &a) {
@@ -76,6 +86,19 @@ inline const auto &candidates = row<CandidatesArgs>("candidates", [](auto &op, a
     op.known(width, [](const auto &args) { return candidate_planes(args.K); });
     op.out(FIELD(out), {K * T, width});
     op.runs(cpu_candidates, LUCE_CUDA(candidates));
+});
+
+// Logits of the tokens of some clusters. (candidates has chosen these.)
+inline const auto &cluster_logits = row<ClusterLogitsArgs>("cluster_logits", [](auto &op, auto &a) {
+    op.in(FIELD(x), {E, T});
+    op.in(FIELD(clusters), {K * T, ANY});
+    op.matrix(FIELD(table), {E, V}).type(a.type).row(a.row_bytes);
+    op.in(FIELD(order), {V});
+    op.dims(a.T, T, a.K, K, a.E, E, a.n, V);
+    op.params(FIELD(size), FIELD(on_gpu));
+    op.lacks(cluster_logits_lacks);
+    op.out(FIELD(out), {V, T});
+    op.runs(cpu_cluster_logits, LUCE_CUDA(cluster_logits));
 });
 
 inline const auto &lattice = row<LatticeArgs>("lattice", [](auto &op, auto &a) {
