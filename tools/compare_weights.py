@@ -37,6 +37,7 @@ Q4_K 0.072.
 Exit 1 where a tensor is missing on either side, has another shape, or is above --max.
 """
 DEFAULT_MAX = 0.1
+INTEGERS = {"I32": np.int32, "I64": np.int64}
 SHARED = ("token_embd.weight", "output_norm.weight", "output.weight")  # A head alone may lack them.
 
 
@@ -73,7 +74,9 @@ class Weights:
         kind = gguf.GGMLQuantizationType(self.file.tensors[self.index[name]].type)
         data = tensor_bytes(self.file, self.index[name])
         rows = data.reshape(math.prod(self.shape(name)[:-1]), -1)[start : start + count].copy()
-        return rows.view(np.int64) if kind.name == "I64" else gguf.quants.dequantize(rows, kind)
+        if kind.name in INTEGERS:
+            return rows.view(INTEGERS[kind.name]).astype(np.int64)
+        return gguf.quants.dequantize(rows, kind)
 
 
 def planned(folder: Path, weights: Weights) -> list[Planned]:
@@ -124,7 +127,7 @@ def relative_error(tensor: Planned, weights: Weights) -> float:
 def _pieces(tensor: Planned, limit: int) -> Iterator[np.ndarray]:
     """Yields the checkpoint's rows; where limit > 0, in pieces that do not cross a multiple of it."""
     if tensor.stored is not None:
-        yield tensor.stored.view(np.int64)
+        yield tensor.stored.view(INTEGERS[tensor.stored_type]).astype(np.int64)
         return
     row = 0
     for part in tensor.rows():

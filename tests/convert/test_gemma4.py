@@ -13,12 +13,14 @@ import tiny_gemma4
 from hf_checkpoint import save_gemma4
 from tiny_gemma4 import ASSISTANT, CASES
 
-from luce.convert.gemma4_layout import Config, rope_factors
+from luce.convert.gemma4_layout import CENTROIDS, ORDERING, Config, rope_factors
 from luce.convert.hf_config import Section
 from luce.convert.hf_gemma4 import BLOCK, TOP, read_hparams
 from luce.convert.weight_types import MIXES, choose
 
-CONFIGS = {name: replace(c, fused_experts=True) for name, (c, _) in CASES.items()} | {"assistant": ASSISTANT}
+CONFIGS = {name: replace(c, fused_experts=True) for name, (c, _) in CASES.items()} 
+ORDERED = replace(ASSISTANT, n_centroid=24, n_centroid_used=4)
+CONFIGS |= {"assistant": ASSISTANT, "ordered": ORDERED}
 DENSE, EXPERTS, PER_LAYER = CONFIGS["dense"], CONFIGS["experts"], CONFIGS["per-layer"]
 
 
@@ -77,8 +79,8 @@ def test_names_are_those_of_the_gguf_package():
         stem = plain.removesuffix(".weight")
         assert names.get_name(f"model.layers.0.{stem}") + ".weight" == f"blk.0.{local}"
     for name, plain in TOP.items():
-        if name.startswith("nextn."):
-            continue
+        if name.startswith(("nextn.", "masked_embd_")):
+            continue  # They are of other architectures' names.
         stem = plain.removesuffix(".weight")
         found = names.get_name(f"model.{stem}") or names.get_name(stem)
         assert found + ".weight" == name
@@ -263,12 +265,54 @@ def test_an_assistant_says_what_it_drafts_for(tmp_path, capsys):
     changed = {"masked_embedding__centroids__weight": ONES, "masked_embedding__token_ordering": np.arange(4)}
     path = convert(stored(tmp_path / "hf", ASSISTANT, **changed))
     err = capsys.readouterr().err
-    assert "masked_embedding.centroids.weight and 1 more: left out, since drafts are made with the whole" in err
+    assert "masked_embedding.centroids.weight and 1 more: left out, since use_ordered_embeddings of config.json is" in err
     assert "an assistant: it drafts for a Gemma 4 model of width 64" in err
     keys = hf.keys_of(path)
     assert keys["general.architecture"] == "gemma4-assistant"
     assert keys["gemma4-assistant.embedding_length_out"] == 64
     assert keys["gemma4-assistant.nextn_predict_layers"] == keys["gemma4-assistant.attention.shared_kv_layers"] == 4
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_an_ordered_vocabulary_is_stored_as_it_is(tmp_path, kind):
+    """Of a draft its centroids decide a lot, and are few: they are F32 in any file, also in one that is made of it."""
+    path = convert(save_gemma4(tmp_path / "hf", ORDERED), "--type", kind)
+    wanted = tiny_gemma4.layout(ORDERED, 1)
+    files = [path]
+    if kind == "F32":
+        files.append(tmp_path / "small.gguf")
+        assert hf.requantized(path, files[1]) == 0
+    for file in files:
+        types, found, keys = hf.types_of(file), hf.tensors_of(file), hf.keys_of(file)
+        assert (types[CENTROIDS], types[ORDERING]) == ("F32", "I32")
+        assert found[CENTROIDS].tobytes() == wanted[CENTROIDS].tobytes()
+        assert np.array_equal(found[ORDERING].ravel(), wanted[ORDERING])
+        assert keys["gemma4-assistant.centroid_top_k"] == 4
+
+
+def test_a_config_that_does_not_say_the_sizes_has_transformers(tmp_path):
+    keys = {"use_ordered_embeddings": True, "backbone_hidden_size": 64, "text_config": tiny_gemma4.hf_config(ORDERED)}
+    c = read_hparams(Section(keys, "config.json"))
+    assert (c.n_centroid, c.n_centroid_used) == (2048, 32)
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"masked_embedding__token_ordering": np.zeros(384, np.int64)}, "token_ordering is no order of 384 tokens"),
+    ({"masked_embedding__token_ordering": np.arange(384, dtype=np.float32)}, "token_ordering is no order of 384 tokens"),
+    ({"masked_embedding__token_ordering": np.arange(383)}, r"token_ordering: expected shape \(384,\)"),
+    ({"masked_embedding__token_ordering": None}, "token_ordering is missing"),
+    ({"masked_embedding__centroids__weight": None}, "centroids.weight is missing"),
+    ({"masked_embedding__centroids__weight": ONES}, r"centroids.weight: expected shape \(24, 32\)"),
+])  # fmt: skip
+def test_what_is_no_ordered_vocabulary_is_named(tmp_path, capsys, changed, message):
+    folder = stored(tmp_path / "hf", ORDERED, **changed)
+    assert re.search(message, hf.failure([str(folder), str(tmp_path / "out.gguf")], capsys))
+
+
+def test_clusters_have_one_size(tmp_path, capsys):
+    folder = save_gemma4(tmp_path / "hf", replace(ORDERED, n_centroid=25))
+    line = hf.failure([str(folder), str(tmp_path / "out.gguf")], capsys)
+    assert "384 tokens do not go into 25 clusters of one size" in line
 
 
 def test_rows_that_are_no_multiples_of_256_are_q8_0_and_it_is_said(tmp_path, capsys):

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import tiny_gemma4
 from checkout import ROOT
-from tiny_gemma4 import ASSISTANT, CASES
+from tiny_gemma4 import ASSISTANT, CASES, ORDERED
+
+from luce.convert.gemma4_layout import CENTROIDS, ORDERING
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
-SAVED = [(name, whole) for name in CASES for whole in (False, True)] + [("assistant", False)]
+ASSISTANTS = {"assistant": ASSISTANT, "ordered": ORDERED}
+SAVED = [(name, whole) for name in CASES for whole in (False, True)] + [(name, False) for name in ASSISTANTS]
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +33,14 @@ def peer():
 
 
 def config_of(name):
-    return ASSISTANT if name == "assistant" else replace(CASES[name][0], fused_experts=True)
+    return ASSISTANTS[name] if name in ASSISTANTS else replace(CASES[name][0], fused_experts=True)
 
 
 def saved(folder, c, conditional=False):
     """Saves a model as transformers does: of text, or the one for images too, without a tower."""
     text = transformers.Gemma4TextConfig(**tiny_gemma4.hf_config(c))
     if c.n_embd_out:
-        config = transformers.Gemma4AssistantConfig(text_config=text, backbone_hidden_size=c.n_embd_out)
+        config = transformers.Gemma4AssistantConfig(text_config=text, **tiny_gemma4.hf_assistant_config(c))
         model = transformers.Gemma4AssistantForCausalLM(config)
     elif conditional:
         config = transformers.Gemma4Config(text_config=text, tie_word_embeddings=c.tied)
@@ -71,7 +74,7 @@ def test_heads_are_saved_by_layer(tmp_path):
     assert "global_head_dim" not in keys
 
 
-@pytest.mark.parametrize("name", ["dense", "own-v", "experts", "per-layer", "untied", "assistant"])
+@pytest.mark.parametrize("name", ["dense", "own-v", "experts", "per-layer", "untied", "assistant", "ordered"])
 def test_llama_cpp_converts_to_the_same_tensors_and_keys(tmp_path, peer, name):
     c = config_of(name)
     folder = hf.save_gemma4(tmp_path / "hf", c)
@@ -80,10 +83,13 @@ def test_llama_cpp_converts_to_the_same_tensors_and_keys(tmp_path, peer, name):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found, wanted = hf.tensors_of(own), hf.tensors_of(theirs)
+    for left_out in (CENTROIDS, ORDERING) if c.n_centroid else ():  # It has names for them and drops them.
+        found.pop(left_out)
     assert found.keys() == wanted.keys()
     for key, x in wanted.items():
         assert found[key].tobytes() == x.tobytes(), key
     ours, keys = hf.keys_of(own), hf.keys_of(theirs)
+    ours.pop("gemma4-assistant.centroid_top_k", None)
     if c.n_embd_out:  # Its forward caps no logits, whatever its config says.
         keys.pop("gemma4-assistant.final_logit_softcapping", None)
     per_layer = (f"{c.arch}.attention.head_count_kv", f"{c.arch}.feed_forward_length")

@@ -55,6 +55,7 @@ void time_attention(bool all);
 void time_rowmm();
 void check_topk(bool all);
 void check_draft_block(bool all);
+void check_clusters(bool all);
 void time_topk();
 void check_moe(bool all);
 void check_items_of_fewer_rows(); // not by code for sm_90a, which knows that there are 8

@@ -64,6 +64,7 @@ const KernelPart PARTS[] = {
     {"gemm", check_gemm_kernels, nullptr},
     {"topk", check_topk, [](bool) { time_topk(); }},
     {"draft_block", check_draft_block, nullptr},
+    {"clusters", check_clusters, nullptr},
     {"choose", check_choose, [](bool) { time_choose(); }},
     {"moe", check_moe, [](bool) { time_moe(); }},
     {"capture", [](bool) { check_abandon(); }, nullptr},

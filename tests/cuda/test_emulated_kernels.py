@@ -118,6 +118,7 @@ CHECKED = {
     "nextn_check.cu": ("check_nextn(false)", ["sampling/nextn.cu", "matmul/pack.cu"]),
     "choose_check.cu": ("check_choose(false)", ["sampling/choose.cu", "sampling/choices.cu"]),
     "topk_check.cu": ("check_topk(false)", ["sampling/topk.cu"]),
+    "clusters_check.cu": ("check_clusters(false)", ["sampling/clusters.cu"]),
     "draft_block_check.cu": ("check_draft_block(false)", ["sampling/draft_block.cu", "sampling/topk.cu"]),
     # Wgmma is not emulated: the device is one of before Hopper.
     "attention_check.cu": (

@@ -8,14 +8,14 @@ import pytest
 import tiny_gemma4
 from depth import deeper
 from hollow import write_without_weights
-from tiny_gemma4 import CASES, PUBLISHED
+from tiny_gemma4 import CASES, ORDERED, PUBLISHED
 
 from luce.bench.oracle_tokenizer import add_gemma4_tokenizer
 from luce.cli.terminal import facts_text
-from luce.convert.gemma4_layout import add_keys, tensor_shapes
+from luce.convert.gemma4_layout import CENTROIDS, ORDERING, add_keys, tensor_shapes
 from luce.convert.weight_types import is_matrix
 from luce.errors import FileError
-from luce.files.probe import probe, what_it_holds
+from luce.files.probe import _layers, probe, what_it_holds
 from luce.native import File
 
 KIB = 1024
@@ -121,6 +121,25 @@ def test_forks_have_a_key_of_their_own_for_the_width(native, tmp_path):
     with File(tmp_path / "fork.gguf", native) as file:
         facts = probe(file)
     assert facts.kind == "assistant" and facts.layers.target_embedding == 5376
+
+
+@pytest.mark.parametrize("names", [(CENTROIDS, ORDERING), ("mtp.centroids.weight", "mtp.token_ordering.weight")])
+def test_an_ordered_vocabulary_is_told(native, tmp_path, names):
+    """Of a file that does not say how many clusters a draft looks at, the core looks at 32."""
+    tensors = tiny_gemma4.layout(ORDERED, 1)
+    tensors[names[0]], tensors[names[1]] = tensors.pop(CENTROIDS), tensors.pop(ORDERING)
+    path = tiny_gemma4.write(tmp_path / "x.gguf", ORDERED, tensors)
+    with File(path, native) as file:
+        facts = probe(file)
+    assert (facts.layers.clusters, facts.layers.clusters_used) == (24, 4)
+    assert ", drafts of 4 of 24 clusters of the vocabulary\n" in facts_text(facts)
+    c = replace(ORDERED, n_centroid=96, n_centroid_used=32)
+    path = tiny_gemma4.write(tmp_path / "y.gguf", c, tiny_gemma4.layout(c, 1))
+    with File(path, native) as file:
+        kv = {key: value for key, value in file.kv.items() if key != "gemma4-assistant.centroid_top_k"}
+        assert _layers(kv, "gemma4-assistant", file.tensors).clusters_used == 32
+        off = kv | {"gemma4-assistant.use_ordered_embeddings": False}
+        assert _layers(off, "gemma4-assistant", file.tensors).clusters is None
 
 
 def test_json_has_all_of_it(facts_of):

@@ -16,7 +16,7 @@ from depth import deeper, deeper_but
 from drive import Decoded
 from identity import Same
 from op_run import poison
-from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES
+from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES, ORDERED
 
 from luce.bench import oracle_gemma4
 from luce.bench.oracle_model import Rule
@@ -42,6 +42,7 @@ SEVERAL: dict[str, tuple[Config, int, Config]] = {
         Config(sliding=(True, False, True, False), window=300, v_is_k=True), 3, replace(ASSISTANT, window=300)),
     "shared": (*CASES["per-layer"], replace(ASSISTANT, window=11, v_is_k=False, n_head_kv_swa=1)),
     "experts": (*CASES["experts"], replace(ASSISTANT, window=9)),
+    "ordered": (*CASES["per-layer"], ORDERED),
 }  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def accepted_by_rule(anchor: int, gamma: int, n: int) -> list[int]:
 
 @pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, "greedy", "min-p"))
 @pytest.mark.parametrize("kv_type", deeper_but(("f32", "f16", "q8_0"), "f16"))
-@pytest.mark.parametrize("name", deeper_but((*SEVERAL, "oracle"), "shared", "oracle"))
+@pytest.mark.parametrize("name", deeper_but((*SEVERAL, "oracle"), "shared", "ordered", "oracle"))
 def test_every_gamma_gives_the_tokens_of_plain_decoding(
     name: str, kv_type: str, sampling: str, model_of: Callable[[str], Model], same: Same
 ) -> None:
@@ -148,7 +149,7 @@ def test_acceptance_is_what_the_file_sets(gamma: int, model_of: Callable[[str], 
 # ---- what a draft depends on
 
 
-@pytest.mark.parametrize("name", deeper_but(SEVERAL, "golden", "window-7", "shared"))
+@pytest.mark.parametrize("name", deeper_but(SEVERAL, "golden", "window-7", "shared", "ordered"))
 def test_any_turns_leave_the_tokens_bytes_and_drafts_of_plain_decoding(
     name: str, model_of: Callable[[str], Model]
 ) -> None:
@@ -295,6 +296,23 @@ def test_a_list_has_several_assistants(device: str, native: Library, files: Call
         Engine(model, EngineParams(n_ctx=64, drafters=(DrafterParams(0, 9),)))
 
 
+def test_a_part_of_an_ordered_vocabulary_has_first_tokens_alone(
+    device: str, native: Library, files: Callable[[str], Files]
+) -> None:
+    """Of the clusters of most rows some tokens are below 128, which are those of the part."""
+    target, assistant = files("ordered")
+    model = Model(File(target, native), device, drafters=[(File(assistant, native), None)])
+    uses = (DrafterParams(0, 8), DrafterParams(0, 8, 128))
+    engine = Engine(model, EngineParams(n_ctx=256, n_rows=9, n_threads=1, kv_type="f32", drafters=uses))
+    sequence = engine.sequence()
+    drive.prefill(sequence, tokens_of(30))
+    found = []
+    for index in range(2):
+        engine.draft([Drafts(sequence, 7, 8, index)])
+        found.append(sequence.drafted(8))
+    assert max(found[0]) >= 128 > max(found[1]) and len(set(found[1])) > 2
+
+
 def test_a_context_takes_no_memory_of_it(native: Library, files: Callable[[str], Files]) -> None:
     target, assistant = files("golden")
     file, head = File(target, native), File(assistant, native)
@@ -326,13 +344,15 @@ def test_a_cancel_ends_a_draft_and_the_text_goes_on(model_of: Callable[[str], Mo
     assert drive.go_on(sequence, found, 30, 4).tokens[:30] == expected.tokens[:30]
 
 
+@pytest.mark.parametrize("name", ["golden", "ordered"])
 def test_damaged_weights_are_the_drafts_error_alone(
-    device: str, native: Library, files: Callable[[str], Files], tmp_path: Path
+    name: str, device: str, native: Library, files: Callable[[str], Files], tmp_path: Path
 ) -> None:
-    weights: Any = tiny_gemma4.layout(ASSISTANT, ASSISTANT_SEED)
+    config = SEVERAL[name][2]
+    weights: Any = tiny_gemma4.layout(config, ASSISTANT_SEED)
     weights["output_norm.weight"][:] = np.nan
-    damaged = tiny_gemma4.write(tmp_path / "damaged.gguf", ASSISTANT, weights)
-    target = files("golden").target
+    damaged = tiny_gemma4.write(tmp_path / "damaged.gguf", config, weights)
+    target = files(name).target
     model = drive.open_model(native, target, device, head=damaged)
     sequence = drive.open_sequence(model, n_ctx=128, n_draft=4, n_rows=5)
     expected = drive.decode(sequence, [1, 2, 3], 20).tokens

@@ -14,7 +14,7 @@ import tiny_gemma4
 from checkout import GOLDENS
 from depth import deeper
 from gemma4_reference import AssistantReference, Reference
-from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES, PAIRS
+from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES, ORDERED, ORDERED_SEED, PAIRS
 
 from luce.convert.gemma4_layout import Config
 from luce.native import Library
@@ -24,11 +24,32 @@ from luce.native.structs import Sampling
 BOUND = 2e-3  # Logits with F32 weights and f32 KV may be off by so much.
 N = 4
 RANKS = 60
+NEVER = -1e30
+
+
+# Goldens, each of a model of CASES and its assistant.
+GOLDEN: dict[str, tuple[str, Config, int]] = {
+    "assistant": ("dense", ASSISTANT, ASSISTANT_SEED),
+    "assistant-ordered": ("per-layer", ORDERED, ORDERED_SEED),
+}
+
+
+@pytest.fixture(scope="module", params=GOLDEN)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    return dict(np.load(GOLDENS / "gemma4-assistant.npz"))
+def golden(name: str) -> dict[str, np.ndarray]:
+    """Tokens of clusters that are not looked at are never chosen. (transformers gives them the smallest logit.)"""
+    golden = dict(np.load(GOLDENS / f"gemma4-{name}.npz"))
+    if GOLDEN[name][1].n_centroid:
+        golden["logits"] = never_chosen(golden["logits"])
+    return golden
+
+
+def never_chosen(logits: np.ndarray) -> np.ndarray:
+    return np.where(logits == logits.min(-1, keepdims=True), NEVER, logits)
 
 
 def bound_of(device: str) -> float:
@@ -37,11 +58,13 @@ def bound_of(device: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def opened(native: Library, device: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, float]:
-    folder, (config, seed) = tmp_path_factory.mktemp("assistant"), CASES["dense"]
+def opened(
+    name: str, native: Library, device: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Timeline, float]:
+    folder, (case, own, own_seed) = tmp_path_factory.mktemp("assistant"), GOLDEN[name]
+    config, seed = CASES[case]
     target = tiny_gemma4.write(folder / "target.gguf", config, tiny_gemma4.layout(config, seed))
-    tensors = tiny_gemma4.layout(ASSISTANT, ASSISTANT_SEED)
-    assistant = tiny_gemma4.write(folder / "assistant.gguf", ASSISTANT, tensors)
+    assistant = tiny_gemma4.write(folder / "assistant.gguf", own, tiny_gemma4.layout(own, own_seed))
     bound = bound_of(device)
     model = drive.open_model(native, target, device, head=assistant)
     return drive.open_sequence(model, n_ctx=512, n_draft=8, n_rows=16, n_top=RANKS), bound
@@ -108,6 +131,8 @@ OTHERS: dict[str, tuple[str, Config]] = {  # A model of CASES, and an assistant 
     "a narrower window": ("dense", replace(ASSISTANT, window=5)),
     "global layers first": ("dense", replace(ASSISTANT, sliding=(False, True, False))),
     "a cap": ("dense", replace(ASSISTANT, softcap=3.0)),
+    "an ordered vocabulary": ("per-layer", ORDERED),
+    "an ordered vocabulary and a head of its own": ("per-layer", replace(ORDERED, tied=False, n_centroid=96)),
 }  # fmt: skip
 
 
@@ -122,7 +147,8 @@ class Followed(AssistantReference):
             for layer in range(self.c.n_layer):
                 x = self.block(layer, x, None, {layer: self.seen(layer, kv)})
             normed = self.norm(x[0], "output_norm.weight")
-            yield self.capped(self.head() @ normed)
+            logits = self.scored(normed)
+            yield never_chosen(logits) if self.c.n_centroid else logits
             token, state = following, self.passed_on(x[0], normed)
 
 

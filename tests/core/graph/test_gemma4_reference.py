@@ -8,7 +8,7 @@ import pytest
 import tiny_gemma4
 from checkout import GOLDENS
 from gemma4_reference import AssistantReference, Reference
-from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES, LONG_CASES
+from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES, LONG_CASES, ORDERED, ORDERED_SEED
 
 TOLERANCE = 2e-3  # Logits of the core have to be as close to transformers'.
 
@@ -154,19 +154,28 @@ def test_each_mistake_shows(mistake):
 # ---- an assistant's drafts
 
 
-def drafted(kind: type[AssistantReference] = AssistantReference) -> list[tuple[np.ndarray, np.ndarray]]:
+GOLDEN = {
+    "assistant": ("dense", ASSISTANT, ASSISTANT_SEED),
+    "assistant-ordered": ("per-layer", ORDERED, ORDERED_SEED),
+}
+
+
+def drafted(
+    name: str, kind: type[AssistantReference] = AssistantReference
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns, for each beginning of the golden's prompt, the logits of its drafts by a reference and the golden's."""
-    golden = dict(np.load(GOLDENS / "gemma4-assistant.npz"))
-    (config, seed), n = CASES["dense"], golden["drafts"].shape[1]
+    golden, (case, own, own_seed) = dict(np.load(GOLDENS / f"gemma4-{name}.npz")), GOLDEN[name]
+    (config, seed), n = CASES[case], golden["drafts"].shape[1]
     target = Reference(config, tiny_gemma4.layout(config, seed))
-    assistant = kind(ASSISTANT, tiny_gemma4.layout(ASSISTANT, ASSISTANT_SEED), target)
+    assistant = kind(own, tiny_gemma4.layout(own, own_seed), target)
     found = [assistant.drafts(golden["prompt"][:at], n)[1] for at in golden["at"]]
     assert {len(each) for each in found} == {n} == {4}
     return list(zip(found, golden["logits"], strict=True))
 
 
-def test_the_reference_drafts_what_transformers_does():
-    assert max(np.abs(found - expected).max() for found, expected in drafted()) < TOLERANCE / 4
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_reference_drafts_what_transformers_does(name):
+    assert max(np.abs(found - expected).max() for found, expected in drafted(name)) < TOLERANCE / 4
 
 
 def drafting(**methods: Callable) -> type[AssistantReference]:
@@ -215,8 +224,43 @@ ASSISTANTS_MISTAKES: dict[str, type[AssistantReference]] = {
 
 @pytest.mark.parametrize("mistake", ASSISTANTS_MISTAKES)
 def test_each_mistake_of_an_assistant_shows(mistake):
-    pairs = drafted(ASSISTANTS_MISTAKES[mistake])
+    pairs = drafted("assistant", ASSISTANTS_MISTAKES[mistake])
     assert max(np.abs(found - expected).max() for found, expected in pairs) > 20 * TOLERANCE
+
+
+def _order_turned_round(self):
+    order = self.w["masked_embd_ordering"]
+    return np.argsort(order).reshape(self.c.n_centroid, -1)
+
+
+def _interleaved(self):
+    return self.w["masked_embd_ordering"].reshape(-1, self.c.n_centroid).T
+
+
+def _fewer_clusters(self, normed):
+    return AssistantReference.best_clusters(self, normed)[:-1]
+
+
+def _smallest_products(self, normed):
+    return AssistantReference.best_clusters(self, -normed)
+
+
+ORDERS_MISTAKES: dict[str, type[AssistantReference]] = {
+    "the whole vocabulary": drafting(scored=lambda self, normed: self.capped(self.head() @ normed)),
+    "the vocabulary as it lies": drafting(clusters=lambda self: np.arange(self.c.n_vocab).reshape(24, -1)),
+    "the order turned round": drafting(clusters=_order_turned_round),
+    "clusters that lie token by token": drafting(clusters=_interleaved),
+    "a cluster less": drafting(best_clusters=_fewer_clusters),
+    "the clusters with the smallest products": drafting(best_clusters=_smallest_products),
+}
+
+
+@pytest.mark.parametrize("mistake", ORDERS_MISTAKES)
+def test_each_mistake_of_an_ordered_vocabulary_shows(mistake):
+    """In logits, and but for a cluster that is seldom asked for, in drafts."""
+    pairs = drafted("assistant-ordered", ORDERS_MISTAKES[mistake])
+    assert max(np.abs(found - expected).max() for found, expected in pairs) > 20 * TOLERANCE
+    assert any((found.argmax(-1) != expected.argmax(-1)).any() for found, expected in pairs)
 
 
 # ---- the goldens themselves
@@ -234,11 +278,12 @@ def test_goldens_are_what_transformers_computes(name):
     assert np.abs(made["logits"] - golden["logits"]).max() < TOLERANCE / 4
 
 
-def test_the_assistant_s_golden_is_what_transformers_computes():
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_assistant_s_golden_is_what_transformers_computes(name):
     pytest.importorskip("torch")
     pytest.importorskip("transformers", minversion="5.17")
     import make_gemma4_goldens as make
 
-    made, golden = make.assistant_golden(), dict(np.load(GOLDENS / "gemma4-assistant.npz"))
+    made, golden = make.assistant_golden(name), dict(np.load(GOLDENS / f"gemma4-{name}.npz"))
     assert made.keys() == golden.keys() and made["drafts"].tolist() == golden["drafts"].tolist()
     assert np.abs(made["logits"] - golden["logits"]).max() < TOLERANCE / 4

@@ -17,7 +17,7 @@ from gguf.gguf_writer import GGUFValue
 from hollow import write_without_weights
 from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES, PUBLISHED
 
-from luce.convert.gemma4_layout import Config, add_keys, tensor_shapes
+from luce.convert.gemma4_layout import CENTROIDS, ORDERING, Config, add_keys, tensor_shapes
 from luce.errors import Error, FileError, UnsupportedError
 from luce.native import File, Library, Model
 from luce.native.structs import EngineParams
@@ -92,19 +92,12 @@ def forks_names(tensors: Weights) -> None:
         tensors["mtp." + name] = tensors.pop("nextn." + name)
 
 
-def with_centroids(tensors: Weights) -> None:
-    """Files of the small models have them; no logits are left out here."""
-    tensors["mtp.centroids.weight"] = np.ones((12, ASSISTANT.n_embd), np.float32)
-    tensors["mtp.token_ordering.weight"] = np.arange(ASSISTANT.n_vocab, dtype=np.float32)
-
-
 def test_layouts_of_forks_draft_the_same(write: Write, target: Path, native: Library) -> None:
     plain = drafts_of(native, target, write())
     assert len(set(plain)) > 2
     assert drafts_of(native, target, write(), "assistant") == plain
     assert drafts_of(native, target, write(keys=as_forks, tensors=forks_names)) == plain
     assert drafts_of(native, target, write(tensors=forks_names)) == plain
-    assert drafts_of(native, target, write(tensors=with_centroids)) == plain
 
     def lists(keys: Keys) -> None:
         keys[ARCH + ".feed_forward_length"] = GGUFValue([ASSISTANT.n_ff] * 4, ARRAY, U32)
@@ -112,6 +105,105 @@ def test_layouts_of_forks_draft_the_same(write: Write, target: Path, native: Lib
             keys.pop(f"{ARCH}.{name}")
 
     assert drafts_of(native, target, write(keys=lists)) == plain
+
+
+# ---- ordered vocabularies
+
+ORDERED = replace(ASSISTANT, n_centroid=24, n_centroid_used=4)
+NAMES = {
+    "llama.cpp": (CENTROIDS, ORDERING),
+    "forks": ("mtp.centroids.weight", "mtp.token_ordering.weight"),
+    "a fork's description": ("mtp.centroids.weight", "mtp.token_ordering"),
+    "checkpoints": ("masked_embedding.centroids.weight", "masked_embedding.token_ordering"),
+}
+
+
+def called(centroids: str, ordering: str) -> Callable[[Weights], None]:
+    def change(tensors: Weights) -> None:
+        tensors[centroids], tensors[ordering] = tensors.pop(CENTROIDS), tensors.pop(ORDERING)
+
+    return change
+
+
+def having(name: str, of: Callable[[np.ndarray], np.ndarray]) -> Callable[[Weights], None]:
+    def change(tensors: Weights) -> None:
+        tensors[name] = of(tensors[name])
+
+    return change
+
+
+def saying(**values: Any) -> Callable[[Keys], None]:
+    def change(keys: Keys) -> None:
+        for name, value in values.items():
+            kind = gguf.GGUFValueType.BOOL if isinstance(value, bool) else U32
+            keys[f"{ARCH}.{name}"] = GGUFValue(value, kind)
+
+    return change
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_an_ordered_vocabulary_has_several_names(names: str, write: Write, target: Path, native: Library) -> None:
+    whole, ordered = drafts_of(native, target, write()), drafts_of(native, target, write(ORDERED))
+    assert ordered != whole and len(set(ordered)) > 2
+    assert drafts_of(native, target, write(ORDERED, tensors=called(*NAMES[names]))) == ordered
+
+
+def test_all_clusters_give_the_drafts_of_the_whole_vocabulary(write: Write, target: Path, native: Library) -> None:
+    """A file that does not say how many are looked at has 32, and no more than there are."""
+    whole = drafts_of(native, target, write())
+    assert drafts_of(native, target, write(ORDERED, keys=saying(centroid_top_k=24))) == whole
+    assert drafts_of(native, target, write(ORDERED, keys=lambda keys: keys.pop(f"{ARCH}.centroid_top_k"))) == whole
+    many = replace(ORDERED, n_centroid=96)
+    of_32 = drafts_of(native, target, write(many, keys=saying(centroid_top_k=32)))
+    assert drafts_of(native, target, write(many, keys=lambda keys: keys.pop(f"{ARCH}.centroid_top_k"))) == of_32 != whole
+
+
+def test_a_file_may_say_that_its_order_is_not_used(write: Write, target: Path, native: Library) -> None:
+    whole = drafts_of(native, target, write())
+    assert drafts_of(native, target, write(ORDERED, keys=saying(use_ordered_embeddings=True))) != whole
+    for names in NAMES.values():
+        path = write(ORDERED, saying(use_ordered_embeddings=False), called(*names))
+        assert drafts_of(native, target, path) == whole
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
+def test_an_ordered_head_has_the_types_of_weights(kind: str, target: Path, native: Library, tmp_path: Path) -> None:
+    """All of its clusters draft as the whole vocabulary of the same file does, where no two tokens are close."""
+    found = []
+    for c in (ASSISTANT, replace(ORDERED, n_centroid_used=24)):
+        path = tmp_path / f"{c.n_centroid}.gguf"
+        tiny_gemma4.write(path, c, tiny_gemma4.layout(c, ASSISTANT_SEED), lambda name: kind if name in HEADS else "F32")
+        found.append(drafts_of(native, target, path))
+    assert found[0] == found[1] and len(set(found[0])) > 2
+
+
+HEADS = {"token_embd.weight"}
+NO_ORDER: dict[str, tuple[Callable[[np.ndarray], np.ndarray], type[Error], str]] = {
+    "a token that comes twice": (np.zeros_like, FileError, "is no order of 384 tokens: entry 1 is 0 again"),
+    "a token beyond the vocabulary": (lambda x: x + 1, FileError, r"no order of 384 tokens: entry \d+ is 384\."),
+    "a token below 0": (lambda x: x - 1, FileError, r"no order of 384 tokens: entry \d+ is -1\."),
+    "other tokens": (lambda x: x[:-1], FileError, r"expected shape \{384\}, found \{383\}"),
+    "floats": (lambda x: x.astype(np.float32), UnsupportedError, "has type F32, expected I32"),
+}
+
+
+@pytest.mark.parametrize("what", NO_ORDER)
+def test_what_is_no_order_is_refused(what: str, write: Write, target: Path, native: Library) -> None:
+    change, kind, said = NO_ORDER[what]
+    refused(native, target, write(ORDERED, tensors=having(ORDERING, change)), kind, ORDERING + ".*" + said)
+
+
+def test_centroids_that_do_not_fit_are_refused(write: Write, target: Path, native: Library) -> None:
+    for lacking, shape in ((CENTROIDS, "32, 1"), (ORDERING, "384")):
+        path = write(ORDERED, tensors=lambda tensors: tensors.pop(lacking))  # noqa: B023
+        refused(native, target, path, FileError, rf"tensor {lacking} is missing, expected \{{{shape}\}}")
+    path = write(ORDERED, tensors=having(CENTROIDS, lambda x: x[:23]))
+    refused(native, target, path, FileError, "has 23 centroids, which do not share out 384 tokens")
+    path = write(ORDERED, tensors=having(CENTROIDS, lambda x: x[:, :31].copy()))
+    refused(native, target, path, FileError, r"expected shape \{32, 24\}, found \{31, 24\}")
+    many = replace(ORDERED, n_centroid=96, n_centroid_used=64)
+    refused(native, target, write(many), UnsupportedError, "centroid_top_k is 64: luce looks at 63 clusters")
+    refused(native, target, write(ORDERED, keys=saying(centroid_top_k=0)), FileError, "centroid_top_k is 0, expected 1")
 
 
 OTHERS: dict[str, tuple[Config, str]] = {

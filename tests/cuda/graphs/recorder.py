@@ -115,6 +115,7 @@ ASSISTANT = replace(tiny_gemma4.PUBLISHED["31B-assistant"], n_vocab=4096, n_ctx=
 ASSISTANT_OF_E2B = replace(
     ASSISTANT, n_embd=256, n_ff=2048, n_head=4, n_head_kv=1, n_head_kv_swa=1, window=512, n_embd_out=1536, v_is_k=False
 )
+ORDERED_OF_E2B = replace(ASSISTANT_OF_E2B, n_centroid=128, n_centroid_used=32)
 OF_32 = all_of("Q4_K", {"output": "Q6_K", "token_embd": "Q6_K", "ffn_down": "Q8_0"}) # rows of no multiple of 256
 
 CASES: dict[str, Case] = {
@@ -160,6 +161,7 @@ CASES: dict[str, Case] = {
     "gemma4-26b": Case(GEMMA4["26B-A4B"], OF_32),
     "gemma4-26b-host": Case(GEMMA4["26B-A4B"], OF_32, options={"cpu_experts": 1}),
     "gemma4-e2b": Case(GEMMA4["E2B"], K_QUANTS, assistant=ASSISTANT_OF_E2B, options={"top": 4}),
+    "gemma4-e2b-ordered": Case(GEMMA4["E2B"], K_QUANTS, assistant=ORDERED_OF_E2B),
     "gemma4-e2b-images": Case(GEMMA4["E2B"], K_QUANTS, options={"images": 1}),
     "gemma4-f32": Case(
         replace(tiny_gemma4.CASES["dense"][0], sliding=(True, False), head_dim=512, head_dim_swa=256, n_ctx=8192),
