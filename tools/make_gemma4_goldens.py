@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
@@ -126,40 +128,64 @@ def build_assistant(c: Config, seed: int):  # type: ignore[no-untyped-def]
 
 
 def assistant_golden(name: str) -> dict[str, np.ndarray]:
-    """Returns prompt, at, drafts and logits. A draft that is close, or a cluster, is an error."""
+    """Returns prompt, at, drafts and logits."""
     import torch
 
     torch.set_num_threads(1)
     case, c, own_seed = ASSISTED[name]
     config, seed = CASES[case]
     target, prompt = build(config, seed), random_prompt(config, seed, max(ASSISTED_AT))
-    assistant, logits, margins = build_assistant(c, own_seed), [], [np.inf]
-    if c.n_centroid:
-        k = c.n_centroid_used
-
-        def look(module: object, args: object, scores: torch.Tensor) -> None:
-            best = scores.flatten().sort(descending=True).values
-            margins.append(float(best[k - 1] - best[k]))
-
-        assistant.masked_embedding.centroids.register_forward_hook(look)
-    with torch.no_grad():
+    assistant, made = build_assistant(c, own_seed), []
+    with torch.no_grad(), margins_between_clusters(assistant) as margins:
         for n in ASSISTED_AT:
             ids = torch.from_numpy(prompt[:n]).long()[None]
             out = target.model(ids[:, :-1], use_cache=False, return_shared_kv_states=True)
-            kv = dict(out.shared_kv_states)
-            kv["sliding_attention"] = tuple(x[:, :, 1 - c.window :] for x in kv["sliding_attention"])
-            token, hidden = ids[:, -1:], out.last_hidden_state[:, -1:]
-            for _ in range(N_DRAFTS):
-                both = torch.cat([target.model.embed_tokens(token), hidden], -1)
-                step = assistant(inputs_embeds=both, position_ids=torch.tensor([[n - 1]]), shared_kv_states=kv)
-                token, hidden = step.logits.argmax(-1), step.last_hidden_state
-                logits.append(step.logits[0, 0].numpy())
-    rows = np.stack(logits)
-    if min(margins) < MARGIN:
+            made.append(drafted(assistant, out, target.model.embed_tokens, ids[:, -1:], n - 1))
+    return {"prompt": prompt, "at": np.array(ASSISTED_AT)} | chosen(made, margins)
+
+
+@contextmanager
+def margins_between_clusters(assistant) -> Iterator[list[float]]:  # type: ignore[no-untyped-def]
+    """Gives a list of how far the last cluster that a draft looks at is ahead of the next one, for each draft that is
+    made meanwhile; of a vocabulary that is not ordered it stays empty."""
+    margins: list[float] = []
+    if assistant.masked_embedding is None:
+        yield margins
+        return
+    k = assistant.config.centroid_intermediate_top_k
+
+    def look(module, args, scores) -> None:  # type: ignore[no-untyped-def]
+        best = scores.flatten().sort(descending=True).values
+        margins.append(float(best[k - 1] - best[k]))
+
+    hook = assistant.masked_embedding.centroids.register_forward_hook(look)
+    yield margins
+    hook.remove()
+
+
+def drafted(assistant, out, embed, token, position: int) -> np.ndarray:  # type: ignore[no-untyped-def]
+    """Returns the logits (N_DRAFTS, V) of the drafts behind `token` at a position, as transformers' candidate generator
+    makes them, from what the target made of all before: `out`, with its keys and values."""
+    import torch
+
+    window = assistant.config.text_config.sliding_window
+    kv, hidden, logits = dict(out.shared_kv_states), out.last_hidden_state[:, -1:], []
+    kv["sliding_attention"] = tuple(x[:, :, 1 - window :] for x in kv["sliding_attention"])
+    for _ in range(N_DRAFTS):
+        both = torch.cat([embed(token), hidden], -1)
+        step = assistant(inputs_embeds=both, position_ids=torch.tensor([[position]]), shared_kv_states=kv)
+        token, hidden = step.logits.argmax(-1), step.last_hidden_state
+        logits.append(step.logits[0, 0].numpy())
+    return np.stack(logits)
+
+
+def chosen(made: list[np.ndarray], margins: list[float]) -> dict[str, np.ndarray]:
+    """Returns drafts and logits, of each text's logits. A draft that is close, or a cluster, is an error."""
+    if min(margins, default=MARGIN) < MARGIN:
         raise RuntimeError(f"a cluster is ahead of the next one by {min(margins)} alone: take another seed")
-    drafts = choices(rows)["greedy"].reshape(len(ASSISTED_AT), N_DRAFTS)
-    at = np.array(ASSISTED_AT)
-    return {"prompt": prompt, "at": at, "drafts": drafts, "logits": rows.reshape(*drafts.shape, -1)}
+    rows = np.stack(made)  # (texts, N_DRAFTS, V)
+    drafts = choices(rows.reshape(-1, rows.shape[-1]))["greedy"].reshape(rows.shape[:2])
+    return {"drafts": drafts, "logits": rows}
 
 
 def main() -> None:

@@ -10,6 +10,9 @@ Gemma4VisionModel and its projection (`NAME-i`), F32.
 gemma4-vision-per-layer.npz, of that model of TEXTS: a prompt of text and two images: `prompt` (image tokens in the
 places of rows), the `logits` of the rows of text, which are `at`, `greedy` tokens behind it and their `gap`. A seed
 whose logits a GPU's rounding may move too far is refused (gemma4_rounding.py).
+gemma4-vision-assistant.npz and gemma4-vision-assistant-ordered.npz: of that prompt the lengths `at` of beginnings
+whose last token is one of text behind the first image, and behind each the greedy `drafts` (lengths, 4) of an
+assistant and their `logits` (lengths, 4, vocab), as make_gemma4_goldens.py has them of text.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
@@ -112,21 +116,11 @@ def rows() -> dict[str, np.ndarray]:
 def text(name: str) -> dict[str, np.ndarray]:
     import gemma4_rounding  # It needs torch.
     import torch
-    from PIL import Image
 
     torch.set_num_threads(1)
-    case, (c, seed) = vision.TEXTS[name]
-    model, n = model_of(case, c, seed), case[0].n_vocab
-    images = [Image.fromarray(tiny_vision.image(*size, 20 + i)) for i, size in enumerate(PICTURES)]
-    seen = processor()(images, return_tensors="pt")
-    chosen = np.random.PCG64(77).random_raw(sum(WORDS)) % np.uint64(26)
-    words = iter([vision.LETTERS[int(i)] for i in chosen])
-    prompt = [BOS, *(next(words) for _ in range(WORDS[0]))]
-    for rows, follow in zip(seen["num_soft_tokens_per_image"], WORDS[1:], strict=True):
-        prompt += [n - 3, *[n - 1] * int(rows), n - 2, *(next(words) for _ in range(follow))]
-    ids = torch.tensor([prompt])
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": seen["pixel_values"],
-             "image_position_ids": seen["image_position_ids"], "mm_token_type_ids": (ids == n - 1).int()}  # fmt: skip
+    model, given = prompted(name)
+    ids, n = given["input_ids"], vision.VOCABULARY_SIZE
+    prompt = ids[0].tolist()
     with torch.no_grad():
         logits = model(**given).logits[0].numpy()
         out = model.generate(**given, max_new_tokens=N_GREEDY, do_sample=False, eos_token_id=None, pad_token_id=0,
@@ -143,11 +137,55 @@ def text(name: str) -> dict[str, np.ndarray]:
     return {"prompt": np.array(prompt, np.int32), "at": at, "logits": logits[at], **choices(rows)}
 
 
+def prompted(name: str):  # type: ignore[no-untyped-def]
+    """Returns a model of TEXTS and the arguments of its forward for a prompt with two images."""
+    import torch
+    from PIL import Image
+
+    case, (c, seed) = vision.TEXTS[name]
+    model, n = model_of(case, c, seed), case[0].n_vocab
+    images = [Image.fromarray(tiny_vision.image(*size, 20 + i)) for i, size in enumerate(PICTURES)]
+    seen = processor()(images, return_tensors="pt")
+    chosen = np.random.PCG64(77).random_raw(sum(WORDS)) % np.uint64(26)
+    words = iter([vision.LETTERS[int(i)] for i in chosen])
+    prompt = [BOS, *(next(words) for _ in range(WORDS[0]))]
+    for rows, follow in zip(seen["num_soft_tokens_per_image"], WORDS[1:], strict=True):
+        prompt += [n - 3, *[n - 1] * int(rows), n - 2, *(next(words) for _ in range(follow))]
+    ids = torch.tensor([prompt])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": seen["pixel_values"],
+             "image_position_ids": seen["image_position_ids"], "mm_token_type_ids": (ids == n - 1).int()}  # fmt: skip
+    return model, given
+
+
+def assisted(name: str) -> dict[str, np.ndarray]:
+    import make_gemma4_goldens as of_text
+    import torch
+
+    torch.set_num_threads(1)
+    model, given = prompted("per-layer")
+    assistant, ids = of_text.build_assistant(*vision.ASSISTANTS[name]), given["input_ids"]
+    prompt = ids[0].numpy()
+    rows = np.flatnonzero(prompt == vision.VOCABULARY_SIZE - 1)
+    between = int(rows[np.flatnonzero(np.diff(rows) > 1)[0]])  # the last row of the first image
+    at = [between + 2, between + 4, between + 9, int(rows[-1]) + 2, int(rows[-1]) + 6, len(prompt)]
+    made = []
+    with torch.no_grad(), of_text.margins_between_clusters(assistant) as margins:
+        for n in at:
+            cut = {key: given[key][:, : n - 1] for key in ("input_ids", "attention_mask", "mm_token_type_ids")}
+            images = 1 if n < rows[-1] else 2
+            cut |= {key: given[key][:images] for key in ("pixel_values", "image_position_ids")}
+            out = model.model(**cut, use_cache=False, return_shared_kv_states=True)
+            embed = model.get_input_embeddings()
+            made.append(of_text.drafted(assistant, out, embed, ids[:, n - 1 : n], n - 1))
+    return {"at": np.array(at)} | of_text.chosen(made, margins)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", help="of pixels, tower and per-layer; none: all")
+    parser.add_argument("only", nargs="*", help="of pixels, tower, per-layer, assistant and assistant-ordered; none: all")
     only = parser.parse_args().only
     makers = {"pixels": pixels, "tower": rows, "per-layer": lambda: text("per-layer")}
+    makers |= {name: partial(assisted, name) for name in vision.ASSISTANTS}
     for name, make in makers.items():
         if not only or name in only:
             path = GOLDENS / f"gemma4-vision-{name}.npz"

@@ -293,4 +293,5 @@ def _ordering(c: Config, checkpoint: Checkpoint, own: str) -> Planned:
         raise FileError(f"tensor {own} is no order of {c.n_vocab} tokens: each has to be there once")
     if c.n_vocab % c.n_centroid:
         raise FileError(f"tensor {own}: {c.n_vocab} tokens do not go into {c.n_centroid} clusters of one size")
-    return Planned(ORDERING, source.shape, (own,), lambda: iter(()), ids.astype("<i4").view(np.uint8).reshape(1, -1), "I32")
+    stored = ids.astype("<i4").view(np.uint8).reshape(1, -1)
+    return Planned(ORDERING, source.shape, (own,), lambda: iter(()), stored, "I32")

@@ -33,8 +33,8 @@ _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.|attn_norm\.weight$)?")
 _MARKOV = ("markov_w1.weight", "dflash.dspark.markov.w1", "dflash.dspark.markov.w1.weight")  # Older files' are last.
 _KV = re.compile(r"blk\.\d{1,9}\.attn_(?:k|v|k_norm)\.weight")
 _BESIDE = ("clip", "eagle", "eagle3")  # Projectors and heads of other kinds go with a model.
-# Names of the centroids of an assistant's clusters, and how many clusters a draft looks at where the file does not say it: as
-# the core has them (native/src/graph/gemma4_assistant.cpp).
+# Names of the centroids of an assistant's clusters, and how many of these a draft looks at where the file does not say
+# it: as the core has them.
 CENTROIDS = ("masked_embd_centroids.weight", "mtp.centroids.weight", "masked_embedding.centroids.weight")
 CLUSTERS_USED = 32
 _BY_ROW = ("IQ1_", "IQ2_", "IQ3_", "NVFP4")  # On a GPU luce has no matmul of its own for these.
@@ -138,8 +138,8 @@ class Layers:
 
     `values_are_keys` says that global layers have no V. The last `shared_kv_layers` read K and V of a layer before
     them. `kv_bytes_per_position` and `kv_bytes_per_position_swa` are the F16 K and V of all layers of a kind that have
-    them. An assistant drafts for models of width `target_embedding`; where its vocabulary is ordered in `clusters`, a draft
-    is one of the tokens of `clusters_used` of them.
+    them. An assistant drafts for models of width `target_embedding`; where its vocabulary is ordered in `clusters`, a
+    draft is one of the tokens of `clusters_used` of them.
     """
 
     global_layers: int | None

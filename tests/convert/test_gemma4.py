@@ -265,7 +265,7 @@ def test_an_assistant_says_what_it_drafts_for(tmp_path, capsys):
     changed = {"masked_embedding__centroids__weight": ONES, "masked_embedding__token_ordering": np.arange(4)}
     path = convert(stored(tmp_path / "hf", ASSISTANT, **changed))
     err = capsys.readouterr().err
-    assert "masked_embedding.centroids.weight and 1 more: left out, since use_ordered_embeddings of config.json is" in err
+    assert "masked_embedding.centroids.weight and 1 more: left out, since use_ordered_embeddings of config.json" in err
     assert "an assistant: it drafts for a Gemma 4 model of width 64" in err
     keys = hf.keys_of(path)
     assert keys["general.architecture"] == "gemma4-assistant"
@@ -298,7 +298,7 @@ def test_a_config_that_does_not_say_the_sizes_has_transformers(tmp_path):
 
 @pytest.mark.parametrize(("changed", "message"), [
     ({"masked_embedding__token_ordering": np.zeros(384, np.int64)}, "token_ordering is no order of 384 tokens"),
-    ({"masked_embedding__token_ordering": np.arange(384, dtype=np.float32)}, "token_ordering is no order of 384 tokens"),
+    ({"masked_embedding__token_ordering": np.arange(384, dtype=np.float32)}, "is no order of 384 tokens"),
     ({"masked_embedding__token_ordering": np.arange(383)}, r"token_ordering: expected shape \(384,\)"),
     ({"masked_embedding__token_ordering": None}, "token_ordering is missing"),
     ({"masked_embedding__centroids__weight": None}, "centroids.weight is missing"),

@@ -191,8 +191,8 @@ class AssistantReference(Reference):
         return found, np.stack(logits)
 
     def scored(self, normed: Array) -> Array:
-        """Returns the logits (V) of a normed state (E). Where the vocabulary is ordered, tokens of clusters that are not
-        among the best have one less than the smallest logit of the others."""
+        """Returns the logits (V) of a normed state (E). Where the vocabulary is ordered, tokens of clusters that are
+        not among the best have one less than the smallest logit of the others."""
         logits = self.capped(self.head() @ normed)
         if not self.c.n_centroid:
             return logits

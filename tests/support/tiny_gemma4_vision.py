@@ -27,6 +27,11 @@ TEXTS = {
     "per-layer": ((tiny_gemma4.CASES["per-layer"][0], 17), TOWERS["small"]),
     "dense": (tiny_gemma4.CASES["dense"], TOWERS["large"]),
 }
+# Assistants of the model "per-layer", each with its seed.
+ASSISTANTS = {
+    "assistant": (replace(tiny_gemma4.ASSISTANT, v_is_k=False, n_head_kv_swa=1, window=11), tiny_gemma4.ASSISTANT_SEED),
+    "assistant-ordered": (tiny_gemma4.ORDERED, 37),
+}
 VOCABULARY_SIZE = tiny_gemma4.Config.n_vocab
 VOCABULARY = gemma4_vocabulary(VOCABULARY_SIZE)[0]
 LETTERS = [VOCABULARY.index(letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"]  # Tokens of texts.
@@ -101,7 +106,7 @@ def write_both(folder: Path, name: str = "per-layer") -> None:
     write(folder / "mmproj.gguf", c, layout(c, weights(c, seed)))
 
 
-def write_assistant(path: Path) -> Path:
-    """Writes an assistant of the model "per-layer"."""
-    c = replace(tiny_gemma4.ASSISTANT, n_head_kv_swa=1, window=11)
-    return tiny_gemma4.write(path, c, tiny_gemma4.layout(c, tiny_gemma4.ASSISTANT_SEED))
+def write_assistant(path: Path, name: str = "assistant") -> Path:
+    """Writes one of ASSISTANTS."""
+    c, seed = ASSISTANTS[name]
+    return tiny_gemma4.write(path, c, tiny_gemma4.layout(c, seed))

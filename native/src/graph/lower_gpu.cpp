@@ -37,6 +37,8 @@
 //                        queries             attention_queries
 //                        attention           attention_packed      over the target's cells, up to the last committed one
 //                        kept rows           rowmm, SET_ROWS       which are not normed
+//                        choice              rowmm, choose         or, of an ordered vocabulary,
+//                                            RMS_NORM, MUL, rowmm, candidates, cluster_logits, choose
 //   a block (DFlash) of DFlash2 has    block_conv, ADD       around attention and FFN, whose input and output are rows
 //                        and at its end      candidates, lattice   of which it drafts
 //   and of DSpark for each draft             prior_tokens, GET_ROWS, CONT, rowmm_add, choose
@@ -44,7 +46,8 @@
 // What a step keeps of ggml-cuda, each op giving a row the same bits at any T. In a step of the model
 // they run a few times, not once a layer, and so cost what a few launches do:
 //   GET_ROWS, SET_ROWS, CONCAT, CONT, FILL   embeddings, hidden rows and reduced logits move, unchanged
-//   RMS_NORM, MUL, SILU          the norm of what a DFlash drafter is fed, and its queries; what few shapes need. One
+//   RMS_NORM, MUL, SILU          the norm of what a DFlash drafter is fed, and its queries; of what an ordered vocabulary's
+//                                rows are multiplied by; what few shapes need. One
 //                                block sums a row, in an order that its length decides
 //   ROPE, SCALE, TANH            queries of a DFlash drafter, its keys under YaRN, an embedding's scale, a softcap:
 //                                each value is computed from one or two others

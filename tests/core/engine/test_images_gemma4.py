@@ -122,6 +122,33 @@ def test_drafts_of_an_assistant_behind_images_change_no_token(model, asked, gree
         assert decoded(sequence, asked, gamma=gamma).tokens[:N] == greedy
 
 
+@pytest.mark.parametrize("name", vision.ASSISTANTS)
+def test_drafts_behind_images_are_those_of_transformers(name, native, tmp_path, device, asked):
+    """Of the prompt cut behind tokens of text, of which the first stand directly behind an image. A list has the best
+    tokens of a draft and their chances; a draft is compared where those before it are ahead by more than may be off."""
+    golden, n, ranks = dict(np.load(GOLDENS / f"gemma4-vision-{name}.npz")), 4, 60
+    logits, bound = golden["logits"], 2e-3 if device == "cpu" else drive.CUDA_BOUND
+    if name == "assistant-ordered":  # Tokens of clusters that are not looked at are never chosen.
+        logits = np.where(logits == logits.min(-1, keepdims=True), -1e30, logits)
+    path = vision.write_text(tmp_path / "model.gguf", "per-layer")
+    assistant, compared = vision.write_assistant(tmp_path / "assistant.gguf", name), 0
+    with drive.open_model(native, path, device, head=assistant) as opened:
+        with open_engine(opened, n_draft=8, n_top=ranks) as engine, engine.sequence() as sequence:
+            for at, drafts, of in zip(golden["at"].tolist(), golden["drafts"], logits, strict=True):
+                sequence.reset()
+                engine.prefill([asked.prompt(sequence, 0, at - 1)._replace(last=True)])
+                drive.draft(sequence, asked.tokens[at - 1], n)
+                best = np.sort(of, -1)
+                sure = [*(best[:, -1] - best[:, -2] > 2 * bound), False].index(False)
+                assert sequence.drafted(n)[:sure] == drafts[:sure].tolist(), at
+                lists, right = sequence.lists(n, ranks), min(sure + 1, n)
+                ids, scores = (np.array(list(p)).reshape(n, ranks)[:right] for p in (lists.ids, lists.scores))
+                chances = of - np.logaddexp.reduce(of, axis=-1, keepdims=True)
+                assert np.abs(scores - np.take_along_axis(chances[:right], ids, -1)).max() <= bound, at
+                compared += right
+    assert compared == logits[..., 0].size or (device != "cpu" and compared >= 12)
+
+
 def test_cuts_within_images_change_no_bit(model):
     with open_engine(model) as engine, engine.sequence() as sequence:
         cut = engine.info.n_cut
