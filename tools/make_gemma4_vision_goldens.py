@@ -182,7 +182,7 @@ def assisted(name: str) -> dict[str, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", help="of pixels, tower, per-layer, assistant and assistant-ordered; none: all")
+    parser.add_argument("only", nargs="*", help="of pixels, tower, per-layer and assistants; none: all")
     only = parser.parse_args().only
     makers = {"pixels": pixels, "tower": rows, "per-layer": lambda: text("per-layer")}
     makers |= {name: partial(assisted, name) for name in vision.ASSISTANTS}

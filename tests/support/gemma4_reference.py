@@ -80,7 +80,7 @@ class Reference:
         if i < c.n_layer_kv:
             kv[i] = self.keys_values(i, x)
         k, v = (np.repeat(part, c.n_head // c.head_kv(i), axis=0) for part in kv[self.kv_layer(i)])
-        scores = np.where(self.visible(i, n), q @ k.swapaxes(1, 2) * self.score_scale(i), -np.inf)  # (H, T, T)
+        scores = np.where(self.visible(i, n), self.scores(i, q, k), -np.inf)  # (H, T, T)
         return (softmax(scores) @ v).swapaxes(0, 1).reshape(n, -1) @ self.w[p + "output.weight"].T
 
     def heads(self, i: int, x: Array) -> Array:
@@ -113,8 +113,8 @@ class Reference:
             return self.c.rope_base_swa**exponents
         return self.c.rope_base**exponents / self.w["rope_freqs.weight"]
 
-    def score_scale(self, i: int) -> float:
-        return 1.0
+    def scores(self, i: int, q: Array, k: Array) -> Array:
+        return q @ k.swapaxes(1, 2)
 
     def visible(self, i: int, n: int) -> Array:
         """Says which keys (columns) each row sees."""
@@ -178,7 +178,7 @@ class AssistantReference(Reference):
         """Returns n greedy drafts that follow the text, and their logits (n, V). Every draft has the position of the
         text's last token, and sees the target's keys before it; none has keys of its own."""
         states, kv = self.target.states(tokens[:-1])
-        self.first, token, state = len(tokens) - 1, int(tokens[-1]), states[-1]
+        self.first, token, state = len(tokens) - 1, int(tokens[-1]), self.first_state(states[-1])
         found, logits = [], []
         for _ in range(n):
             x = self.projected(token, state)[None]
@@ -189,6 +189,10 @@ class AssistantReference(Reference):
             token, state = int(logits[-1].argmax()), self.passed_on(x[0], normed)
             found.append(token)
         return found, np.stack(logits)
+
+    def first_state(self, normed: Array) -> Array:
+        """Returns the state (B) for the first draft, from what the target's head has read."""
+        return normed
 
     def scored(self, normed: Array) -> Array:
         """Returns the logits (V) of a normed state (E). Where the vocabulary is ordered, tokens of clusters that are

@@ -1,13 +1,14 @@
 """Checks the goldens of Gemma 4, and of an assistant, by forwards in numpy, and that each mistake that was made with
 such models moves them."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import tiny_gemma4
 from checkout import GOLDENS
-from gemma4_reference import AssistantReference, Reference
+from gemma4_reference import AssistantReference, Reference, gelu
 from tiny_gemma4 import ASSISTANT, ASSISTANT_SEED, CASES, LONG_CASES, ORDERED, ORDERED_SEED
 
 TOLERANCE = 2e-3  # Logits of the core have to be as close to transformers'.
@@ -96,6 +97,27 @@ def _unscaled_per_layer(self, tokens, x):
     return made + own * (1 - self.c.n_embd_per_layer**0.5) / 2**0.5
 
 
+def _normed_over_layers(self, tokens, x):
+    shape, e = (len(tokens), self.c.n_layer, self.c.n_embd_per_layer), self.c.n_embd
+    projected = self.norm(x @ self.w["per_layer_model_proj.weight"].T / e**0.5).reshape(shape)
+    own = self.w["per_layer_token_embd.weight"][tokens].reshape(shape) * self.c.n_embd_per_layer**0.5
+    return (projected * self.w["per_layer_proj_norm.weight"] + own) / 2**0.5
+
+
+def _scaled_ahead(self, i, x, per_layer, kv):
+    p, y = f"blk.{i}.", Reference.block(self, i, x, None, kv)
+    gated = self.act(y @ self.w[p + "inp_gate.weight"].T) * per_layer
+    return y + self.norm(gated @ self.w[p + "proj.weight"].T, p + "post_norm.weight")
+
+
+def _neighbours_turned(self, i, x):
+    """Turns pairs (2 j, 2 j + 1) in place of (j, j + D / 2)."""
+    halves = np.concatenate([x[..., 0::2], x[..., 1::2]], -1)
+    turned, half, y = Reference.rotated(self, i, halves), x.shape[-1] // 2, np.empty_like(x)
+    y[..., 0::2], y[..., 1::2] = turned[..., :half], turned[..., half:]
+    return y
+
+
 # What is mistaken, of which case, and how. A factor of a whole row of experts does not show: their sum is normed.
 MISTAKES: dict[str, tuple[str, type[Reference]]] = {
     "plain RoPE without rope_freqs": ("dense", ones("rope_freqs.weight")),
@@ -109,13 +131,21 @@ MISTAKES: dict[str, tuple[str, type[Reference]]] = {
         "dense", having(visible=lambda self, i, n: Reference.visible(self, i, n) & ~(
             self.c.sliding[i] & np.eye(n, k=1 - self.c.window, dtype=bool)))),
     "no windows": ("dense", having(visible=lambda self, i, n: np.tri(n, dtype=bool))),
-    "scores scaled by 1/sqrt(D)": ("dense", having(score_scale=lambda self, i: self.c.head(i) ** -0.5)),
+    "scores scaled by 1/sqrt(D)": ("dense", having(scores=lambda self, i, q, k: Reference.scores(
+        self, i, q, k) * self.c.head(i) ** -0.5)),
+    "scores capped at 50": ("dense", having(scores=lambda self, i, q, k: 50 * np.tanh(Reference.scores(
+        self, i, q, k) / 50))),
+    "neighbours turn": ("dense", having(rotated=_neighbours_turned)),
     "embeddings not scaled": ("dense", having(embedded=lambda self, t: self.w["token_embd.weight"][t])),
+    "embeddings scaled twice": (
+        "dense", having(embedded=lambda self, t: Reference.embedded(self, t) * self.c.n_embd**0.5)),
     "V not normed": ("dense", having(keys_values=_raw_v)),
     "V of the normed and turned K": ("dense", having(keys_values=_normed_v_of_rotated_k)),
     "V not normed where it is its own": ("own-v", having(keys_values=_raw_v)),
     "no norms of Q": ("dense", ones("attn_q_norm.weight")),
+    "no norms of K": ("dense", ones("attn_k_norm.weight")),
     "no norms after attention": ("dense", ones("post_attention_norm.weight")),
+    "no norms after the FFN": ("dense", ones("post_ffw_norm.weight")),
     "norms after the sum": ("dense", having(block=_norm_after_the_sum)),
     "no scale of the stream": ("dense", ones("layer_output_scale.weight")),
     "the stream's scale on what a layer adds": ("dense", having(block=_scale_of_the_added_part)),
@@ -126,6 +156,8 @@ MISTAKES: dict[str, tuple[str, type[Reference]]] = {
     "the embedding as head": ("untied", having(head=lambda self: self.w["token_embd.weight"])),
     "a router of the normed row": ("experts", having(routed=_router_of_the_normed_row)),
     "no scale of the router": ("experts", ones("ffn_gate_inp.scale")),
+    "a router that is not divided by sqrt(E)": (
+        "experts", changed(lambda w: [x.__imul__(x.size**0.5) for n, x in w.items() if n.endswith("gate_inp.scale")])),
     "no scales of experts": ("experts", ones("ffn_down_exps.scale")),
     "experts on what the dense FFN reads": (
         "experts", changed(lambda w: [w.update({n: w[n.replace("pre_ffw_norm_2", "ffn_norm")]})
@@ -137,6 +169,10 @@ MISTAKES: dict[str, tuple[str, type[Reference]]] = {
     "no norm of the dense FFN beside it": ("experts", ones("post_ffw_norm_1.weight")),
     "no per-layer embeddings": ("per-layer", having(per_layer=lambda self, t, x: None)),
     "per-layer embeddings not scaled": ("per-layer", having(per_layer=_unscaled_per_layer)),
+    "per-layer embeddings normed over all layers": ("per-layer", having(per_layer=_normed_over_layers)),
+    "no norm of what per-layer embeddings are projected from": ("per-layer", ones("per_layer_proj_norm.weight")),
+    "no norms after per-layer embeddings": ("per-layer", ones("post_norm.weight")),
+    "the stream's scale ahead of per-layer embeddings": ("per-layer", having(block=_scaled_ahead)),
     "shared layers read the first layer of their kind": (
         "per-layer", having(kv_layer=lambda self, i: i if i < self.c.n_layer_kv else self.c.sliding.index(
             self.c.sliding[i]))),
@@ -149,6 +185,24 @@ def test_each_mistake_shows(mistake):
     name, kind = MISTAKES[mistake]
     found, expected = logits(name, kind)
     assert np.abs(found - expected).max() > 20 * TOLERANCE
+
+
+def _f16(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).astype(np.float64)
+
+
+GELUS: dict[str, Callable] = {
+    "looked up by F16, as ggml's CPU does": lambda x: _f16(gelu(_f16(x))),
+    "by the error function": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5)),
+}
+
+
+@pytest.mark.parametrize("other", GELUS)
+@pytest.mark.parametrize("name", ["dense", "own-v", "per-layer"])
+def test_another_gelu_shows(name, other):
+    """It moves logits little, and by more than those of the core may be off."""
+    found, expected = logits(name, having(act=staticmethod(GELUS[other])))
+    assert np.abs(found - expected).max() > 5 * TOLERANCE
 
 
 # ---- an assistant's drafts
@@ -187,6 +241,10 @@ def _unnormed(self, x, normed):
     return AssistantReference.passed_on(self, normed, x)
 
 
+def _of_target_unnormed(self, normed):
+    return normed / self.target.w["output_norm.weight"]  # but for its length, which the norm has taken
+
+
 def _moved(self, x, normed):
     self.first += 1
     return AssistantReference.passed_on(self, x, normed)
@@ -217,6 +275,8 @@ ASSISTANTS_MISTAKES: dict[str, type[AssistantReference]] = {
     "embeddings not scaled": drafting(projected=_unscaled),
     "a position that moves": drafting(passed_on=_moved),
     "a state from before the last norm": drafting(passed_on=_unnormed),
+    "the target's state from before its last norm": drafting(first_state=_of_target_unnormed),
+    "a cap": drafting(scored=lambda self, normed: 30 * np.tanh(AssistantReference.scored(self, normed) / 30)),
     "the keys of the first layers of a kind": drafting(seen=_of_first_layers),
     "a window that is longer by one": drafting(seen=_window_longer),
 }

@@ -93,7 +93,7 @@ def test_a_layers_launches_are_those_that_are_listed(
 @pytest.mark.parametrize(
     ("files", "drafts"),
     [("box", {"draft of 1", "block of 16"}), ("drafter", {"block of 5"}), ("IQ3_S", {"draft of 1"}),
-     ("assistant", {"draft of 1"})],  # fmt: skip
+     ("assistant", {"draft of 1"}), ("ordered", {"draft of 1"})],  # fmt: skip
 )
 def test_what_is_kept_of_ggml_is_listed(
     files: str, drafts: set[str], steps: Callable[..., Steps], native: Library, device: str, tmp_path: Path
@@ -105,11 +105,13 @@ def test_what_is_kept_of_ggml_is_listed(
     elif files == "drafter":
         target, drafter = tiny_dflash.files(tmp_path, tiny_dflash.CASES["yarn-own-vocabulary"])
         found = steps(target, False, drafter)
-    elif files == "assistant":
-        config, seed = tiny_gemma4.CASES["dense"]
+    elif files in ("assistant", "ordered"):
+        case, own = ("per-layer", tiny_gemma4.ORDERED) if files == "ordered" else ("dense", tiny_gemma4.ASSISTANT)
+        config, seed = tiny_gemma4.CASES[case]
         target = tiny_gemma4.write(tmp_path / "target.gguf", config, tiny_gemma4.layout(config, seed))
-        own = tiny_gemma4.layout(tiny_gemma4.ASSISTANT, tiny_gemma4.ASSISTANT_SEED)
-        found = steps(target, tiny_gemma4.write(tmp_path / "assistant.gguf", tiny_gemma4.ASSISTANT, own))
+        found = steps(target, tiny_gemma4.write(tmp_path / "assistant.gguf", own, tiny_gemma4.layout(own, 1)))
+        clusters = {name: ours["cluster_logits"] for name, (ours, _) in found.items()}
+        assert {name for name, n in clusters.items() if n} == (drafts if files == "ordered" else set())
     else:
         c = replace(CONFIG, n_layer=2, recurrent=(True, False), n_nextn=1)
         type_of, quantize = drive.type_of(files), partial(drive.quantize, native)
