@@ -47,7 +47,7 @@ def assistants(tmp_path_factory):
     fitting = {
         "dense": own,
         "experts": replace(own, window=9),
-        "per-layer": replace(own, window=11, v_is_k=False, n_head_kv_swa=1),
+        "per-layer": tiny_gemma4.ORDERED,
     }
     made = {name: tiny_gemma4.layout(c, tiny_gemma4.ASSISTANT_SEED) for name, c in fitting.items()}
     return {name: str(tiny_gemma4.write(folder / f"{name}.gguf", c, made[name])) for name, c in fitting.items()}

@@ -15,6 +15,7 @@ from unittest import mock
 import httpx
 import numpy as np
 import pytest
+import tiny_gemma4
 from depth import examples
 from drive import open_engine, open_model, prefill, read
 from hypothesis import example, given
@@ -23,6 +24,7 @@ from saved_bytes import ARITHMETIC, BUILD, changed, former
 from serving import HANG_S, Gate, serving, until
 from serving import settings as serve_settings
 
+from luce.convert.gemma4_layout import Config
 from luce.data import BOX
 from luce.errors import FileError, OutOfMemory
 from luce.files.tokenizer import Tokenizer
@@ -114,6 +116,23 @@ def test_the_same_prompt_again_reads_what_is_behind_its_last_cut_alone(opened, t
         assert read(cache, sequence, prompt + words(6, 300)) == kept
         assert read(cache, sequence, prompt[:600] + words(6, 10)) == 0  # Nothing was kept there.
         assert (cache.hits, cache.queries) == (kept * 3, 1500 * 3 + 1800 + 610)
+
+
+def test_a_prompt_branches_ahead_of_windows_that_have_passed(native, tmp_path):
+    """Of what a conversation reads on, keys behind its layers' windows go; a checkpoint keeps those of its own."""
+    config = Config(sliding=(True, True, False, True, False), window=100, v_is_k=True)
+    path = tiny_gemma4.write(tmp_path / "windows.gguf", config, tiny_gemma4.layout(config, 5))
+    begin = words(5, 600)
+    with open_model(native, path) as model, File(path, native) as file:
+        with open_engine(model, n_ctx=2048, n_sequences=2, n_checkpoints=4, n_chunk=CHUNK) as engine:
+            cache, cut = PrefixCache(engine, Tokenizer(file.kv)), engine.info.n_cut
+            with engine.sequence() as sequence:
+                assert read(cache, sequence, begin) == 0
+                assert read(cache, sequence, begin + words(6, 900)) == 600 // cut * cut
+                for prompt in (begin + words(7, 300), begin[:590] + words(8, 400)):
+                    past = read(cache, sequence, prompt)
+                    assert 590 // cut * cut == past
+                    assert sequence.dump() == cold(engine, prompt)
 
 
 def test_a_side_request_takes_no_conversation_away(opened, tokenizer, last_cut):

@@ -15,6 +15,7 @@ import drive
 import nan_model
 import numpy as np
 import pytest
+import tiny_gemma4
 from checkout import TESTS
 from nan_model import tokens_of
 from op_run import Fault, fault, leave_device, op_run, round_fault
@@ -25,6 +26,17 @@ from luce.native import Drafts, Engine, Form, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 
 PROMPT = tokens_of(30, seed=2)
+
+
+@pytest.fixture(params=["qwen35", "gemma4"])
+def model(request: pytest.FixtureRequest, native: Library, small_gguf: Path, device: str, tmp_path: Path) -> Model:
+    """A model with its head, and one with windows, layers that share cells, and its assistant."""
+    if request.param == "qwen35":
+        return drive.open_model(native, small_gguf, device, head=True)
+    (config, seed), own = tiny_gemma4.CASES["per-layer"], tiny_gemma4.ORDERED
+    target = tiny_gemma4.write(tmp_path / "target.gguf", config, tiny_gemma4.layout(config, seed))
+    assistant = tiny_gemma4.write(tmp_path / "assistant.gguf", own, tiny_gemma4.layout(own, tiny_gemma4.ORDERED_SEED))
+    return drive.open_model(native, target, device, head=assistant)
 
 
 def open_engine(model: Model) -> Engine:

@@ -13,12 +13,14 @@ import pytest
 import tiny_gemma4
 from checkout import GOLDENS
 from depth import deeper_but
+from op_run import penalise
 from tiny_gemma4 import CASES, LONG_CASES
 
 from luce.convert.gemma4_layout import Config
 from luce.errors import UnsupportedError
 from luce.native import Library
 from luce.native import Sequence as Timeline
+from luce.native.structs import Penalties, Sampling
 
 BOUND = 2e-3  # Logits with F32 weights and f32 KV may be off by so much.
 CHUNK = 256
@@ -69,6 +71,25 @@ def test_core_agrees_with_transformers(
         errors.append(np.abs(sequence.logits(0) - row).max())
     record_property("max_abs_logit_error", float(max(errors)))
     check(sequence, golden, float(max(errors)), device)
+
+
+@pytest.mark.parametrize("case", ["own-v"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=40, seed=3)], ids=["greedy", "sampled"])
+def test_penalties_and_sampling_come_behind_the_cap(
+    golden: dict[str, np.ndarray], sequence: Timeline, native: Library, device: str, sampling: Sampling
+) -> None:
+    """Of transformers' logits, which a cap of 8 bends. Ahead of it the same bias would choose another token."""
+    n, logits = len(golden["prompt"]), golden["logits"][-1]
+    best, other = np.argsort(-logits)[[0, 30]].tolist()
+    bias = Penalties(bias=((other, float(logits[best] - logits[other]) + 1),))
+    sequence.set_sampling(sampling)
+    sequence.set_penalties(bias, n)
+    drive.prefill(sequence, golden["prompt"])
+    found, prompt = sequence.choose(0), golden["prompt"].tolist()
+    assert found == native.sample(penalise(native, logits, bias, prompt, n), sampling, n)
+    inside = 8 * np.arctanh(np.clip(logits / 8, -1 + 1e-6, 1 - 1e-6)).astype(np.float32)
+    ahead = 8 * np.tanh(penalise(native, inside, bias, prompt, n) / 8)
+    assert sampling.temperature or (found == other and ahead.argmax() == best)
 
 
 @pytest.mark.parametrize("case", LONG_CASES)
