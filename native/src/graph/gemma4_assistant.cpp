@@ -213,10 +213,7 @@ void Assistant::draft(Plain &g) const {
         const Val mixed = matmul(attend_committed(q, {g.cache.kv(sources[i])}, w.shape), w.out); // {e, T}
         x = gemma4_behind_attention(x, mixed, block, layers[i].own, eps);
     }
-    Val h = luce::norm(x, norm, eps);
-    h = clusters ? own_rows(h) : h; // what looks rows of the head up reads them
-    keep_hidden(matmul(h, post)); // {E, T}
-    Val z = logits(h);
+    Val z = logits(luce::norm(x, norm, eps));
     if (const uint32_t n = g.use().n_part; n > 0) {
         z = luce::first(z, n);
     }
@@ -224,13 +221,17 @@ void Assistant::draft(Plain &g) const {
     keep_best(z);
 }
 
-// Logits {V, T} of normed states {e, T}. (transformers caps none. A file may still say a cap, which would bring those that are
-// never chosen back, and so is for heads without clusters.)
+// Returns the logits {V, T} of normed states {e, T}, and keeps what the next draft reads of these. (transformers caps none. A
+// file may still say a cap, which would bring tokens back that are never chosen, and so is for heads without clusters.)
 Val Assistant::logits(Val h) const {
     if (!clusters) {
+        keep_hidden(matmul(h, post)); // {E, T}
         return softcap(matmul(h, output), hp.logit_softcap);
     }
-    const Val best = candidates(matmul(h, clusters->centroids), nullptr, clusters->n_best);
+    h = own_rows(h); // what looks rows of the head up reads them
+    const auto [next, scores] = matmul(h, {post, clusters->centroids}); // {E, T} and {clusters, T}
+    keep_hidden(next);
+    const Val best = candidates(scores, nullptr, clusters->n_best);
     return cluster_logits(h, best, output, clusters->order, clusters->size);
 }
 

@@ -37,8 +37,9 @@
 //                        queries             attention_queries
 //                        attention           attention_packed      over the target's cells, up to the last committed one
 //                        kept rows           rowmm, SET_ROWS       which are not normed
-//                        choice              rowmm, choose         or, of an ordered vocabulary,
-//                                            RMS_NORM, MUL, rowmm, candidates, cluster_logits, choose
+//                        choice              rowmm, choose
+//   of an ordered vocabulary, whose          RMS_NORM, MUL         rows that rows of the head are multiplied by
+//   centroids are in the rowmm above         candidates, cluster_logits, choose
 //   a block (DFlash) of DFlash2 has    block_conv, ADD       around attention and FFN, whose input and output are rows
 //                        and at its end      candidates, lattice   of which it drafts
 //   and of DSpark for each draft             prior_tokens, GET_ROWS, CONT, rowmm_add, choose
