@@ -158,6 +158,19 @@ std::optional<Clusters> read_clusters(WeightReader &r, int64_t e, int64_t V) {
     return c;
 }
 
+// E_UNSUPPORTED where no kernel looks rows of the head up.
+void check_head([[maybe_unused]] const Model &model, [[maybe_unused]] const GgufFile &file,
+                [[maybe_unused]] const ggml_tensor *head) {
+#ifdef LUCE_USE_CUDA
+    if (model.gpu() && !nextn_has_table(head->type)) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: tensor %s has type %s: luce has no ordered vocabularies of that on a GPU: take a file in "
+             "another type, or device \"cpu\"",
+             file.path().c_str(), head->name, type_name(head->type));
+    }
+#endif
+}
+
 std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, const HParams &trunk,
                                         const Weights &target) {
     const Pair pair = {file, model};
@@ -189,6 +202,9 @@ std::shared_ptr<Drafter> read_assistant(Model &model, const GgufFile &file, cons
     a.clusters = read_clusters(r, e, V);
     const char *head = r.has("output.weight") ? "output.weight" : "token_embd.weight";
     a.output = a.clusters ? r.table(head, e, V) : r.matrix(head, e, V);
+    if (a.clusters) {
+        check_head(model, file, a.output);
+    }
     for (uint32_t il = 0; il < a.hp.n_layer; il++) {
         const AttentionShape &shape = std::get<AttentionShape>(a.hp.mixers[il]);
         a.sources.push_back(find_source(pair, target, shape));
