@@ -75,4 +75,9 @@ void check_attention_block(bool all) {
     }
     check_block({8, 1, 256, 1, 1, 40, 5.0f, false}, {70}, 5);
     check_block({1, 1, 64, 8, 0, 0, 0, false}, {1100}, 2);
+    for (const int type : {0, 1, 2, 8}) {
+        check_block({6, 2, 64, type, 0, 0, 0, false, true}, {70, 0}, 3);
+    }
+    check_block({8, 1, 128, 1, 1, 40, 5.0f, false, true}, {all ? 1100 : 70}, 5);
+    check_block({4, 4, 256, 0, 0, 9, 0, false, true}, {300, 1}, 4);
 }

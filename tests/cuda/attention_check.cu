@@ -3,6 +3,18 @@
 
 using namespace attention_test;
 
+// Sinks, where rows have few chunks and many, with a window, in company, with and without gates, and of rows that see nothing.
+static void check_sinks(int type) {
+    check_case({4, 2, 64, type, 0, 0, 0, false, true}, {{255, 2}, {chain(7), any_tree(3)}, false, 7, 2},
+               "few chunks");
+    check_case({2, 1, 128, type, 1, 0, 3.0f, true, true}, {{2500}, {chain(2)}, false, 2, 1}, "many chunks");
+    check_case({6, 1, 256, type, 0, 9, 0, false, true}, {{300, 0}, {chain(4), chain(2)}, true, 0, 2},
+               "a window");
+    check_case({6, 1, 256, type, 0, 9, 0, false, true}, {{300, 0}, {chain(4), chain(2)}, false, 4, 0},
+               "a window");
+    check_committed({4, 2, 64, type, 0, 33, 0, false, true}, {300, 0, 1}, {1, 2, 3}, "company");
+}
+
 // Any number of query heads over a KV head, among them more than a unit takes.
 void check_attention_f32() {
     for (const KvShape &s :
@@ -13,6 +25,7 @@ void check_attention_f32() {
         check_case(s, {{40, 30}, {{}, {}}, false, 0}, "sequences without rows");
     }
     check_committed({4, 2, 64, 0, 0, 33, 0, false}, {300, 0, 1, 33}, {1, 2, 3, 5}, "company");
+    check_sinks(0);
     expect(cuda::attention_plan({}, nullptr, stream) == 0 && cuda::attention({}, stream) == 0,
            "attention of a step without rows");
 }
@@ -35,7 +48,8 @@ static void check_each_kernel() {
     }
     check_case({12, 2, 128, 1, 1, 250, 5.0f}, {{600, 400}, {any_tree(12), chain(3)}, false, 1, decoded},
                "a window");
-    check_case({8, 1, 512, 1, 0, 250, 0, false}, {{600, 400}, {any_tree(12), chain(3)}, true, 0, decoded}, "a window");
+    check_case({8, 1, 512, 1, 0, 250, 0, false}, {{600, 400}, {any_tree(12), chain(3)}, true, 0, decoded},
+               "a window");
     // Blocks take units one by one here.
     for (int type : {1, 8}) {
         check_case({6, 1, 256, type}, {{2300}, {chain(1)}, false, 1, watched() ? 1 : MAX_ROWS},
@@ -65,6 +79,9 @@ void check_attention_units(bool all) {
         check_attention_f32();
         check_many_sequences();
     }
+    for (int type : {1, 2, 8}) {
+        check_sinks(type);
+    }
 }
 
 // Tensor cores, where they are emulated: one context of each type of cells and size of heads, of few pairs and of many.
@@ -75,12 +92,17 @@ void check_attention_tiles() {
             check_case({8, 2, D, type}, {{140 + pick(60)}, {any_tree(5)}, false, 2, 2}, "tiles");
         }
     }
-    check_case({16, 1, 512, 1, 0, 70, 0, false}, {{150, 30}, {random_tree(5, 3, true), chain(1)}, true, 0, 2}, "a window");
-    check_case({4, 1, 512, 0, 0, 70, 0, false}, {{150, 30}, {random_tree(5, 3, true), chain(1)}, true, 0, 2}, "a window");
+    check_case({16, 1, 512, 1, 0, 70, 0, false}, {{150, 30}, {random_tree(5, 3, true), chain(1)}, true, 0, 2},
+               "a window");
+    check_case({4, 1, 512, 0, 0, 70, 0, false}, {{150, 30}, {random_tree(5, 3, true), chain(1)}, true, 0, 2},
+               "a window");
     check_case({32, 2, 512, 1}, {{20}, {chain(1)}, false, 1, 1}, "more heads than a group has");
     for (int type : {0, 1, 8}) {
         check_committed({8, 2, 256, type, 0, 70, 0, false}, {128 + pick(60), 20}, {1, 2}, "a window");
         check_committed({8, 1, 512, type, 0, 0, 0, false}, {128 + pick(2), 1}, {3, 1}, "all");
+    }
+    for (int type : {1, 2, 8}) {
+        check_sinks(type);
     }
 }
 

@@ -23,6 +23,7 @@ inline Inputs rows_of(const KvShape &s, const Inputs &in, int first, int n) {
 }
 
 inline std::string name_of(const KvShape &s) {
-    return "type " + std::to_string(s.type) + " H " + std::to_string(s.H) + "/" + std::to_string(s.Hkv) + " D " +
-           std::to_string(s.D) + " first " + std::to_string(s.first) + " window " + std::to_string(s.window) + " ";
+    return "type " + std::to_string(s.type) + " H " + std::to_string(s.H) + "/" + std::to_string(s.Hkv) +
+           " D " + std::to_string(s.D) + " first " + std::to_string(s.first) + " window " +
+           std::to_string(s.window) + (s.sinks ? " sinks " : " ");
 }

@@ -14,7 +14,10 @@ struct KvShape {
     int first = 0, window = 0;
     float softcap = 0;
     bool gated = true;
+    bool sinks = false;
 
+    // A sink of each head, from far below scores to far above.
+    float sink(int head) const { return H == 1 ? 1.5f : -6 + 14.0f * float(head) / float(H - 1); }
     int width() const { return Hkv * D; }
     size_t cell_bytes() const {
         const int blocks = width() / 32;
@@ -81,7 +84,8 @@ inline std::vector<double> read_cell(const KvShape &s, const uint8_t *cell) {
 // Computes one row's output {H, D} over the cells that it sees, in any order. q is {H, D}, and gate is {H, D}
 // or null.
 inline std::vector<double> attend_row(const KvShape &s, const float *q, const float *gate, int64_t gate_head,
-                                      const std::vector<const uint8_t *> &k, const std::vector<const uint8_t *> &v) {
+                                      const std::vector<const uint8_t *> &k,
+                                      const std::vector<const uint8_t *> &v) {
     std::vector<double> out(size_t(s.H) * s.D), score(k.size() * s.H);
     const double scale = 1 / std::sqrt(double(s.D));
     for (size_t n = 0; n < k.size(); n++) {
@@ -99,6 +103,10 @@ inline std::vector<double> attend_row(const KvShape &s, const float *q, const fl
     std::vector<double> most(s.H, -INFINITY), sum(s.H);
     for (size_t i = 0; i < score.size(); i++) {
         most[i % s.H] = std::fmax(most[i % s.H], score[i]);
+    }
+    for (int h = 0; s.sinks && h < s.H; h++) {
+        most[h] = std::fmax(most[h], double(s.sink(h)));
+        sum[h] = std::exp(s.sink(h) - most[h]);
     }
     for (size_t n = 0; n < v.size(); n++) {
         const std::vector<double> value = read_cell(s, v[n]);

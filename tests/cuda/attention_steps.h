@@ -28,15 +28,23 @@ struct Kv {
     int n_pages;
     Ints free;
     Device<uint8_t> k, v;
+    Device<float> sinks; // [H], or nothing
     Device<StepCtl> ctl{1};
 
     Kv(const KvShape &shape, int pages)
         : s(shape), n_pages(pages), k(size_t(pages) * PAGE * shape.cell_bytes()),
-          v(size_t(pages) * PAGE * shape.cell_bytes()) {
+          v(size_t(pages) * PAGE * shape.cell_bytes()), sinks(sinks_of(shape)) {
         for (int i = 0; i < pages; i++) {
             free.push_back(i);
         }
         std::shuffle(free.begin(), free.end(), rng);
+    }
+    static Floats sinks_of(const KvShape &s) {
+        Floats found;
+        for (int h = 0; s.sinks && h < s.H; h++) {
+            found.push_back(s.sink(h));
+        }
+        return found;
     }
     KvPool pool() const { return {k.p, v.p, s.type, s.Hkv, s.D}; }
 
@@ -63,7 +71,8 @@ struct Kv {
             std::copy(w.pending.begin(), w.pending.end(), seq.pending);
             for (int page = 0; page < int(w.context->pages.size()); page++) {
                 // A page behind the window has gone: where it was there is nothing to be read.
-                const bool gone = s.window > 0 && (page + 1) * PAGE <= w.context->n - s.window + 1 - int(w.pending.size());
+                const bool gone =
+                    s.window > 0 && (page + 1) * PAGE <= w.context->n - s.window + 1 - int(w.pending.size());
                 table.push_back(gone ? -(1 << 20) : w.context->pages[size_t(page)]);
             }
             for (size_t r = 0; r < w.parents.size(); r++) {
@@ -103,6 +112,7 @@ struct Kv {
         a.gate_head = 2 * s.D;
         a.ctl = ctl.p;
         a.pages = table.p;
+        a.sinks = s.sinks ? sinks.p : nullptr;
         return a;
     }
 
@@ -256,8 +266,9 @@ inline void compare_row(const KvShape &s, const Context &c, const Ints &parents,
         v.push_back(&own_v[at]);
     }
     const size_t q = size_t(s.H) * s.D;
-    compare_outputs(s, attend_row(s, &in.q[row * q], s.gated ? &in.gate[2 * row * q + s.D] : nullptr, 2 * s.D, k, v), got,
-                    name_of(s) + what + " row " + std::to_string(row));
+    compare_outputs(
+        s, attend_row(s, &in.q[row * q], s.gated ? &in.gate[2 * row * q + s.D] : nullptr, 2 * s.D, k, v), got,
+        name_of(s) + what + " row " + std::to_string(row));
 }
 
 // Runs the first rows again as plain decoding does: in depth-first order, a step a row, in the cell of its depth.
@@ -403,11 +414,14 @@ inline void check_committed(const KvShape &s, const Ints &past, const Ints &rows
         for (int r = 0; r < rows[i]; r++, row++) {
             const std::string name = name_of(s) + what + ": committed positions, row " + std::to_string(row);
             if (k.empty()) {
-                expect(std::all_of(&got[row * q], &got[row * q] + q, [](float x) { return x == 0; }), name + " sees some");
+                expect(std::all_of(&got[row * q], &got[row * q] + q, [](float x) { return x == 0; }),
+                       name + " sees some");
                 continue;
             }
-            compare_outputs(s, attend_row(s, &in.q[row * q], s.gated ? &in.gate[2 * row * q + s.D] : nullptr, 2 * s.D, k, v),
-                            &got[row * q], name);
+            compare_outputs(
+                s,
+                attend_row(s, &in.q[row * q], s.gated ? &in.gate[2 * row * q + s.D] : nullptr, 2 * s.D, k, v),
+                &got[row * q], name);
             // It is attention of a row whose K and V are the last committed ones.
             Context shorter = c;
             shorter.n--;

@@ -6,6 +6,7 @@ launches.txt replaces the one here."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_copies_spare_prompts_what_writes_matrices_out(lists: Path) -> None:
             assert lines == without[step]
         else:
             assert 0 < reads < unpacked[step]
+
+
+def test_each_layer_of_a_drafter_attends_with_its_own_sinks(lists: Path) -> None:
+    blocks = [lines for step, lines in steps(lists, "small-dspark-sinks").items() if step.startswith("block")]
+    for lines in blocks:
+        found = [re.findall(r" (?:block|sinks)=(\S+)", line) for line in lines if line.startswith("    attention pool=")]
+        assert found == [["0", "blk.0.attn_sinks.weight"], ["1", "blk.1.attn_sinks.weight"]]
+    assert len(blocks) == 4
 
 
 @pytest.mark.parametrize("name", recorder.CASES)

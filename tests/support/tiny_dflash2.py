@@ -79,9 +79,6 @@ CASES: dict[str, More] = {
                            block_size=8, causal=(True,), window=9, sliding=(True, False), softcap=4.0), 36,
              ("token_embd.weight", "output.weight", "d2t")),
         rank=32, markov=True, from_anchor=False, confidence=True),
-}  # fmt: skip
-# No GPU runs these.
-CPU_CASES: dict[str, More] = {
     "dspark-sinks": More(
         base=Case(WIDE, drafter(WIDE, n_layer=3, n_head=6, n_head_kv=2, target_layer_ids=(1, 2, 4), block_size=7,
                            causal=(True, False, False), window=9, sliding=(True, True, False)), 37),

@@ -157,9 +157,8 @@ AttentionParams params_of(const AttentionArgs &args, const DeviceLimits &device)
     a.groups = heads.groups;
     a.groups_of_head = heads.of_head;
     a.per_G = (65536 + a.G - 1) / a.G;
-    const float log2e = 1.44269504f;
-    a.score_scale = args.softcap > 0 ? args.scale / args.softcap : args.scale * log2e;
-    a.score_cap = args.softcap * log2e;
+    a.score_scale = args.softcap > 0 ? args.scale / args.softcap : args.scale * LOG2E;
+    a.score_cap = args.softcap * LOG2E;
     a.workers = attention_workers(device);
     return a;
 }

@@ -1,7 +1,7 @@
 // Computes attention of a DFlash block, where the rows of a sequence all see each other and the context
 // before them. Each sequence's keys are cut into SPLITS parts of whole tiles, which depend on its own length
 // alone. A block of threads takes one part for one KV head, and a warp takes some of the (row, head) pairs
-// that share it. A second kernel adds the parts up in order. A draft decides no token, so this is plain F32,
+// that share it. A second kernel adds the head's sink and the parts up in order. A draft decides no token, so this is plain F32,
 // and made to be short.
 #include "attention/chunks.h"
 #include "attention/kv_types.cuh"
@@ -174,12 +174,13 @@ __global__ void combine_kernel(AttentionArgs a) {
         out[d] = 0;
         return;
     }
-    float most = -INFINITY;
+    const float sink = a.sinks != nullptr ? a.sinks[head] : -INFINITY; // -INFINITY adds 0 to the sum
+    float most = sink;
     for (int split = 0; split < SPLITS; split++) {
         most = fmaxf(most, part_of(a, row, head, split)[0]);
     }
     const float base = most == -INFINITY ? 0.0f : most;
-    float sum = 0, x = 0;
+    float sum = expf(sink - base), x = 0;
     for (int split = 0; split < SPLITS; split++) {
         const float *part = part_of(a, row, head, split), scale = expf(part[0] - base);
         sum = fmaf(part[1], scale, sum);

@@ -1,7 +1,7 @@
-// Adds up attention's partial results (attention/partials.h) in the order of chunks, applies the gate, and leaves the values
-// or packs them as the product with the output's weights takes them, which spares a kernel. A warp has 256 neighbouring
-// values of a row, of one head or several, and a lane has 8. A few chunks are added one after the other, by one warp
-// without a barrier.
+// Adds up attention's partial results (attention/partials.h) in the order of chunks and then the head's sink, applies the gate,
+// and leaves the values or packs them as the product with the output's weights takes them, which spares a kernel. A warp has 256
+// neighbouring values of a row, of one head or several, and a lane has 8. A few chunks are added one after the other, by one
+// warp without a barrier.
 // Many chunks are in GROUPS groups, of every GROUPS-th chunk each, which warps share, and the groups' sums are added in
 // order. A row's position decides how many chunks it has.
 #include "attention/chunks.h"
@@ -104,6 +104,14 @@ struct Sum {
         for (int i = 0; i < OWN; i++) {
             v[i] = fmaf(x[i], w, v[i]);
         }
+    }
+    // Adds a score without a value.
+    __device__ void add_sink(float score) {
+        const float before = most;
+        most = fmaxf(most, score);
+        const float origin = most == -INFINITY ? 0.0f : most;
+        scale(exp2f(before - origin));
+        weight += exp2f(score - origin);
     }
     // Adds chunks c, c + step .. last, whose first results are at `sums` and at value OWN * first of `means`. The means of a lane
     // that `owns` them are not read again, so its octet's first lane discards their line: else L2 would write it to memory for
@@ -219,6 +227,9 @@ __global__ void __launch_bounds__(GROUPS *WARP, BLOCKS)
         sum = groups.total(lane);
     }
     Means::order(sum.v, lane);
+    if (a.sinks != nullptr) {
+        sum.add_sink(a.sinks[head] * LOG2E);
+    }
     const float scale = sum.weight == 0 ? 0.0f : 1.0f / sum.weight;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {

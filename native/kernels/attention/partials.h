@@ -8,6 +8,8 @@
 
 namespace luce {
 
+constexpr float LOG2E = 1.44269504f;
+
 // A chunk's partial result for a row and a head is the mean of V by weight, and what it takes to add chunks' means up. The
 // means are F16, as V is where it is multiplied, which halves what is written and read; those of F32 cells are F32. F16 means
 // lie as the tensor cores' results do, so that a thread stores 16 bytes at once: of 32 columns, which are four tiles of 8, the

@@ -357,7 +357,7 @@ struct AttentionArgs {
     // So many layers of the step have taken the plan before this one, fewer than PLAN_LAYERS. A plan serves one launch for each
     // number: a second one would find that all units were taken.
     int32_t layer;
-    // Null, or [H] of each head a score without a value, which takes its part of the softmax. No CUDA kernel has it.
+    // Null, or [H] of each head a score without a value, which takes its part of the softmax.
     const float *sinks;
     // It is 1 where rows see committed positions alone, and nothing of their step: each sees what a row at n_past sees of
     // these, whatever its own position is. (On CUDA a window has 2 positions or more then.)

@@ -447,10 +447,6 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
     for (uint32_t il = 0; il < n_layer; il++) {
         d->layers.push_back(read_layer(r, shape, E, FF, il));
         const std::string prefix = "blk." + std::to_string(il);
-        if (d->layers.back().attention.sinks != nullptr && model.gpu()) {
-            f.refuse("tensor " + prefix + ".attn_sinks.weight: luce has no attention sinks on a GPU yet: " +
-                     "device \"cpu\" runs the drafter; else take one without them");
-        }
         d->layers.back().attn_conv = read_conv(r, prefix + ".attn", E, taps, group);
         d->layers.back().ffn_conv = read_conv(r, prefix + ".ffn", E, taps, group);
         d->layers.back().causal = causal[il];

@@ -73,9 +73,6 @@ template <class Row, class A> void attends(Row &op, A &a) {
     op.params(FIELD(first), FIELD(window), FIELD(max_pages), FIELD(scale), FIELD(softcap));
     op.lacks([](const auto &args) {
         const bool gpu = args.max_pages > 0;
-        if (gpu && args.sinks != nullptr) {
-            return std::string("no kernel has attention sinks");
-        }
         if (gpu && args.committed != 0 && args.window == 1) {
             return std::string("no kernel has rows that see nothing, by a window of 1");
         }

@@ -14,7 +14,7 @@ import pytest
 import tiny
 import tiny_dflash2
 from depth import deeper, deeper_but
-from tiny_dflash2 import CPU_CASES, More
+from tiny_dflash2 import CASES, More
 
 from luce.decode.engine import Engine
 from luce.decode.events import Finished, Warned
@@ -32,7 +32,6 @@ SAMPLINGS = {
     "hot": Sampling(temperature=1.3, min_p=0.02, seed=2),
 }
 N = 40  # So many tokens are decoded.
-CASES = tiny_dflash2.CASES | CPU_CASES
 
 
 def tokens_of(n: int, seed: int = 1) -> list[int]:
@@ -61,8 +60,7 @@ def opened(native: Library, device: str, tmp_path: Path) -> Opened:
             case, made = tiny_dflash2.remembering(room, text)
         target = tiny.write(tmp_path / f"{name}.gguf", case.base.target, tiny.layout(case.base.target, case.base.seed))
         drafter = tiny_dflash2.write(tmp_path / f"{name}-{len(text)}.gguf", case, made)
-        where = "cpu" if name in CPU_CASES else device
-        return Pair(drive.open_model(native, target, where, head=True, drafter=drafter), case)
+        return Pair(drive.open_model(native, target, device, head=True, drafter=drafter), case)
 
     return open_
 

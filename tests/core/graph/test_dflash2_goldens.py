@@ -12,7 +12,7 @@ import pytest
 import tiny_dflash2
 from checkout import GOLDENS
 from core.graph.test_dflash_goldens import context_of, error, full
-from tiny_dflash2 import CASES, CPU_CASES
+from tiny_dflash2 import CASES
 
 from luce.native import Form, Library, Source
 from luce.native import Sequence as Timeline
@@ -57,12 +57,11 @@ def both_priors(golden: Mapping[str, np.ndarray], ids: np.ndarray, row: int) -> 
     return [(above.index(token), expected.index(token)) for token in above if token in expected]
 
 
-@pytest.mark.parametrize("name", [*CASES, *CPU_CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_blocks_lists_and_drafts_are_those_of_the_equations(
     name: str, native: Library, device: str, tmp_path: Path
 ) -> None:
-    golden, case = dict(np.load(GOLDENS / f"{name}.npz")), (CASES | CPU_CASES)[name]
-    device = "cpu" if name in CPU_CASES else device
+    golden, case = dict(np.load(GOLDENS / f"{name}.npz")), CASES[name]
     c, n, k = case.base.drafter, case.n_draft, case.candidates
     target, drafter = tiny_dflash2.files(tmp_path, case)
     model = drive.open_model(native, target, device, drafter=drafter)
@@ -95,15 +94,15 @@ def test_blocks_lists_and_drafts_are_those_of_the_equations(
         assert error(scores[there], golden["scores"][there]) <= CPU_BOUND
 
 
-def test_sinks_take_their_part_in_each_layer(native: Library, tmp_path: Path) -> None:
+def test_sinks_take_their_part_in_each_layer(native: Library, device: str, tmp_path: Path) -> None:
     """With those of one layer far below all scores, drafts are others by far than the golden's."""
-    golden, case = dict(np.load(GOLDENS / "dspark-sinks.npz")), CPU_CASES["dspark-sinks"]
+    golden, case = dict(np.load(GOLDENS / "dspark-sinks.npz")), CASES["dspark-sinks"]
     target, _ = tiny_dflash2.files(tmp_path, case)
     for layer in range(case.base.drafter.n_layer):
         weights = tiny_dflash2.weights(case)
         weights[f"blk.{layer}.attn_sinks.weight"][:] = -1e9
         path = tiny_dflash2.write(tmp_path / f"{layer}.gguf", case, weights)
-        sequence = drive.open_sequence(drive.open_model(native, target, drafter=path), n_ctx=128, blocks=1, n_top=1)
+        sequence = drive.open_sequence(drive.open_model(native, target, device, drafter=path), n_ctx=128, blocks=1, n_top=1)
         drive.prefill(sequence, golden["prompt"].tolist())
         drive.draft(sequence, int(golden["anchor"]), case.n_draft, Source.DFLASH)
         logits = np.stack([sequence.logits(row) for row in range(case.n_draft)])
@@ -159,13 +158,13 @@ def test_cases_differ_where_it_matters() -> None:
         assert (golden["path"] != golden["candidates"][:, 0]).any()
 
 
-@pytest.mark.parametrize("name", [*CASES, *CPU_CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_goldens_are_what_torch_computes(name: str) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     import make_dflash2_goldens
 
-    made, golden = make_dflash2_goldens.of_case((CASES | CPU_CASES)[name]), dict(np.load(GOLDENS / f"{name}.npz"))
+    made, golden = make_dflash2_goldens.of_case(CASES[name]), dict(np.load(GOLDENS / f"{name}.npz"))
     assert made.keys() == golden.keys()
     for key, value in golden.items():
         assert np.allclose(made[key], value, atol=1e-4), key

@@ -75,7 +75,7 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     gated: bool = True
-    sinks: bool = False  # These are for a CPU alone.
+    sinks: bool = False
 
 
 SHAPES = [
@@ -130,7 +130,7 @@ class Pool:
     """This is the KV of one layer, driven through op_run. What no sequence has written is NaN."""
 
     def __init__(self, native: Library, device: str, s: Shape, n_pages: int, seed: int):
-        self.native, self.device, self.s = native, "cpu" if s.sinks else device, s
+        self.native, self.device, self.s = native, device, s
         # From far below scores to far above.
         self.sinks = np.linspace(-6, 8, s.h).astype(np.float32) if s.sinks else None
         self.rng = np.random.default_rng(seed)
@@ -180,7 +180,7 @@ class Pool:
         """Returns (T, H, D)."""
         s, t = self.s, len(rows.q)
         max_pages = max(1, len(pages))
-        params = (s.first, s.window, 0 if s.sinks else max_pages, bits(s.d**-0.5), bits(s.softcap))
+        params = (s.first, s.window, max_pages, bits(s.d**-0.5), bits(s.softcap))
         n = t * s.h * s.d
         chunks = chunk_at(max_pages * PAGE - 1) + 1
         args = [rows.q, rows.gate if s.gated else None, self.k, self.v, ctl, pages, self.sinks]

@@ -140,6 +140,11 @@ CASES: dict[str, Case] = {
         SMALL, all_of("Q8_0"), drafter_own=("token_embd.weight", "output.weight", "d2t"),
         drafter=replace(DRAFTER_OF_SMALL, block_size=7, n_vocab_draft=256),
         more=tiny_dflash2.Parts(rank=256, markov=True), options={"top": 8}),
+    # A causal layer's block has the kernels of a step's attention, and the other's those of blocks.
+    "small-dspark-sinks": Case(
+        SMALL, all_of("Q8_0", {"attn_sinks": "F32"}),
+        drafter=replace(DRAFTER_OF_SMALL, block_size=7, causal=(True, False), sliding=(True, False), window=64),
+        more=tiny_dflash2.Parts(rank=256, markov=True, sinks=True)),
     # The head looks its embeddings up in a table of F32, whose rows count in bytes as those of any type.
     "small-f32-table": Case(SMALL, all_of("F32"), options={"head": 1}),
     "small-heads": Case(
