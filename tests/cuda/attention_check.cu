@@ -101,9 +101,7 @@ void check_attention_tiles() {
         check_committed({8, 2, 256, type, 0, 70, 0, false}, {128 + pick(60), 20}, {1, 2}, "a window");
         check_committed({8, 1, 512, type, 0, 0, 0, false}, {128 + pick(2), 1}, {3, 1}, "all");
     }
-    for (int type : {1, 2, 8}) {
-        check_sinks(type);
-    }
+    check_sinks(1); // means of packed cells are as those of F16
 }
 
 void check_attention(bool all) {

@@ -63,7 +63,8 @@ def test_copies_spare_prompts_what_writes_matrices_out(lists: Path) -> None:
 def test_each_layer_of_a_drafter_attends_with_its_own_sinks(lists: Path) -> None:
     blocks = [lines for step, lines in steps(lists, "small-dspark-sinks").items() if step.startswith("block")]
     for lines in blocks:
-        found = [re.findall(r" (?:block|sinks)=(\S+)", line) for line in lines if line.startswith("    attention pool=")]
+        attends = [line for line in lines if re.match(r"    (block_)?attention pool=", line)]
+        found = [re.findall(r" (?:block|sinks)=(\S+)", line) for line in attends]
         assert found == [["0", "blk.0.attn_sinks.weight"], ["1", "blk.1.attn_sinks.weight"]]
     assert len(blocks) == 4
 

@@ -1,8 +1,8 @@
 // Computes attention of a DFlash block, where the rows of a sequence all see each other and the context
 // before them. Each sequence's keys are cut into SPLITS parts of whole tiles, which depend on its own length
 // alone. A block of threads takes one part for one KV head, and a warp takes some of the (row, head) pairs
-// that share it. A second kernel adds the head's sink and the parts up in order. A draft decides no token, so this is plain F32,
-// and made to be short.
+// that share it. A second kernel adds the head's sink and the parts up in order. A draft decides no token,
+// so this is plain F32, and made to be short.
 #include "attention/chunks.h"
 #include "attention/kv_types.cuh"
 #include "attention/launch_plan.h"

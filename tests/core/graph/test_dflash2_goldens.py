@@ -102,7 +102,8 @@ def test_sinks_take_their_part_in_each_layer(native: Library, device: str, tmp_p
         weights = tiny_dflash2.weights(case)
         weights[f"blk.{layer}.attn_sinks.weight"][:] = -1e9
         path = tiny_dflash2.write(tmp_path / f"{layer}.gguf", case, weights)
-        sequence = drive.open_sequence(drive.open_model(native, target, device, drafter=path), n_ctx=128, blocks=1, n_top=1)
+        model = drive.open_model(native, target, device, drafter=path)
+        sequence = drive.open_sequence(model, n_ctx=128, blocks=1, n_top=1)
         drive.prefill(sequence, golden["prompt"].tolist())
         drive.draft(sequence, int(golden["anchor"]), case.n_draft, Source.DFLASH)
         logits = np.stack([sequence.logits(row) for row in range(case.n_draft)])
