@@ -1,6 +1,7 @@
 // Compares topk with a sort on the host: the ids exactly, ties and ends of lists included, and scores to
 // rounding.
 #include "harness.h"
+#include "sampling/launch_plan.h"
 
 #include <numeric>
 
@@ -75,9 +76,51 @@ void check(int64_t n, int T, int k) {
     }
 }
 
+// Counts what is left of a row's parts by their bound, of which the best are selected by comparing each with each.
+size_t left_of(int64_t n, int k) {
+    const Floats x = normals(size_t(n), 3.0f);
+    std::vector<Floats> parts;
+    Floats heads;
+    const TopkBound bound = topk_bound(int((n + TOPK_PART - 1) / TOPK_PART), k);
+    for (int64_t begin = 0; begin < n; begin += TOPK_PART) {
+        Floats part(&x[size_t(begin)], &x[size_t(begin)] + std::min<int64_t>(TOPK_PART, n - begin));
+        std::sort(part.begin(), part.end(), std::greater<float>());
+        part.resize(std::min(part.size(), size_t(k)));
+        heads.push_back(bound.deep <= int(part.size()) ? part[size_t(bound.deep) - 1] : -INFINITY);
+        parts.push_back(part);
+    }
+    std::sort(heads.begin(), heads.end(), std::greater<float>());
+    size_t left = 0;
+    for (const Floats &part : parts) {
+        left += size_t(std::count_if(part.begin(), part.end(),
+                                     [&](float each) { return each >= heads[size_t(bound.rank) - 1]; }));
+    }
+    return left;
+}
+
+void check_bound() {
+    for (int parts = 1; parts <= TOPK_PARTS; parts++) {
+        for (int k = 1; k <= TOPK_MAX; k++) {
+            const TopkBound b = topk_bound(parts, k);
+            expect(b.deep >= 1 && b.deep <= k && b.rank >= 1 && b.rank <= parts && b.deep * b.rank >= k,
+                   "topk has no bound of " + std::to_string(k) + " in " + std::to_string(parts) + " parts");
+        }
+    }
+    // The vocabulary of Qwen has 61 parts, fewer than the candidates that are kept of each draft of auto.
+    for (int64_t n : {50'000, 151'936, 248'320, 262'144}) {
+        for (int k : {1, 22, 61, 62, 63}) {
+            const size_t left = left_of(n, k);
+            expect(left >= size_t(k) && left <= size_t(5 * k + 16), "topk of " + std::to_string(n) +
+                                                                        " compares " + std::to_string(left) +
+                                                                        " for " + std::to_string(k));
+        }
+    }
+}
+
 } // namespace
 
 void check_topk(bool all) {
+    check_bound();
     if (watched()) { // a list's rounds keep a tool busy, however many rows there are
         check(4097, 1, 63);
         check(4097, 6, 1);
@@ -107,7 +150,7 @@ void time_topk() {
     }
     Device<StepCtl> control(std::vector<StepCtl>{ctl});
     Device<int32_t> lists(15 * 2 * TOPK_MAX), scratch(size_t(15) * topk_scratch(TOPK_MAX));
-    const int cases[][2] = {{1, 4}, {1, 8}, {15, 8}, {15, 22}, {15, 63}};
+    const int cases[][2] = {{1, 4}, {1, 8}, {1, 63}, {15, 8}, {15, 22}, {15, 63}};
     for (const auto &each : cases) {
         const int T = each[0], k = each[1];
         const double us = median_us(

@@ -25,6 +25,16 @@ inline LaunchPlan plan_topk_pick(int T) {
     return {T, 1, 1, TOPK_PICK_THREADS, 0};
 }
 
+// Where each part has its k best in order, take of each the `deep`-th, and of these the `rank`-th largest: deep * rank >= k
+// keys are at least as large, so none below it is among the best k. There may be fewer parts than k.
+struct TopkBound {
+    int deep, rank;
+};
+LUCE_BOTH TopkBound topk_bound(int parts, int k) {
+    const int deep = (k + parts - 1) / parts;
+    return {deep, (k + deep - 1) / deep};
+}
+
 constexpr int BLOCK_CONV_THREADS = 256, LATTICE_THREADS = 1024;
 
 inline LaunchPlan plan_block_conv(int T, int E) {
