@@ -120,7 +120,8 @@ def theirs(args: argparse.Namespace, device: str, split: str | None) -> Figures:
         )
         found["decoding"] = [{"mode": "plain", "tok_per_s": five_digits(plain)}]
         batched = llamacpp.llama_batched_bench(
-            args.bin / llamacpp.BATCHED, args.model, PROMPT_TOKENS, args.n_gen, args.counts, args.threads, device, *options
+            args.bin / llamacpp.BATCHED, args.model, PROMPT_TOKENS, args.n_gen, args.counts, args.threads, device,
+            *options,
         )  # fmt: skip
         found["together"] = [
             {"mode": "plain", "sequences": n, "tok_per_s": five_digits(v)} for n, v in batched.items()

@@ -269,7 +269,8 @@ bool Checkpoint::finish_copying() {
     try {
         copying_.get();
         return true;
-    } catch (const std::exception &) { // the host has no memory, or a device has failed, which its next step tells
+    } catch (
+        const std::exception &) { // the host has no memory, or a device has failed, which its next step tells
         return false;
     }
 }
@@ -286,7 +287,8 @@ void Checkpoint::let_steps_wait() const {
 
 void Checkpoint::close() {
     const bool begun = finish_copying(); // what copies reads what is given back here
-    if (begun && engine_->model().gpu() && (leaving_ || arriving_)) { // nobody waits for the copy here: the engine's next step comes after it
+    if (begun && engine_->model().gpu() &&
+        (leaving_ || arriving_)) { // nobody waits for the copy here: the engine's next step comes after it
         let_steps_wait();
         engine_->step().keep(host_);
     }

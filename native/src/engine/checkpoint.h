@@ -57,7 +57,8 @@ private:
     void release_device();
     void begin_beside_steps() const; // the copies' streams wait for where the steps' are now
     void end_beside_steps() const; // events_ are there on the copies' streams
-    bool finish_copying(); // it waits until a copy to the host has been enqueued, or made on a CPU, and says whether it was
+    bool
+    finish_copying(); // it waits until a copy to the host has been enqueued, or made on a CPU, and says whether it was
     void let_steps_wait() const;
     HostMemory host_memory() const;
     void read(uint64_t begin, uint64_t n, uint8_t *to) const; // it copies n bytes of the body
@@ -71,7 +72,8 @@ private:
     HostMemory host_;
     bool leaving_ = false, arriving_ = false; // a copy is on its way
     std::vector<Event> events_; // by stage: they mark the copy's end there, and are null on the CPU
-    std::future<void> copying_; // of one that leaves: on a CPU it copies, for a GPU it pins host memory and enqueues copies
+    std::future<void>
+        copying_; // of one that leaves: on a CPU it copies, for a GPU it pins host memory and enqueues copies
 };
 
 // Writes the committed state of a sequence as bytes, in the form of a checkpoint, and returns their number.

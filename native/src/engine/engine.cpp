@@ -91,7 +91,7 @@ uint32_t usual_chunk(const Model &model) {
     if (!model.gpu()) {
         return 512;
     }
-    return model.placements().size() > 1 ? 1024 : 2048;
+    return model.is_cut() ? 1024 : 2048;
 }
 
 } // namespace

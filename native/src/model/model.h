@@ -239,6 +239,7 @@ public:
     // Of each layer whether it lies where the one before it does (model/split.h).
     const std::vector<bool> &joined() const { return joined_; }
     bool gpu() const { return placements_[0].device->gpu; }
+    bool is_cut() const { return placements_.size() > 1; } // into parts on several devices
     // Whether rows of images may stand in prompts, which they do with three axes of RoPE or as rows of text do.
     bool takes_images() const;
     const char *why_no_images() const;

@@ -108,7 +108,7 @@ def bench_of(
         many = {"n_sequences": N_SEQUENCES, "n_pages": N_PAGES, "n_checkpoints": N_CHECKPOINTS}
         if kind.endswith("gemma4"):
             if device.count("cuda") > 1:
-                pytest.skip("its layers read each other's cells, which GPUs do not: test_stages.py cuts one that can be")
+                pytest.skip("its layers read each other's cells: test_stages.py cuts another one")
             weights = tiny_gemma4.layout(GEMMA, SEED)
             weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
             weights["output.weight"][BAD] = 0

@@ -73,7 +73,8 @@ def test_a_chunk_that_fails_ends_in_an_error_that_names_the_device(
     with op_run.threads_of_stages(native, 1) if one == "cpu" else nullcontext():
         model = drive.open_model(native, made, two, head=True, layers=LAYERS[2])
         sequence = drive.open_sequence(model, n_ctx=1024, n_chunk=256)
-    with op_run.fault(native, fault, 0 if fault == Fault.WAIT else 40), pytest.raises(DeviceError, match=two.replace(",", "|")):
+    either = two.replace(",", "|")
+    with op_run.fault(native, fault, 0 if fault == Fault.WAIT else 40), pytest.raises(DeviceError, match=either):
         for at in range(0, 8 * CHUNK, CHUNK):
             sequence.engine.prefill([Prompt(sequence, PROMPT[at : at + CHUNK], last=False)])
         sequence.engine.prefill([Prompt(sequence, PROMPT[:3], last=True)])
