@@ -3,8 +3,8 @@
 
 A model is made whose layers have half of the heads, of the feed-forward's width and of the vocabulary, and the same
 stream: what each of two GPUs would compute. Its plain step, and the whole model's, are as an engine times them when it
-opens. What two GPUs exchange, twice a layer, is what bench/exchange.cu measures; its figure is given. The sum is a lower
-limit of a step: exchanges begin when the slower one has ended, and norms would be computed by both.
+opens. What two GPUs exchange, twice a layer, is what bench/exchange.cu measures; its figure is given. The sum is the
+least that a step takes: exchanges begin when the slower one has ended, and norms would be computed by both.
 
     python bench/tensor_split.py oracle-27b-0.8.gguf --exchange-us 8 --folder /somewhere
 """
