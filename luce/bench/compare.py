@@ -42,7 +42,7 @@ def files_of(flags: dict[str, Any], model: Path, drafter: Path | None) -> Files:
     specs = {mode.spec for mode in flags.get("modes", ())}
     if drafter is None and model == BOX and specs & {"auto", "dflash"}:
         drafter = BOX_DRAFTER
-    return Files(model, flags.get("mtp_gguf"), flags["device"], drafter)
+    return Files(model, flags.get("mtp_gguf"), flags["device"], drafter, flags.get("draft_device"))
 
 
 def no_more(records: list[Record], display: Display, stopped: Stopped) -> dict[str, Any]:

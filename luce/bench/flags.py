@@ -12,7 +12,17 @@ from luce.bench import output
 from luce.bench.acceptance import Acceptance, parse
 from luce.bench.run import NAMES, Mode, parse_modes
 from luce.cli.command import MAX_U32, FilePath, Finite
-from luce.cli.options import HEAD, MODEL, QUIET, Option, idle_sampling, idle_threads, names_assistant, sampling
+from luce.cli.options import (
+    HEAD,
+    MODEL,
+    QUIET,
+    Option,
+    idle_draft_device,
+    idle_sampling,
+    idle_threads,
+    names_assistant,
+    sampling,
+)
 
 
 def modes_of(ctx: click.Context, param: click.Parameter, value: str) -> list[Mode]:
@@ -118,6 +128,10 @@ def require(flags: dict[str, Any]) -> None:
         if not specs & {own, "auto"}:
             what = "an assistant" if chains else "a DFlash drafter"
             raise click.UsageError(f"--draft names {what}, and no mode is {own} or auto")
+    if flags.get("draft_device") and "modes" in flags and not specs & {"mtp", "dflash", "auto"}:
+        raise click.UsageError("--draft-device is where drafters lie, and no mode has one")
+    if problem := (idle_draft_device(flags) if "draft_device" in flags else None):
+        raise click.UsageError(problem)
     if problem := (idle_sampling(flags) if "top_k" in flags else None) or idle_threads(flags):
         raise click.UsageError(problem)
     output.require(flags["save"], flags["plot"])

@@ -22,7 +22,7 @@ from luce.bench.serve import (
     turn_of,
 )
 from luce.cli.command import MAX_U32
-from luce.cli.options import RUN, given, names_assistant, options
+from luce.cli.options import DRAFT_DEVICE, RUN, given, names_assistant, options
 from luce.cli.terminal import Display
 from luce.data import BOX
 from luce.errors import ArgumentError, about
@@ -94,7 +94,7 @@ LEAST = 100  # A conversation's last prompt has at least so many tokens.
     help="Let its last prompt have so many tokens; if no number is given, fewer where the model's context has less "
     "room.",
 )
-@options(MODEL_OPTIONS, DRAFT_OPTION, RUN, OUTPUT_OPTIONS)
+@options(MODEL_OPTIONS, DRAFT_OPTION, RUN, DRAFT_DEVICE, OUTPUT_OPTIONS)
 def serve_bench(**flags: Any) -> None:
     """Measure first tokens, streams beside each other, and a conversation, over HTTP (needs luce[serve]).
 
@@ -110,7 +110,8 @@ def serve_bench(**flags: Any) -> None:
     of_use = _of_use(flags)
     for name, those in of_use.items():
         if flags[name] and not set(those) & set(modes):
-            said = f"--{name.replace('_', '-')} names a file that only {' and '.join(those)} draft with"
+            what = "a device" if name == "draft_device" else "a file"
+            said = f"--{name.replace('_', '-')} names {what} that only {' and '.join(those)} draft with"
             raise click.UsageError(f"{said}, and --modes has none of them")
     if given("length") and not flags["turns"]:
         raise click.UsageError("--conversation is a length: --turns 0 has no conversation")
@@ -160,16 +161,17 @@ def _needed(flags: dict[str, Any], trained: int) -> int:
     return max(longest + behind, stream)
 
 
-def _of_use(flags: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Returns which modes read the files that the flags name."""
-    return {"mtp_gguf": ("mtp", "auto"), "draft": ("mtp" if names_assistant(flags["draft"]) else "dflash", "auto")}
+def _of_use(flags: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Returns which modes read the files that the flags name, or have drafters."""
+    own = "mtp" if names_assistant(flags["draft"]) else "dflash"
+    return {"draft_device": ("mtp", "dflash", "auto"), "mtp_gguf": ("mtp", "auto"), "draft": (own, "auto")}
 
 
 def _measure(flags: dict[str, Any], modes: list[str], ctx: int, tokenizer: Tokenizer) -> Any:
     of_use = _of_use(flags)
     for mode in modes:
         words = ["--spec", mode, "--ctx", str(ctx), "--parallel", str(max(flags["counts"]))]
-        for name in ("device", "threads", "kv_type", "mtp_gguf", "draft"):
+        for name in ("device", "draft_device", "threads", "kv_type", "mtp_gguf", "draft"):
             if flags[name] is not None and mode in of_use.get(name, (mode,)):
                 words += [f"--{name.replace('_', '-')}", str(flags[name])]
         with luce_server(flags["gguf"] or BOX, *words) as server:

@@ -16,6 +16,7 @@ from luce.cli.command import MAX_U32, CtrlC, Utf8, with_remedy
 from luce.cli.keeping import KEEPING, idle_keeping, scorer_of
 from luce.cli.options import (
     COPIES,
+    DRAFT_DEVICE,
     DRAFTING,
     EXPERTS,
     MODEL,
@@ -24,6 +25,7 @@ from luce.cli.options import (
     drafter_of,
     hf_option,
     idle_copies,
+    idle_draft_device,
     idle_sampling,
     idle_split,
     idle_thinking,
@@ -83,7 +85,7 @@ QUOTE = '"""'
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens.  [default: 8192, or what was trained]",
 )
-@options(RUN, SPLIT, EXPERTS, COPIES, MMPROJ, KEEPING, DRAFTING)
+@options(RUN, DRAFT_DEVICE, SPLIT, EXPERTS, COPIES, MMPROJ, KEEPING, DRAFTING)
 def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
     """Talk with a model. /help says what else can be done.
 
@@ -94,12 +96,14 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
       luce chat --gguf model.gguf --mmproj mmproj.gguf
     """
     idle = idle_sampling(flags) or idle_threads(flags) or idle_copies(flags) or idle_split(flags)
+    idle = idle or idle_draft_device(flags)
     if problem := misplaced(flags) or idle or idle_images(flags, hf) or idle_keeping(flags):
         raise click.UsageError(problem)
     path = model_path(gguf, hf)
     flags["mmproj"] = mmproj_of(flags, hf)
     drafter = drafter_of(path, flags)
-    with Files(path, flags["mtp_gguf"], flags["device"], drafter) as files, Display() as display:
+    where = flags["device"], drafter, flags["draft_device"]
+    with Files(path, flags["mtp_gguf"], *where) as files, Display() as display:
         with about(path):
             require_supported(files.facts)
             template = chat_template(files.file.kv)

@@ -28,6 +28,7 @@ REMEDIES = {  # They say in words of the command line what helps, by Error.conce
     "nextn_head": "--mtp-gguf PATH names a file that has one",
     "drafter": "--draft PATH names a file that has one",
     "assistant": "--draft PATH names one",
+    "draft_device": "leave --draft-device out",
     "not_a_head": "--draft PATH takes a drafter",
     "trunk": "--mtp-gguf PATH takes its head for the model of --gguf",
     "chat_template": "--raw takes the prompt as it is",

@@ -20,6 +20,7 @@ from luce.cli.keeping import KEEPING, compressed, idle_keeping
 from luce.cli.options import (
     COPIES,
     DEVICE,
+    DRAFT_DEVICE,
     DRAFTING,
     EXPERTS,
     HEAD,
@@ -31,6 +32,7 @@ from luce.cli.options import (
     drafter_of,
     hf_option,
     idle_copies,
+    idle_draft_device,
     idle_sampling,
     idle_split,
     idle_thinking,
@@ -118,7 +120,7 @@ def cli(version: bool) -> None:
     type=click.IntRange(1, MAX_U32),
     help="Make room for so many tokens of prompt and text.  [default: 4096, or what the request needs]",
 )
-@options(RUN, SPLIT, EXPERTS, COPIES)
+@options(RUN, DRAFT_DEVICE, SPLIT, EXPERTS, COPIES)
 @click.option(
     "--chat/--raw",
     default=False,
@@ -173,7 +175,8 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         model = model_path(gguf, flags["hf"])
         flags["mmproj"] = mmproj_of(flags, flags["hf"])
         drafter = drafter_of(model, flags)
-        files = opened.enter_context(Files(model, flags["mtp_gguf"], flags["device"], drafter))
+        where = flags["device"], drafter, flags["draft_device"]
+        files = opened.enter_context(Files(model, flags["mtp_gguf"], *where))
         with about(files.file.path):
             require_supported(files.facts)
         for warning in files.warnings:
@@ -234,6 +237,7 @@ def contradiction(flags: Mapping[str, Any]) -> str | None:
     if flags["special"] and flags["chat"]:
         return "--special is for --raw: in a chat only the template spells control tokens"
     idle = idle_sampling(flags) or idle_threads(flags) or idle_copies(flags) or idle_split(flags)
+    idle = idle or idle_draft_device(flags)
     return misplaced(flags) or idle or idle_images(flags, flags["hf"]) or idle_keeping(flags)
 
 
@@ -352,7 +356,7 @@ def devices(as_json: bool) -> None:
 )
 @options(KV_TYPE, HEAD)
 @click.option("--draft", type=FilePath(path_type=Path), help="Say what it takes with this DFlash drafter or assistant.")
-@options(DEVICE, SPLIT)
+@options(DEVICE, DRAFT_DEVICE, SPLIT)
 def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, **flags: Any) -> None:
     """Say what a GGUF holds, whether luce can run it, and whether it fits into the memory.
 
@@ -363,10 +367,10 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
     """
     if path is None and hf is None:
         raise click.UsageError("Missing argument 'PATH': name a file, or one of the hub by --hf.")
-    if wrong := idle_split(flags):
+    if wrong := idle_split(flags) or idle_draft_device(flags):
         raise click.UsageError(wrong)
     path = model_path(path, hf)
-    with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"]) as files:
+    with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"], flags["draft_device"]) as files:
         with about(path):
             facts = probe(files.file, flags["ctx"], flags["device"] or "auto")
         if not facts.supported:
@@ -384,7 +388,7 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
 
 def refuse_what_runs(flags: Mapping[str, Any]) -> None:
     """Raises a usage error where a flag says how a model is to run, of a file that cannot be run."""
-    for name in ("ctx", "kv_type", "mtp_gguf", "draft"):
+    for name in ("ctx", "kv_type", "mtp_gguf", "draft", "draft_device"):
         if flags[name] is not None:
             flag = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{flag} is for a file that luce can run, which this one is not")

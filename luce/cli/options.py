@@ -66,6 +66,13 @@ def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str |
     return None if value == "auto" else value
 
 
+def one_device(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Checks the name of one device."""
+    if value is not None and not re.fullmatch(r"cpu|cuda:\d{1,4}", value):
+        raise click.BadParameter(f"{value!r} is not cpu or cuda:N.", ctx, param)
+    return value
+
+
 def replica_devices(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, tuple[str | None, ...]]:
@@ -129,6 +136,12 @@ DEVICE = (
                  metavar="auto|cpu|cuda[:N]", help="Take this device; auto takes CUDA if there is any. With several, "
                  "cuda:0,cuda:1, each has consecutive layers of the model."),
 )  # fmt: skip
+DRAFT_DEVICE = (
+    click.option("--draft-device", callback=one_device, metavar="cpu|cuda:N",
+                 help="Keep what drafts (--draft, or a NextN head) on this device, which has no layers of the model. The "
+                 "output goes along, since drafts are made and checked by it; an assistant stays with the layers.  "
+                 "[default: the last of --device]"),
+)  # fmt: skip
 SPLIT = (
     click.option("--split", callback=shares, metavar="auto|A,B",
                  help="Share the layers out among several devices, which without --device are all GPUs: 3,1 gives the "
@@ -176,6 +189,18 @@ def idle_split(flags: Mapping[str, Any]) -> str | None:
     if n == 1:
         return f"--split shares layers out among several devices, and --device {device} is one"
     return f"--split has {len(split)} shares, and --device names {n} devices" if len(split) not in (0, n) else None
+
+
+def idle_draft_device(flags: Mapping[str, Any]) -> str | None:
+    """Says what is wrong with --draft-device where nothing drafts on a device, or where the model has it too."""
+    device = flags["draft_device"]
+    if device is None:
+        return None
+    if (spec := flags.get("spec")) in ("off", "lookup"):
+        return f"--draft-device is where drafters lie, --spec {spec} has none: give one of them"
+    if device != "cpu" and device in (flags["device"] or "").split(","):
+        return f"--draft-device {device} is one of --device {flags['device']}, where layers lie: leave it out"
+    return None
 
 
 def idle_copies(flags: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from luce.cli import stdout
 from luce.decode.events import Finished
 from luce.files.probe import Facts, Layers
-from luce.native.structs import Device, EngineInfo, Tensor
+from luce.native.structs import Device, DeviceMemory, EngineInfo, Tensor
 from luce.planning.memory import Fit
 from luce.planning.plan import Plan
 
@@ -326,8 +326,8 @@ def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
     largest = f"the longest context that fits is {fit.largest}" if fit.largest else "no context fits"
     several = fit.memory.devices if len(fit.memory.devices) > 1 else ()
     by_device = [
-        ("", f"{each.name} {'has' if each.parts <= each.free else 'lacks'} room for {each.n_layers} layers from "
-             f"{each.first} on: {size(each.parts)} of {size(each.free)}")
+        ("", f"{each.name} {'has' if each.parts <= each.free else 'lacks'} room for {_of(each)}: "
+             f"{size(each.parts)} of {size(each.free)}")
         for each in several
     ]  # fmt: skip
     return [
@@ -335,6 +335,10 @@ def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
         *by_device,
         ("", f"{answer} the {size(fit.memory.device_free)} that are free; {largest}"),
     ]
+
+
+def _of(device: DeviceMemory) -> str:
+    return f"{device.n_layers} layers from {device.first} on" if device.n_layers else "the output and the drafters"
 
 
 def devices_text(devices: list[Device]) -> str:

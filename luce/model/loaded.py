@@ -36,6 +36,7 @@ class Settings:
     options: Options = field(default_factory=Options)
     head: Path | None = None
     drafter: Path | None = None
+    draft_device: str | None = None
     mmproj: Path | None = None  # Of the server alone, as what follows: others open towers and scorers themselves.
     image_tokens: int | None = None
     image_urls: tuple[str, ...] = ()

@@ -295,6 +295,7 @@ def load(
     path: str | Path | None = None,
     *,
     device: str = "auto",
+    draft_device: str | None = None,
     ctx: int | None = None,
     parallel: int = 1,
     draft: str = "auto",
@@ -317,6 +318,7 @@ def load(
 
     device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N", or several, "cuda:0,cuda:1", which each have
         consecutive layers
+    draft_device: "cpu" or "cuda:N", which has no layers: what drafts lies there, and the output; None: with the last layers
     ctx: room for so many tokens of a prompt and its answer; None: as many as were trained, up to 32768, and fit
     parallel: so many answers are generated at once; the others wait
     draft: "auto" (as it pays), "mtp" (the NextN head, or an assistant), "dflash" (a drafter), "lookup" (what
@@ -339,7 +341,8 @@ def load(
 
     Raises FileError, UnsupportedError, ArgumentError, OutOfMemory and DeviceError."""
     given: Loading = {
-        "device": device, "ctx": ctx, "parallel": parallel, "draft": draft, "drafter": drafter, "head": head,
+        "device": device, "draft_device": draft_device, "ctx": ctx, "parallel": parallel, "draft": draft,
+        "drafter": drafter, "head": head,
         "gamma": gamma, "budget": budget, "kv_type": kv_type, "threads": threads, "cpu_experts": cpu_experts,
         "prompt_copies": prompt_copies,
         "checkpoints": checkpoints, "prefill_model": prefill_model, "max_waiting": max_waiting,
@@ -371,7 +374,9 @@ def opened(
     drafter = given.get("drafter")
     if path is None and drafter is None and draft in ("auto", "dflash"):
         drafter = BOX_DRAFTER
-    device = given.get("device", "auto")
+    device, drafts_on = given.get("device", "auto"), given.get("draft_device")
+    if drafts_on is not None and draft in ("off", "lookup"):
+        raise ArgumentError(f"draft_device is {drafts_on!r:.80}, and draft {draft!r} has no drafter: leave one out")
     asked = Options(
         device=None if device == "auto" else device,
         ctx=given.get("ctx"),
@@ -388,7 +393,7 @@ def opened(
     )
     settings = Settings(asked, host_bytes=0, max_waiting=given.get("max_waiting"))
     with ExitStack() as stack:
-        files = stack.enter_context(Files(path or BOX, given.get("head"), asked.device, drafter))
+        files = stack.enter_context(Files(path or BOX, given.get("head"), asked.device, drafter, drafts_on))
         with about(files.file.path):
             require_supported(files.facts)
         for line in files.warnings:

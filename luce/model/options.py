@@ -88,6 +88,7 @@ class Loading(TypedDict, total=False):
     """How a model is opened: luce.load says what each of these is."""
 
     device: str
+    draft_device: str | None
     ctx: int | None
     parallel: int
     draft: str

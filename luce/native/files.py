@@ -73,12 +73,13 @@ class File(Handle):
         drafters: Sequence[DrafterFile] = (),
         layers: Sequence[int] = (),
         copy_bytes: int = 0,
+        draft_device: str | None = None,
     ) -> Memory:
         """Returns what a model and one engine of it need, in bytes. Raises what opening the model would
         raise: UnsupportedError or FileError where luce cannot run the files."""
         library = self.library
         listed = _listed(head, drafter, drafters)
-        model = _model_params(library, device, listed, cpu_experts, layers, copy_bytes)
+        model = _model_params(library, device, draft_device, listed, cpu_experts, layers, copy_bytes)
         engine = engine_params(library, params or EngineParams(), [kind for _, kind in listed])
         out = library.struct("luce_memory")
         library.check(library.lib.luce_plan_memory(self.handle, model.struct, engine.struct, out))
@@ -105,6 +106,7 @@ def _listed(head: File | None, drafter: File | None, more: Sequence[DrafterFile]
 def _model_params(
     library: Library,
     device: str,
+    draft_device: str | None,
     drafters: Sequence[DrafterFile],
     cpu_experts: int,
     layers: Sequence[int],
@@ -113,19 +115,20 @@ def _model_params(
 ) -> Params:
     new = library.ffi.new
     name, listed = new("char[]", device.encode()), new("luce_drafter_file[]", max(len(drafters), 1))
+    drafts_on = library.ffi.NULL if draft_device is None else new("char[]", draft_device.encode())
     kinds = [library.ffi.NULL if kind is None else new("char[]", kind.encode()) for _, kind in drafters]
     for struct, (file, _), kind in zip(listed, drafters, kinds, strict=False):
         struct.file, struct.kind = file.handle, kind
     made = library.struct(
-        "luce_model_params", device=name, n_cpu_experts=cpu_experts, drafters=listed, n_drafters=len(drafters),
-        copy_bytes=copy_bytes,
+        "luce_model_params", device=name, draft_device=drafts_on, n_cpu_experts=cpu_experts, drafters=listed,
+        n_drafters=len(drafters), copy_bytes=copy_bytes,
     )  # fmt: skip
     counts = new("uint32_t[]", list(layers) or 1)
     if layers:
         made.layers, made.n_layers = counts, len(layers)
     if progress is not None:
         made.progress = progress
-    return Params(made, (name, listed, kinds, drafters, counts, progress))
+    return Params(made, (name, drafts_on, listed, kinds, drafters, counts, progress))
 
 
 def engine_params(library: Library, params: EngineParams, kinds: Sequence[str | None]) -> Params:
@@ -160,7 +163,8 @@ def _asked(n_draft: int, n_part: int, blocks: int, kinds: Sequence[str | None]) 
 class Model(Handle):
     """Weights on a device, with a list of drafters: the NextN head that `head` holds (the model's own file or
     another) or the assistant that it is, the DFlash drafter of `drafter`, and those of `drafters`. Of several
-    devices ("cuda:0,cuda:1") each has its number of `layers`, or as many as its memory has room for. Of the first
+    devices ("cuda:0,cuda:1") each has its number of `layers`, or as many as its memory has room for. The output and the
+    drafters are where the last layers are, or on a `draft_device` without layers. Of the first
     `cpu_experts` layers the experts stay in host memory, where the CPU multiplies them. Each GPU keeps up to
     `copy_bytes` of F16 copies of its layers' matrices, which prompts read (luce_model_params). `progress` may cancel
     (Cancelled); what it raises is raised here."""
@@ -176,6 +180,7 @@ class Model(Handle):
         drafters: Sequence[DrafterFile] = (),
         layers: Sequence[int] = (),
         copy_bytes: int = 0,
+        draft_device: str | None = None,
     ):
         library = file.library
         raised: list[BaseException] = []
@@ -188,7 +193,7 @@ class Model(Handle):
                 onerror=lambda kind, error, trace: raised.append(error),
             )
         listed = _listed(head, drafter, drafters)
-        params = _model_params(library, device, listed, cpu_experts, layers, copy_bytes, callback)
+        params = _model_params(library, device, draft_device, listed, cpu_experts, layers, copy_bytes, callback)
         self.cpu_experts = cpu_experts
         out = library.ffi.new("luce_model **")
         status = library.lib.luce_model_open(out, file.handle, params.struct)

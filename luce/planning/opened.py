@@ -25,7 +25,8 @@ class Files:
     """The opened files of a model: its GGUF, another one that the NextN head is taken from or that is an
     assistant, and one that holds a DFlash drafter. Where an assistant is given as the drafter, it is the head: it
     chains. It is a context manager. Nothing is loaded yet; raises what opening the files raises, and
-    ArgumentError where both are chains. `device` is where they are to run; with None a plan decides."""
+    ArgumentError where both are chains. `device` is where they are to run; with None a plan decides. What drafts lies
+    on a `draft_device`, where one is given."""
 
     def __init__(
         self,
@@ -33,8 +34,9 @@ class Files:
         head: str | Path | None = None,
         device: str | None = None,
         drafter: str | Path | None = None,
+        draft_device: str | None = None,
     ):
-        self.device = device
+        self.device, self.draft_device = device, draft_device
         with ExitStack() as opened:
             self.file = opened.enter_context(File(path))
             self.head = opened.enter_context(File(head)) if head is not None else None
@@ -89,8 +91,9 @@ class Files:
     def plan(self, options: Options, prompt: int = 0, new: int | None = None) -> Plan:
         """Returns the plan of these files on their device. Where auto would draft and lacks the memory for
         it, the plan is a smaller one."""
-        device = devices_of(self.device, options.split, _native.default().devices())
-        options = replace(options, device=device)
+        drafts_on = self.draft_device if options.resolved_spec not in ("off", "lookup") else None
+        device = devices_of(self.device, options.split, _native.default().devices(), drafts_on)
+        options = replace(options, device=device, draft_device=drafts_on)
         chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
         if options.cpu_experts == "auto":
             chosen = with_room(chosen, trunk_layers(self.facts), self.memory)
@@ -106,7 +109,7 @@ class Files:
         """Returns the plan with the numbers of layers that the core finds for its engine."""
         devices = self.memory(replace(chosen, layers=())).devices
         why = "as many as leave the fullest device as empty as can be"
-        return chosen.because("layers", why, layers=tuple(each.n_layers for each in devices))
+        return chosen.because("layers", why, layers=tuple(each.n_layers for each in devices if each.n_layers))
 
     def memory(self, chosen: Plan, ctx: int | None = None) -> Memory:
         """Returns the memory that a plan needs, in bytes. `ctx` replaces the plan's context."""
@@ -114,8 +117,9 @@ class Files:
         params = params if ctx is None else replace(params, n_ctx=ctx)
         head, drafter = self._drafters([chosen])
         return self.file.plan_memory(
-            chosen.device, params, head, drafter, chosen.cpu_experts, layers=chosen.layers, copy_bytes=chosen.copy_bytes
-        )
+            chosen.device, params, head, drafter, chosen.cpu_experts, layers=chosen.layers,
+            copy_bytes=chosen.copy_bytes, draft_device=chosen.draft_device,
+        )  # fmt: skip
 
     def load(self, plans: Collection[Plan], progress: Progress | None = None) -> Model:
         """Loads the weights onto the device for engines of these plans, which share them: with the drafters
@@ -123,13 +127,14 @@ class Files:
         leaves nothing open: FileError where a drafter does not fit, OutOfMemory, Cancelled (from `progress`),
         DeviceError and others."""
         cpu_experts, (first, *_) = max(each.cpu_experts for each in plans), plans
-        if "," in first.device:
+        drafts_on = next((each.draft_device for each in plans if each.draft_device), None)
+        if "," in first.device or drafts_on:
             for each in plans:
-                if lack := lacking(self.memory(replace(each, layers=first.layers))):
+                if lack := lacking(self.memory(replace(each, layers=first.layers, draft_device=drafts_on))):
                     raise OutOfMemory(lack)
         return Model(
             self.file, first.device, progress, *self._drafters(plans), cpu_experts,
-            layers=first.layers, copy_bytes=self._copies(list(plans)),
+            layers=first.layers, copy_bytes=self._copies(list(plans)), draft_device=drafts_on,
         )  # fmt: skip
 
     def _copies(self, plans: list[Plan]) -> int:

@@ -46,7 +46,8 @@ class Options:
 
     `device` names one device, or several, of which each has consecutive layers. With a `split` a model lies on all GPUs
     where none is named by its number; it has each device's share of the layers, or is empty, and then they are shared
-    out by what is free.
+    out by what is free. The drafters lie on a `draft_device`, which has no layers, and the output with them; with None
+    they are where the last layers are.
 
     `cpu_experts` counts the layers, from the first, whose experts stay in host memory, where the CPU
     multiplies them; with "auto" it is as few as leave room on the device.
@@ -59,6 +60,7 @@ class Options:
     """
 
     device: str | None = None
+    draft_device: str | None = None
     split: tuple[int, ...] | None = None
     ctx: int | None = None
     kv_type: str | None = None
@@ -192,8 +194,8 @@ Drafting = Plain | Mtp | Auto | Lookup | Dflash
 
 @dataclass(frozen=True)
 class Plan:
-    """Says how a model and its engine are opened. `layers` counts those of each device, where there are several.
-    `ctx` is in positions and `chunk` in rows of a prefill
+    """Says how a model and its engine are opened. `layers` counts those of each device, where there are several; a
+    `draft_device` has none, and the output and the drafters. `ctx` is in positions and `chunk` in rows of a prefill
     step. A `chunk`, `pages` or `threads` of 0 means the core's default. A verify can have `rows` rows of a
     sequence, or more where its drafts need them. Each GPU keeps up to `copy_bytes` of F16 copies of matrices for
     prompts. `reasons` has a line for each of the other fields.
@@ -216,6 +218,7 @@ class Plan:
     gaps: bool = False
     scores: bool = False
     copy_bytes: int = 0
+    draft_device: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reasons", MappingProxyType(dict(self.reasons)))
@@ -284,6 +287,7 @@ def plan(
     if prompt > ctx:
         raise ContextFull(f"a prompt of {prompt} tokens, a context of {ctx} ({why_ctx})")
     drafting, why_draft = _drafting(facts, options, head, drafter)
+    _require_drafter(drafting, options.draft_device)
     cpu_experts, why_experts = _cpu_experts(facts, options)
     asked, default = "as asked", "the default"
     return Plan(
@@ -301,6 +305,7 @@ def plan(
         draft=drafting,
         gaps=options.gaps,
         scores=options.scores,
+        draft_device=options.draft_device,
         reasons={
             "device": asked if options.device else "a CUDA device if there is one, else the CPU",
             "layers": asked if options.split else "all on one device",
@@ -317,8 +322,21 @@ def plan(
             "draft": why_draft,
             "gaps": "prompts of which parts are read" if options.gaps else "prompts are read whole",
             "scores": "it scores prompts for another model" if options.scores else "it scores no prompts",
-        },
+        }
+        | ({"draft_device": "as asked, with the output"} if options.draft_device else {}),
     )
+
+
+def _require_drafter(drafting: Drafting, device: str | None) -> None:
+    """Raises what is wrong with a device for drafters: that there is none, or an assistant, which reads the cells of
+    the model's layers."""
+    if device is None:
+        return
+    if drafting.chain == 0 and drafting.block == 0:
+        raise ArgumentError(f"{device} was to have the drafters, and there is none", concerns="draft_device")
+    if getattr(drafting, "head", None) == "assistant":
+        why = "it reads the cells of the model's layers, so that it lies where these do"
+        raise UnsupportedError(f"an assistant was to draft on {device}: {why}", concerns="draft_device")
 
 
 def _cpu_experts(facts: Facts, options: Options) -> tuple[int, str]:

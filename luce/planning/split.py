@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from luce.errors import ArgumentError
-from luce.native.structs import Device, Memory
+from luce.native.structs import Device, DeviceMemory, Memory
 
 Split = tuple[int, ...]
 
 
-def devices_of(device: str | None, split: Split | None, known: Sequence[Device]) -> str | None:
+def devices_of(
+    device: str | None, split: Split | None, known: Sequence[Device], draft_device: str | None = None
+) -> str | None:
     """Returns the names of a model's devices: what was named, or where a split was asked for of a GPU that was not
-    named by its number, all GPUs that there are. Raises ArgumentError where there is nothing to split."""
+    named by its number, all GPUs that there are but for one that drafts. Raises ArgumentError where there is nothing
+    to split."""
     if split is None:
         return device
     if device in (None, "cuda"):
-        device = ",".join(each.name for each in known if each.is_gpu)
+        device = ",".join(each.name for each in known if each.is_gpu and each.name != draft_device)
     names = [name for name in (device or "").split(",") if name]
     if len(names) < 2:
         found = f"there is one: {names[0]}" if names else "there is no GPU"
@@ -44,8 +47,13 @@ def layers_of(shares: Split, n_layers: int) -> Split:
 def lacking(memory: Memory) -> str:
     """Names the devices that lack memory, and how much; "" where none of several does."""
     return "; ".join(
-        f"{each.name} lacks {each.total - each.free:,} bytes: its {each.n_layers} layers from {each.first} on and what "
-        f"goes with them need {each.total:,}, {each.free:,} are free"
+        f"{each.name} lacks {each.total - each.free:,} bytes: {_of(each)} need {each.total:,}, {each.free:,} are free"
         for each in memory.devices
         if each.total > each.free
     )
+
+
+def _of(device: DeviceMemory) -> str:
+    if device.n_layers == 0:
+        return "the output, the drafters and what goes with them"
+    return f"its {device.n_layers} layers from {device.first} on and what goes with them"

@@ -19,6 +19,7 @@ from luce.cli.command import MAX_U32, FilePath, Finite, Interrupted
 from luce.cli.keeping import PREFILL_MODEL
 from luce.cli.options import (
     COPIES,
+    DRAFT_DEVICE,
     DRAFTING,
     EXPERTS,
     KV_TYPE,
@@ -31,6 +32,7 @@ from luce.cli.options import (
     given,
     hf_option,
     idle_copies,
+    idle_draft_device,
     idle_split,
     idle_threads,
     misplaced,
@@ -197,7 +199,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     metavar="SECONDS",
     help="Let requests end for so long after SIGTERM, while no others are taken.",
 )
-@options(REPLICAS, THREADS, KV_TYPE, SPLIT, EXPERTS, COPIES, MMPROJ, PREFILL_MODEL, DRAFTING)
+@options(REPLICAS, DRAFT_DEVICE, THREADS, KV_TYPE, SPLIT, EXPERTS, COPIES, MMPROJ, PREFILL_MODEL, DRAFTING)
 @click.option(
     "--allow-image-urls",
     "image_urls",
@@ -327,7 +329,9 @@ def misplaced_replicas(models: Mapping[str, Path], flags: Mapping[str, Any]) -> 
     if "" in flags["devices"] and all(name in flags["devices"] for name in names):
         return "--device without a name is for models that have none of their own: each has"
     each = [{**flags, "device": device} for name in names for device in devices_for(name, flags)]
-    found = (idle_threads(one) or idle_copies(one) or idle_split(one) for one in each)
+    if flags["draft_device"] is not None and len(each) > 1:
+        return "--draft-device is of one model on one set of devices: serve that one alone, without replicas"
+    found = (idle_threads(one) or idle_copies(one) or idle_split(one) or idle_draft_device(one) for one in each)
     return next(filter(None, found), None)
 
 
@@ -366,6 +370,7 @@ def settings_of(flags: Mapping[str, Any], drafter: Path | None = None, others: b
         options=asked,
         head=flags["mtp_gguf"],
         drafter=drafter,
+        draft_device=flags["draft_device"],
         mmproj=flags["mmproj"],
         image_tokens=flags["image_tokens"],
         image_urls=flags["image_urls"],

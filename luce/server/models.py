@@ -61,7 +61,7 @@ class Served:
         self.users = 0
         device, *others = devices or (settings.options.device,)
         with ExitStack() as opened:
-            files = opened.enter_context(Files(path, settings.head, device, settings.drafter))
+            files = opened.enter_context(Files(path, settings.head, device, settings.drafter, settings.draft_device))
             with about(path):
                 self.defaults = sampling_of(files.file.kv)
                 self.penalties = penalties_of(files.file.kv)

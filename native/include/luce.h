@@ -51,7 +51,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 19 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 20 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a chain of which each is a step */
 #define LUCE_MAX_DRAFTERS 16 /* of a model, and in an engine's list */
@@ -194,6 +194,9 @@ typedef struct luce_model_params {
     /* "auto" (= NULL), "cpu", "cuda", "cuda:N", or several of a kind, "cuda:0,cuda:1": each has consecutive layers in this
      * order, the first the embeddings too, the last the output and the drafters. */
     const char *device;
+    /* One more of that kind, without layers: the output and the drafters lie there, and rows are chosen there. NULL: on the
+     * last of `device`. E_UNSUPPORTED: an assistant, which reads the layers' cells. */
+    const char *draft_device;
     const luce_drafter_file
         *drafters; /* (n_drafters): the model's list, in any order; kinds may come twice */
     uint32_t n_drafters; /* 0..LUCE_MAX_DRAFTERS */

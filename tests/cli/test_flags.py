@@ -78,6 +78,15 @@ IGNORED = [
     ("chat", "--split", "--split auto --device cuda:1"),
     ("serve", "--split", "--split 1,2,3 --device cpu,cpu"),
     ("probe-gguf", "--split", f"{BOX} --split 1,1 --device cpu"),
+    ("generate", "--draft-device", "x --draft-device cpu --spec off"),
+    ("generate", "--draft-device", "x --draft-device cuda:1 --device cuda:0,cuda:1"),
+    ("chat", "--draft-device", "--draft-device cpu --spec lookup"),
+    ("serve", "--draft-device", "--draft-device cpu --spec off"),
+    ("serve", "--draft-device", "--draft-device cpu --device cpu --device cpu"),
+    ("serve", "--draft-device", "--draft-device cpu --gguf b=x --gguf c=y"),
+    ("serve", "--draft-device", "--draft-device auto"),
+    ("probe-gguf", "--draft-device", f"{DRAFTER} --draft-device cpu"),
+    ("probe-gguf", "--draft-device", f"{BOX} --draft-device cuda:0 --device cuda:0"),
     ("chat", "--hf", "--hf a/b --model m.gguf"),
     ("convert", "--no-mtp", "in out --no-mtp --mtp-only"),
     ("convert", "--mtp-only", "in out --no-mtp --mtp-only"),
@@ -116,7 +125,7 @@ DRAFTS = ["--mtp-gamma 2 --spec off", "--mtp-gguf h --spec off", "--draft d --sp
           "--tree-budget 5 --spec off"]  # fmt: skip
 THREADS = ["--threads 2 --device cuda", "--threads 1 --device cuda:7"]
 FORMS = ["--json --csv", "--csv --md", "--commit abc"]
-BENCH = ["--mtp-gguf h --modes plain", "--draft d --modes plain", *SAMPLES, *FORMS, "--plot x.svg", *THREADS]
+BENCH = ["--mtp-gguf h --modes plain", "--draft-device cpu --modes plain", "--draft d --modes plain", *SAMPLES, *FORMS, "--plot x.svg", *THREADS]
 IGNORED += [
     (command, words.split()[0], f"{before}{words}")
     for command, before, several in (
@@ -128,9 +137,9 @@ IGNORED += [
         ("bench humaneval", "", BENCH),
         ("bench prompts", "", BENCH),
         ("bench batch", "", BENCH),
-        ("bench oracle", "", [*SAMPLES, *FORMS, "--plot x.svg", *THREADS]),
+        ("bench oracle", "", ["--draft-device cpu --modes plain", *SAMPLES, *FORMS, "--plot x.svg", *THREADS]),
         ("bench sweep", "", [*FORMS, "--plot x.svg", *THREADS]),
-        ("bench serve", "--modes off ", ["--mtp-gguf h", "--draft d", *FORMS, *THREADS]),
+        ("bench serve", "--modes off ", ["--mtp-gguf h", "--draft d", "--draft-device cpu", *FORMS, *THREADS]),
     )
     for words in several
 ]

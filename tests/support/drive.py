@@ -93,10 +93,14 @@ def open_model(
     drafter: Path | None = None,
     cpu_experts: int = 0,
     layers: Sequence[int] = (),
+    draft_device: str | None = None,
 ) -> Model:
     file = File(path, native)
     own = None if drafter is None else File(drafter, native)
-    return Model(file, device, head=_head_file(file, head), drafter=own, cpu_experts=cpu_experts, layers=layers)
+    return Model(
+        file, device, head=_head_file(file, head), drafter=own, cpu_experts=cpu_experts, layers=layers,
+        draft_device=draft_device,
+    )  # fmt: skip
 
 
 def memory(native: Library, path: Path, device: str = "cpu", *, head: Head = None, n_draft: int = 0) -> Memory:

@@ -41,14 +41,16 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
         drafters.push_back({g_files.get(params->drafters[i].file)->gguf, params->drafters[i].kind});
     }
     Split split(find_devices(params == nullptr ? nullptr : params->device), {});
-    if (split.devices.size() > LUCE_MAX_DEVICES) {
-        fail(LUCE_E_ARG, "a model lies on at most %d devices, got %zu", LUCE_MAX_DEVICES,
-             split.devices.size());
+    std::vector<const Device *> all = split.devices;
+    if (params != nullptr && params->draft_device != nullptr) {
+        all.push_back(split.drafts_on = &find_device(params->draft_device));
     }
-    for (size_t i = 0; i < split.devices.size(); i++) { // a CPU may come twice, for tests
-        if (split.devices[i]->gpu &&
-            std::count(split.devices.begin(), split.devices.begin() + long(i), split.devices[i]) > 0) {
-            fail(LUCE_E_ARG, "%s is named twice: name each GPU once", split.devices[i]->name.c_str());
+    if (all.size() > LUCE_MAX_DEVICES) {
+        fail(LUCE_E_ARG, "a model lies on at most %d devices, got %zu", LUCE_MAX_DEVICES, all.size());
+    }
+    for (size_t i = 0; i < all.size(); i++) { // a CPU may come twice, for tests
+        if (all[i]->gpu && std::count(all.begin(), all.begin() + long(i), all[i]) > 0) {
+            fail(LUCE_E_ARG, "%s is named twice: name each GPU once", all[i]->name.c_str());
         }
     }
     if (params != nullptr && params->n_layers > 0) {
@@ -230,7 +232,7 @@ luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
         auto m = describe(*f, model);
         m->stand_in();
         const EngineParams params = Engine::resolve(*m, engine);
-        if (m->placements().size() > 1 && model->n_layers == 0) {
+        if (m->n_with_layers() > 1 && model->n_layers == 0) {
             const std::vector<uint32_t> layers = Engine::share_layers(*m, params);
             luce_model_params with = *model;
             with.layers = layers.data();

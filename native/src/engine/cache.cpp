@@ -92,7 +92,7 @@ Cache::Cache(const Model &model, const CacheParams &params)
         n_drafter += drafter->kv.size();
     }
     for (const Placement &on : model.placements()) {
-        const bool is_last = on.end == model.placements().back().end;
+        const bool is_last = &on == &model.placements().back();
         stages_.emplace_back(model, on, 3 * (on.end - on.first) + (is_last ? 2 * n_drafter + 2 : 0));
     }
     host_context_ = new_context(ggml_tensor_overhead() * 2);

@@ -184,7 +184,7 @@ std::vector<uint32_t> Engine::share_layers(const Model &model, const EngineParam
         shares.layers[il] += cache.layer_bytes(il);
     }
     uint64_t of_none[2] = {}; // on the first device, and on the last
-    for (uint32_t i = 0; i < m.n_devices; i++) {
+    for (uint32_t i = 0; i < model.n_with_layers(); i++) {
         const luce_device_memory &d = m.devices[i];
         const uint64_t own = d.weights + d.kv + d.state;
         uint64_t takes = d.compute + d.other, in_layers = 0;

@@ -1,6 +1,7 @@
 // A stage is what an engine has on one device: consecutive layers of the trunk, their caches, and the streams that work on
 // them. An engine has a list of stages in the order of layers, one of each of the model's placements. The
-// first has the step's tokens too; the last what is of no layer: the drafters with their KV, hidden rows, the choices.
+// first has the step's tokens too; the last what is of no layer: the drafters with their KV, hidden rows, the output and the
+// choices, beside layers, or on a device for drafts without any.
 //
 // Nothing else of the core knows a device: what is of a layer asks the layer's stage, and what is of all loops over them.
 // Between two stages pass rows that nodes of a later one read (graph/lower.h): each stage fetches them from the one before,

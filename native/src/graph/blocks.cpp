@@ -95,6 +95,7 @@ void end_step(Val x, const std::vector<Val> &outputs) {
     Plain &g = *x.graph;
     const Weights &w = g.model.weights();
     const float eps = g.model.hparams().rms_eps;
+    g.leave_trunk();
     const Val h = norm(x, w.output_norm, eps);
     feed_drafters(outputs, h);
     if (g.kind == StepKind::prefill) {

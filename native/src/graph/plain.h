@@ -211,6 +211,9 @@ public:
         return !brief || model.first_of_kind(layer);
     }
 
+    // Goes behind the trunk: to the stage of what is of no layer.
+    void leave_trunk() { stage_ = last_stage(); }
+
     // What stays readable after the step: logits {V, n}, the rows before the output norm {E, T} (the cache keeps those
     // after it), and a ChoiceRow of each row of logits. Each may be absent.
     Val logits, hidden, choice;

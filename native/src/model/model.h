@@ -209,7 +209,7 @@ extern std::atomic<bool> images_on_gpus;
 // Says why luce takes no images there.
 extern const char *const NO_IMAGES_ON_GPUS;
 
-// Consecutive layers of the trunk on one device.
+// Consecutive layers of the trunk on one device: none on one that the output and the drafters have for themselves.
 struct Placement {
     const Device *device;
     uint32_t first, end; // its layers
@@ -235,6 +235,9 @@ public:
     // In the order of layers, on devices of one kind. The first has the embeddings too, the last what is of no layer: the
     // output and the drafters. (An engine's memory and streams there are its stages: engine/stage.h.)
     const std::vector<Placement> &placements() const { return placements_; }
+    size_t n_with_layers() const { // of the placements, the first ones
+        return placements_.size() - (placements_.back().first == placements_.back().end);
+    }
     uint32_t stage_of(uint32_t layer) const; // which of these has it
     // Of each layer whether it lies where the one before it does (model/split.h).
     const std::vector<bool> &joined() const { return joined_; }

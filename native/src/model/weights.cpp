@@ -394,7 +394,11 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
     const size_t n = split.devices.size();
     const char *path = file.path().c_str();
     const bool gpu = split.devices[0]->gpu;
-    for (const Device *device : split.devices) {
+    std::vector<const Device *> all = split.devices;
+    if (split.drafts_on != nullptr) {
+        all.push_back(split.drafts_on);
+    }
+    for (const Device *device : all) {
         if (device->gpu != gpu) {
             fail(LUCE_E_ARG, "devices %s and %s are of two kinds", split.devices[0]->name.c_str(),
                  device->name.c_str());
@@ -413,7 +417,7 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
              "%zu devices are given %zu numbers of layers, %u in all: %s has %u, and each device has some", n,
              split.layers.size(), sum, path, n_layer);
     }
-    if (n > 1 && gpu && n_cpu_experts > 0) {
+    if (all.size() > 1 && gpu && n_cpu_experts > 0) {
         fail(LUCE_E_UNSUPPORTED,
              "experts in host memory and several GPUs do not go together yet: leave one out");
     }
@@ -438,6 +442,12 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     uint32_t read_at_end = hp.n_layer;
     for (const DrafterFile &drafter : drafters) {
         const DrafterKind &kind = drafter_kind(drafter.kind, *drafter.file);
+        if (split.drafts_on != nullptr && kind.reads_from != nullptr) {
+            fail(LUCE_E_UNSUPPORTED,
+                 "%s: %s reads cells of the model's layers, and was to lie on a device without any (%s): give "
+                 "it none of its own",
+                 drafter.file->path().c_str(), kind.title, split.drafts_on->name.c_str());
+        }
         if (split.devices.size() > 1 && kind.reads_from != nullptr) {
             read_at_end = std::min(read_at_end, kind.reads_from(*drafter.file, hp));
         }
@@ -452,10 +462,14 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     } else if (layers.empty()) {
         Shares shares = shares_of(trunk, drafters, hp.n_layer, split.devices);
         shares.joined = model->joined_;
+        shares.last = split.drafts_on != nullptr ? 0 : shares.last;
         layers = share_out(shares);
     }
     for (size_t i = 0, first = 0; i < layers.size(); first += layers[i++]) {
         model->placements_.push_back({split.devices[i], uint32_t(first), uint32_t(first + layers[i])});
+    }
+    if (split.drafts_on != nullptr) {
+        model->placements_.push_back({split.drafts_on, hp.n_layer, hp.n_layer});
     }
     const GgufTensor *embd = trunk.tensor("token_embd.weight");
     if (embd == nullptr || embd->n_dims != 2) {
