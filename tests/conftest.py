@@ -126,7 +126,7 @@ def one_thread(request):
     """Gives engines in this process one thread unless a test names more: those of workers that run beside each other
     wait for each other. Processes that tests start have as many as users'."""
     with pytest.MonkeyPatch.context() as patched:
-        if request.config.getoption("--luce-device") == "cpu":
+        if request.config.getoption("--luce-device").startswith("cpu"):
             patched.setattr(cpus, "usable", lambda *root, usable=cpus.usable: usable(*root) if root else 1)
         yield
 
@@ -134,7 +134,7 @@ def one_thread(request):
 @pytest.fixture(scope="session", autouse=True)
 def switched_on(native, request):
     """Lets models on GPUs take images where tests run there, also while luce refuses that."""
-    on = request.config.getoption("--luce-device") != "cpu"
+    on = not request.config.getoption("--luce-device").startswith("cpu")
     op_run.show_gpus_images(native, on)
 
 

@@ -138,8 +138,8 @@ DEVICE = (
 )  # fmt: skip
 DRAFT_DEVICE = (
     click.option("--draft-device", callback=one_device, metavar="cpu|cuda:N",
-                 help="Keep what drafts (--draft, or a NextN head) on this device, which has no layers of the model. The "
-                 "output goes along, since drafts are made and checked by it; an assistant stays with the layers.  "
+                 help="Keep what drafts (--draft, or a NextN head) on this device, which has no layers of the model. "
+                 "The output goes along, since drafts are made and checked by it; an assistant stays with the layers.  "
                  "[default: the last of --device]"),
 )  # fmt: skip
 SPLIT = (

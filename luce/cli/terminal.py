@@ -106,7 +106,7 @@ class Display:
         """Says what was chosen and why, where --verbose asks for it. What the plan left to the engine, with a
         0, is in the engine's `info`. `device` is the one that the model is on, which a plan may call auto."""
         if self._verbose:
-            opened = {"rows": info.n_rows, "chunk": info.n_chunk, "pages": info.n_pages}
+            opened = {"rows": info.n_rows, "chunk": info.n_chunk, "pages": info.n_pages, "draft_device": "none"}
             for name, choice in chosen.as_json().items():
                 value = device if name == "device" else choice["value"] or opened.get(name, 0)
                 shown = value["mode"] if isinstance(value, dict) else value

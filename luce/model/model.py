@@ -318,7 +318,7 @@ def load(
 
     device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N", or several, "cuda:0,cuda:1", which each have
         consecutive layers
-    draft_device: "cpu" or "cuda:N", which has no layers: what drafts lies there, and the output; None: with the last layers
+    draft_device: "cpu" or "cuda:N", has no layers: what drafts lies there, and the output; None: with the last layers
     ctx: room for so many tokens of a prompt and its answer; None: as many as were trained, up to 32768, and fit
     parallel: so many answers are generated at once; the others wait
     draft: "auto" (as it pays), "mtp" (the NextN head, or an assistant), "dflash" (a drafter), "lookup" (what

@@ -322,8 +322,8 @@ def plan(
             "draft": why_draft,
             "gaps": "prompts of which parts are read" if options.gaps else "prompts are read whole",
             "scores": "it scores prompts for another model" if options.scores else "it scores no prompts",
-        }
-        | ({"draft_device": "as asked, with the output"} if options.draft_device else {}),
+            "draft_device": "as asked, with the output" if options.draft_device else "drafters are with the layers",
+        },
     )
 
 

@@ -125,7 +125,8 @@ DRAFTS = ["--mtp-gamma 2 --spec off", "--mtp-gguf h --spec off", "--draft d --sp
           "--tree-budget 5 --spec off"]  # fmt: skip
 THREADS = ["--threads 2 --device cuda", "--threads 1 --device cuda:7"]
 FORMS = ["--json --csv", "--csv --md", "--commit abc"]
-BENCH = ["--mtp-gguf h --modes plain", "--draft-device cpu --modes plain", "--draft d --modes plain", *SAMPLES, *FORMS, "--plot x.svg", *THREADS]
+BENCH = ["--mtp-gguf h --modes plain", "--draft-device cpu --modes plain", "--draft d --modes plain", *SAMPLES,
+         *FORMS, "--plot x.svg", *THREADS]  # fmt: skip
 IGNORED += [
     (command, words.split()[0], f"{before}{words}")
     for command, before, several in (

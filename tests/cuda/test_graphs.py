@@ -85,6 +85,13 @@ def test_a_stage_reads_what_is_its_own(name: str, stages: int, program: Path) ->
     recorder.check_stages(program, name, recorder.CASES[name], stages)
 
 
+@pytest.mark.parametrize(
+    ("name", "stages"), [("27b", 1), ("27b-dflash", 2), ("small-dflash2", 1), ("small-dspark", 3), ("35b", 1)]
+)
+def test_what_drafts_apart_reads_what_is_its_own(name: str, stages: int, program: Path) -> None:
+    recorder.check_stages(program, name, recorder.CASES[name], stages, drafts_apart=True)
+
+
 # As E2B, of 8 layers, of which the last 4 read cells of layers 2 and 3; as 31B, whose assistant reads the last two's.
 SHARED = replace(recorder.GEMMA4["E2B"], sliding=(True, False) * 4, n_shared_kv=4)
 LAST = replace(recorder.GEMMA4["31B"], sliding=(True, False) * 2)

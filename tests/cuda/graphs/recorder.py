@@ -410,11 +410,14 @@ def check_fits(program: Path, name: str, case: Case, n_ctx: int) -> None:
     subprocess.run([program, program.parent / name, *arguments, f"fits={n_ctx}"], check=True)
 
 
-def check_stages(program: Path, name: str, case: Case, stages: int, alike: bool = True) -> None:
+def check_stages(
+    program: Path, name: str, case: Case, stages: int, alike: bool = True, drafts_apart: bool = False
+) -> None:
     """Fails, with what was said, where a step of a model in so many stages reads what lies on another one. They are
-    alike in layers, or as luce shares these out."""
+    alike in layers, or as luce shares these out. One more may have what drafts."""
     arguments = write_model(program.parent, name, case)
-    cut = [f"stages={stages}", *([f"layers={case.config.n_layer}"] if alike else [])]
+    layers = [f"layers={case.config.n_layer}"] if alike else []
+    cut = [f"stages={stages}", f"drafts_apart={int(drafts_apart)}", *layers]
     done = subprocess.run([program, program.parent / name, *arguments, *cut], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -301,6 +301,7 @@ void run(const std::string &out, const std::string &path) {
         split.devices.assign(stages, &device);
         split.layers.assign(layers > 0 ? stages : 0, layers / stages); // without `layers` they are shared out
     }
+    split.drafts_on = option("drafts_apart") ? &device : nullptr;
     const auto model = Model::describe(file, drafters, split, uint32_t(option("cpu_experts")),
                                        uint64_t(option("copy_bytes")));
     if (options.count("drafter")) {
@@ -327,7 +328,7 @@ void run(const std::string &out, const std::string &path) {
     const Cache cache(*model, c);
     place_cache(cache, *model);
     Regions regions(cache, params);
-    if (stages > 1) { // the step's own checks say whether each stage reads what is its own
+    if (stages > 1 || split.drafts_on != nullptr) { // the step's own checks say whether each stage reads what is its own
         Step::measure(*model, cache, params);
         return;
     }
