@@ -45,7 +45,7 @@ class Mixed:
 
 def open_engine(model, **params):
     """Opens an engine as drive does; on a GPU with F16 cells, which users have there."""
-    return drive.open_engine(model, **{"kv_type": "f32" if model.info.device == "cpu" else "f16"} | params)
+    return drive.open_engine(model, **{"kv_type": "f32" if model.info.device.startswith("cpu") else "f16"} | params)
 
 
 def decoded(sequence, mixed, n=N, gamma=0, cuts=(), **options):

@@ -146,6 +146,11 @@ luce_memory Engine::plan(const Model &model, const EngineParams &params) {
     return memory_of(model, cache, Step::measure(model, cache, params));
 }
 
+// What steps take beside buffers: on each GPU, and of a host's memory once, whose stages all lie there.
+static uint64_t other_of(const StepSizes &sizes, const Cache &cache, size_t stage) {
+    return cache.stages()[stage].device.gpu || stage == 0 ? sizes.other : 0;
+}
+
 luce_memory Engine::memory_of(const Model &model, const Cache &cache, const StepSizes &sizes) {
     luce_memory m{};
     const std::vector<uint64_t> weights = model.placed_bytes();
@@ -159,7 +164,7 @@ luce_memory Engine::memory_of(const Model &model, const Cache &cache, const Step
         d.kv = stage.kv_bytes;
         d.state = cache.bytes(stage) - stage.kv_bytes;
         d.compute = sizes.compute[i].bytes + sizes.inputs;
-        d.other = sizes.other;
+        d.other = other_of(sizes, cache, i);
         d.total = d.kv + d.state + d.compute + d.other + (stage.device.holds_weights() ? d.weights : 0);
         uint64_t total = 0;
         stage.device.memory(&d.free, &total);
@@ -211,8 +216,8 @@ Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
         format("an engine of %u sequences with %u positions", params.cache.n_sequences, params.cache.n_ctx);
     for (size_t i = 0; i < cache_.stages().size(); i++) {
         const Stage &stage = cache_.stages()[i];
-        check_memory(stage.device, cache_.bytes(stage) + sizes.compute[i].bytes + sizes.inputs + sizes.other,
-                     what.c_str());
+        const uint64_t need = cache_.bytes(stage) + sizes.compute[i].bytes + sizes.inputs;
+        check_memory(stage.device, need + other_of(sizes, cache_, i), what.c_str());
     }
     cache_.n_cut = sizes.n_cut;
     cache_.allocate();

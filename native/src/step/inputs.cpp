@@ -83,7 +83,8 @@ void Region::send_bytes(const uint8_t *host, size_t bytes, [[maybe_unused]] bool
             void *stream = Stage::stream(beside ? place.stage->beside : place.stage->steps);
             const auto copy = beside ? cuda::bring_beside : cuda::bring;
             if (const int error = copy(host, to, int64_t(bytes), stream); error != 0) {
-                fail(LUCE_E_DEVICE, "bringing a step's inputs failed: %s", cuda::error_text(error));
+                fail(LUCE_E_DEVICE, "%s: bringing a step's inputs failed: %s",
+                     place.stage->device.name.c_str(), cuda::error_text(error));
             }
         }
 #endif

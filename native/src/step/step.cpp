@@ -258,13 +258,17 @@ template <class OnHost> void Step::enqueue_cuda(Graph &g, const OnHost &run_on_h
         if (op.on_team) {
             run_on_host(node);
         }
+        int error = 0;
         if (op.on_team || op.to_team) {
-            check(ram_.enqueue(node, Stage::stream(stage.steps)), op.name);
-            return;
+            error = ram_.enqueue(node, Stage::stream(stage.steps));
+        } else {
+            OpCall call;
+            op.bind(node, call);
+            error = op.cuda(call, Stage::stream(stage.steps));
         }
-        OpCall call;
-        op.bind(node, call);
-        check(op.cuda(call, Stage::stream(stage.steps)), op.name);
+        if (error != 0) {
+            fail(LUCE_E_DEVICE, "%s: %s: %s", stage.device.name.c_str(), op.name, cuda::error_text(error));
+        }
     });
 }
 

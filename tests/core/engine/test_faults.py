@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import box_model
@@ -18,7 +19,8 @@ import pytest
 import tiny_gemma4
 from checkout import TESTS
 from nan_model import tokens_of
-from op_run import Fault, fault, leave_device, op_run, round_fault
+from op_run import Fault, fault, leave_device, op_run, pretended_devices, round_fault
+from split import stages
 
 import luce
 from luce.errors import DeviceError, Error, InternalError, OutOfMemory
@@ -354,6 +356,54 @@ def test_calls_that_lack_memory_do_nothing_or_say_what_failed(small_gguf: Path, 
     counts = {name: int(n) for name, n in (line.split() for line in done.stdout.splitlines())}
     assert counts["commit"] == counts["reset"] == 0
     assert min(counts[name] for name in ("open", "prefill", "draft", "verify", "follow", "make", "load")) > 0
+
+
+# ---- several devices
+
+
+@pytest.fixture
+def three(native: Library, device: str) -> Iterator[list[str]]:
+    """Gives the names of three devices: of a CPU pretended ones, so that each has its own."""
+    if not device.startswith("cpu"):
+        if (found := stages(device, 3) or stages(device, 2)) is None:
+            pytest.skip("a stage needs a GPU of its own")
+        yield found.split(",")
+        return
+    names = [f"fake:{i}" for i in range(3)]
+    with pretended_devices(native, dict.fromkeys(names, 1 << 34)):
+        yield names
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_device_that_fails_is_named_alone(
+    native: Library, small_gguf: Path, device: str, three: list[str], apart: bool, expected: tuple[list[int], bytes]
+) -> None:
+    """Each op of a step fails once: those of the first stage come first. What drafts has its last one, and may have no
+    layers. A captured step runs no op of its own, so that on GPUs it is prompts alone."""
+    names = three if apart else three[:2]
+    where, drafts = (names[:-1], names[-1]) if apart else (names, None)
+    model = drive.open_model(native, small_gguf, ",".join(where), head=True, draft_device=drafts)
+    engine = open_engine(model)
+    one, other = engine.sequence(), engine.sequence()
+    steps: list[tuple[list[str], Callable[[], object]]] = [(names, lambda: drive.prefill(one, PROMPT[:7]))]
+    if device.startswith("cpu"):
+        steps.append((names, lambda: engine.verify([Rows(one, [1, 2])])))
+        steps.append(([names[0], names[-1]], lambda: engine.draft([Drafts(one, 1, 1)])))  # It looks its token up there.
+    for on, step in steps:
+        named = list[str]()
+        for after in range(1000):
+            one.reset()
+            drive.prefill(one, PROMPT)
+            with fault(native, Fault.OP, after):
+                error = raised(lambda _, step=step: step(), 0)
+            if error is None:
+                break
+            assert isinstance(error, DeviceError) and one.info.failed == 1 and other.info.failed == 0
+            named.append(str(error).partition(": ")[0])
+        assert [name for name, _ in groupby(named)] == on and len(named) > 3
+    for each in (one, other):
+        each.reset()
+        assert decoded(each) == expected
 
 
 # ---- the current device

@@ -19,7 +19,7 @@ ROWS = make_keep_goldens.ROWS
 
 def bound(device):
     """Shares are 0 to 1, and of the goldens 0.003 in the mean. A GPU's products round activations to F16."""
-    return 1e-5 if device == "cpu" else 5e-3
+    return 1e-5 if device.startswith("cpu") else 5e-3
 
 
 def opened_model(native, tmp_path, device, case):
