@@ -13,7 +13,8 @@ struct Device;
 struct Split {
     std::vector<const Device *> devices;
     std::vector<uint32_t> layers;
-    const Device *drafts_on = nullptr; // the output and the drafters lie there, and no layer; null: on the last device
+    const Device *drafts_on =
+        nullptr; // the output and the drafters lie there, and no layer; null: on the last device
 
     Split(const Device &device) : devices{&device} {}
     Split(std::vector<const Device *> devices, std::vector<uint32_t> layers)

@@ -443,10 +443,11 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     for (const DrafterFile &drafter : drafters) {
         const DrafterKind &kind = drafter_kind(drafter.kind, *drafter.file);
         if (split.drafts_on != nullptr && kind.reads_from != nullptr) {
-            fail(LUCE_E_UNSUPPORTED,
-                 "%s: %s reads cells of the model's layers, and was to lie on a device without any (%s): give "
-                 "it none of its own",
-                 drafter.file->path().c_str(), kind.title, split.drafts_on->name.c_str());
+            fail(
+                LUCE_E_UNSUPPORTED,
+                "%s: %s reads cells of the model's layers, and was to lie on a device without any (%s): give "
+                "it none of its own",
+                drafter.file->path().c_str(), kind.title, split.drafts_on->name.c_str());
         }
         if (split.devices.size() > 1 && kind.reads_from != nullptr) {
             read_at_end = std::min(read_at_end, kind.reads_from(*drafter.file, hp));
