@@ -21,6 +21,7 @@ import tiny_vision
 from checkout import ROOT
 from depth import deeper_but
 from serving import until
+from split import drafts_apart
 
 import luce
 from luce.decode.events import Finished, Tokens
@@ -143,6 +144,16 @@ def test_no_draft_changes_a_token(device, alone):
             answer = model.generate(LONG, max_tokens=40)
             assert answer.tokens == alone(LONG, max_tokens=40).tokens and model.info.draft == draft
             assert 0 < answer.stats.accepted <= answer.stats.drafted
+
+
+def test_drafts_on_a_device_of_their_own_change_no_token(device, alone):
+    where, drafts = drafts_apart(device)
+    with load(where, draft="dflash", draft_device=drafts) as model:
+        assert model.info.device == f"{where},{drafts}" and model.info.plan["draft_device"]["value"] == drafts
+        answer = model.generate(LONG, max_tokens=40)
+        assert answer.tokens == alone(LONG, max_tokens=40).tokens and 0 < answer.stats.accepted
+    with pytest.raises(luce.ArgumentError, match="draft_device is .* leave one out"):
+        load(where, draft="off", draft_device=drafts)
 
 
 # ---- asyncio

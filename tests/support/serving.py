@@ -24,12 +24,12 @@ CHUNK = 256  # A step prefills so few rows that short prompts have checkpoints.
 HANG_S = 300  # What has not happened after so many seconds will not, however busy the machine is.
 
 
-def settings(*, host_bytes=1 << 30, cache_dir=None, max_waiting=64, scorer=None, **options):
+def settings(*, host_bytes=1 << 30, cache_dir=None, max_waiting=64, scorer=None, draft_device=None, **options):
     """Returns settings of two sequences of one thread, unless said otherwise."""
     filled = {"device": "cpu", "threads": 1, "sequences": 2, "checkpoints": 4, "chunk": CHUNK} | options
     filled |= {"gaps": scorer is not None}
     how = {"host_bytes": host_bytes, "cache_dir": cache_dir, "max_waiting": max_waiting, "scorer": scorer}
-    return Settings(Options(**filled), **how)
+    return Settings(Options(**filled), draft_device=draft_device, **how)
 
 
 class Serving:

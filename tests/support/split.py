@@ -21,6 +21,14 @@ def two_stages(device: str) -> str:
     return found
 
 
+def drafts_apart(device: str, n: int = 1) -> tuple[str, str]:
+    """Returns n devices for layers, and one more for what drafts."""
+    if (found := stages(device, n + 1)) is None:
+        pytest.skip("there are too few GPUs")
+    layers, _, drafts = found.rpartition(",")
+    return layers, drafts
+
+
 def held(device: str, found: list[bytes]) -> list[bytes]:
     """Returns what one device and several have in common. On GPUs a NextN head's inputs are packed by another op where
     the embeddings come from another device: what it drafts and its KV may have other bits, and no token does."""

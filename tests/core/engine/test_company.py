@@ -24,6 +24,7 @@ from depth import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from op_run import poison
+from split import drafts_apart
 from tiny import Config
 
 from luce.convert.gemma4_layout import Config as Gemma4
@@ -41,6 +42,7 @@ CONFIGS |= {f"{kind} experts": tiny.with_experts(c) for kind, c in CONFIGS.items
 # It has no recurrent state and no drafters, windows over a page and within one, and layers that read others' cells.
 GEMMA = Gemma4(sliding=(True, False, True, False), window=270, n_head_kv_swa=1, n_shared_kv=2, n_embd_per_layer=32,
                 n_expert=4, n_expert_used=2, n_ff_expert=64, tied=False)  # fmt: skip
+APART = " apart"  # Such a model has what drafts on a device of its own.
 SEED = 71
 BAD = 7  # This token's row is NaN.
 N_VOCAB = 384
@@ -113,11 +115,14 @@ def bench_of(
             weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
             weights["output.weight"][BAD] = 0
             path = tiny_gemma4.write(folder / f"{kind}.gguf", GEMMA, weights, type_name, quantize=native.quantize)
-            model = drive.open_model(native, path, device)
+            several = "," in device
+            if several and not device.startswith("cpu"):
+                pytest.skip("GPUs do not read each other's cells, and all of its layers read those of others")
+            model = drive.open_model(native, path, device, layers=(2, 2) if several else ())
             engine = drive.open_engine(model, n_rows=N_ROWS, **many, **sizes)
             lone = drive.open_sequence(model, n_rows=1, **sizes)
             return Bench(model, type_name == "F32", engine, lone, UNDRAFTED)
-        c = CONFIGS[kind]
+        c = CONFIGS[kind.removesuffix(APART)]
         weights = tiny.layout(c, SEED)
         weights["token_embd.weight"][BAD] = np.nan if type_name == "F32" else 0
         weights["output.weight"][BAD] = 0  # It is never among the largest, so nothing chooses or drafts it.
@@ -125,7 +130,8 @@ def bench_of(
         blocks = tiny_dflash.drafter(c, n_layer=1, block_size=BLOCK, target_layer_ids=(0, c.n_layer - 1))
         case = tiny_dflash.Case(c, blocks, SEED)
         drafter = tiny_dflash.write(folder / f"{kind}-dflash.gguf", case, tiny_dflash.weights(case))
-        model = drive.open_model(native, path, device, head=True, drafter=drafter)
+        where, drafts = drafts_apart(device) if kind.endswith(APART) else (device, None)
+        model = drive.open_model(native, path, where, head=True, drafter=drafter, draft_device=drafts)
         plain = drive.open_model(native, path, device)
         engine = drive.open_engine(model, n_rows=N_ROWS, n_draft=8, blocks=1, **many, **sizes)
         lone = drive.open_sequence(plain, n_rows=1, **sizes)
@@ -452,7 +458,7 @@ OPERATIONS += ["stop", "restart", "cancel", "nan"]
 @pytest.mark.parametrize(
     ("kind", "kv_type"),
     [("F32", "f32"), ("Q4_K", "q8_0"), ("Q4_K", "f16"), ("F32 experts", "f32"), ("Q4_K experts", "f16"),
-     ("F32 gemma4", "f32"), ("Q8_0 gemma4", "f16")],
+     ("F32 gemma4", "f32"), ("Q8_0 gemma4", "f16"), (f"F32{APART}", "f32")],
 )
 @examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(

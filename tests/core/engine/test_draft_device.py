@@ -15,7 +15,7 @@ import op_run
 import pytest
 from cut_models import files, n_layers, run
 from depth import deeper_but
-from split import held, stages
+from split import drafts_apart, held, stages
 
 from luce.errors import ArgumentError, OutOfMemory, UnsupportedError
 from luce.native import Library, Source
@@ -28,22 +28,14 @@ APART = ("dense", "quantised", "mixture", "gemma4", "dflash", "dflash2", "dspark
 PROMPT = [7 + 3 * i % 200 for i in range(256)]
 
 
-def apart(device: str, n: int = 1) -> tuple[str, str]:
-    """Returns n devices for layers, and one more for what drafts."""
-    if (found := stages(device, n + 1)) is None:
-        pytest.skip("there are too few GPUs")
-    layers, _, drafts = found.rpartition(",")
-    return layers, drafts
-
-
 @pytest.mark.parametrize("name", deeper_but(APART, "dense", "dspark"))
 def test_what_drafts_apart_has_the_bits_of_one_device(native: Library, device: str, name: str, tmp_path: Path) -> None:
     made, one = files(tmp_path, name), device.split(",")[0]
     whole = held(one, run(native, one, name, made))
-    where, drafts = apart(device)
+    where, drafts = drafts_apart(device)
     assert held(one, run(native, where, name, made, draft_device=drafts)) == whole
     if stages(device, 3) and (one == "cpu" or name != "gemma4"):
-        where, drafts = apart(device, 2)
+        where, drafts = drafts_apart(device, 2)
         n = n_layers(made, native)
         assert held(one, run(native, where, name, made, (1, n - 1), drafts)) == whole, "behind two stages"
 
@@ -52,7 +44,7 @@ def test_its_rows_pass_through_host_memory_where_devices_do_not_reach_each_other
     native: Library, device: str, tmp_path: Path
 ) -> None:
     made, one = files(tmp_path, "dflash"), device.split(",")[0]
-    whole, (where, drafts) = run(native, one, "dflash", made), apart(device)
+    whole, (where, drafts) = run(native, one, "dflash", made), drafts_apart(device)
     with op_run.parted_devices(native):
         found = run(native, where, "dflash", made, draft_device=drafts)
     assert held(one, found) == held(one, whole)
@@ -82,7 +74,7 @@ def test_chunks_of_a_prompt_follow_each_other_to_it(native: Library, device: str
 def test_a_saved_checkpoint_goes_on_where_drafts_are_made_elsewhere(
     native: Library, device: str, tmp_path: Path
 ) -> None:
-    (path, drafter), (where, drafts) = files(tmp_path, "dflash"), apart(device)
+    (path, drafter), (where, drafts) = files(tmp_path, "dflash"), drafts_apart(device)
     found, saved = list[bytes](), b""
     for on in (None, drafts, None):
         model = drive.open_model(native, path, where, drafter=drafter, draft_device=on)
@@ -111,7 +103,7 @@ SAMPLED = ("--temp", "1", "--top-k", "40", "--seed", "5")
 )  # fmt: skip
 def test_the_same_text_is_written(luce_: Callable[..., Any], device: str, asked: tuple[str, ...]) -> None:
     words = ("generate", "def is_even(n):\n", "-n", "40", "--ctx", "512", *asked, "--json")
-    where, drafts = apart(device)
+    where, drafts = drafts_apart(device)
     one = luce_(*words, "--device", where)
     other = luce_(*words, "--device", where, "--draft-device", drafts)
     assert (one.exit_code, other.exit_code) == (0, 0), other.stderr
@@ -125,7 +117,7 @@ def test_an_assistant_stays_with_the_layers_whose_cells_it_reads(
     luce_: Callable[..., Any], native: Library, device: str, tmp_path: Path
 ) -> None:
     made, _ = files(tmp_path, "assistant")
-    where, drafts = apart(device)
+    where, drafts = drafts_apart(device)
     with pytest.raises(UnsupportedError, match=f"reads cells of the model's layers.*{drafts}"):
         drive.open_model(native, made, where, head=tmp_path / "assistant.gguf", draft_device=drafts)
     words = ("generate", "x", "--model", made, "--draft", tmp_path / "assistant.gguf", "--device", where)
@@ -135,7 +127,7 @@ def test_an_assistant_stays_with_the_layers_whose_cells_it_reads(
 
 def test_a_device_for_drafts_wants_a_drafter(luce_: Callable[..., Any], device: str, tmp_path: Path) -> None:
     made, _ = files(tmp_path, "gemma4")
-    where, drafts = apart(device)
+    where, drafts = drafts_apart(device)
     said = luce_("generate", "x", "--model", made, "--device", where, "--draft-device", drafts)
     assert said.exit_code == 1 and "there is none; leave --draft-device out" in said.stderr
 
