@@ -206,8 +206,8 @@ typedef struct luce_model_params {
      * other tokens; with one number they are the same in every mode. E_ARG: there are fewer layers, or no experts.
      * E_UNSUPPORTED names a type that the CPU does not multiply, or several GPUs. */
     uint32_t n_cpu_experts;
-    /* (n_layers): how many layers each of several devices has, one at least and the model's in all. NULL: as many as leave
-     * the fullest device as empty as can be. */
+    /* (n_layers): how many layers each of several devices has, without draft_device: one at least and the model's in all.
+     * NULL: as many as leave the fullest device as empty as can be. */
     const uint32_t *layers;
     uint32_t n_layers;
     /* Bytes of each GPU that may hold F16 copies of its layers' matrices, the first layers' first. Long prompts multiply in F16, and
@@ -251,7 +251,7 @@ typedef struct luce_engine_params {
 /* What one of a model's devices has, of the same parts as luce_memory. */
 typedef struct luce_device_memory {
     char name[32];
-    uint32_t first, n_layers; /* its layers of the trunk */
+    uint32_t first, n_layers; /* its layers of the trunk: a draft_device has none */
     uint64_t weights, kv, state, compute, other, total, free;
 } luce_device_memory;
 

@@ -319,6 +319,8 @@ def test_a_warm_answer_is_the_cold_one(server, alone):
 def test_warm_drafts_are_the_cold_ones(native, draft_device):
     """What the drafter knows of a prompt is kept too. (What auto drafts depends on the texts before.)"""
     with serving({"box": BOX}, settings(spec="mtp", gamma=2, draft_device=draft_device)) as server:
+        (slot,) = server.models.slots.values()
+        assert slot.served.first.engine.model.info.device == ("cpu,cpu" if draft_device else "cpu")
         asked = {"prompt": LONG + "# sampled\n", "max_tokens": 30, **SAMPLED}
         found = [server.post("/v1/completions", **asked).json()["timings"] for _ in range(2)]
     assert found[0]["cache_n"] == 0 < found[1]["cache_n"]

@@ -154,6 +154,7 @@ def test_memory_is_counted_where_it_lies(native: Library) -> None:
                 found[drafts] = chosen, files.memory(chosen).devices
     (_, (first, last)), (chosen, (one, two, own)) = found[None], found[DRAFTS]
     assert len(chosen.layers) == 2 and sum(chosen.layers) == first.n_layers + last.n_layers
+    assert two.n_layers > last.n_layers, "it has no output and no drafter now"
     assert own.name == "fake:2" and own.n_layers == 0 and own.kv > 0
     assert one.kv + two.kv + own.kv == first.kv + last.kv
     drafter = box_model.DRAFTER.stat().st_size
