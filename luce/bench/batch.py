@@ -74,7 +74,7 @@ def together(
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Together | None:
     """Runs all requests at once until the first of them ends. Returns None where it was cancelled."""
-    loop, window = Loop(engine.native), _Window()
+    loop, window = Loop(engine.native, experts=engine.experts), _Window()
     generations = [engine.generation(request, cancelled) for request in requests]
     reading, began, ended = set(generations), 0.0, 0.0
     try:

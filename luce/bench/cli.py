@@ -341,6 +341,8 @@ def oracle(
     extra |= {"accept": accept.as_json()} if "drafters" in flags or not assisted else {}
     if flags["cpu_experts"] is not None:
         extra["cpu_experts"] = flags["cpu_experts"]
+    if flags["expert_slots"] is not None:
+        extra["expert_slots"] = flags["expert_slots"]
     extra |= {"coverage": coverage} if coverage else {}
     extra |= {"draft_head": draft_head} if draft_head else {}
     asked = {"NextN": accept}

@@ -33,6 +33,7 @@ def settings_of(flags: dict[str, Any]) -> Settings:
         flags["kv_type"],
         flags["threads"],
         flags.get("cpu_experts"),
+        flags.get("expert_slots"),
     )
 
 

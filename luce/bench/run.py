@@ -134,6 +134,7 @@ class Settings:
     kv_type: str | None = None
     threads: int | None = None
     cpu_experts: int | Literal["auto"] | None = None
+    expert_slots: int | Literal["auto"] | None = None
 
     def at(self, temperature: float | None) -> Sampling:
         """Returns how tokens are sampled at a temperature; None means that of these settings."""
@@ -167,6 +168,7 @@ def mode_plan(
         threads=settings.threads,
         sequences=sequences,
         cpu_experts=settings.cpu_experts,
+        expert_slots=settings.expert_slots,
         spec=mode.spec,
         gamma=mode.gamma,
         budget=mode.budget,

@@ -28,12 +28,14 @@ from luce.cli.options import (
     MODEL,
     QUIET,
     RUN,
+    SLOTS,
     SPLIT,
     drafter_of,
     hf_option,
     idle_copies,
     idle_draft_device,
     idle_sampling,
+    idle_slots,
     idle_split,
     idle_thinking,
     idle_threads,
@@ -356,7 +358,7 @@ def devices(as_json: bool) -> None:
 )
 @options(KV_TYPE, HEAD)
 @click.option("--draft", type=FilePath(path_type=Path), help="Say what it takes with this DFlash drafter or assistant.")
-@options(DEVICE, DRAFT_DEVICE, SPLIT)
+@options(DEVICE, DRAFT_DEVICE, SPLIT, SLOTS)
 def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, **flags: Any) -> None:
     """Say what a GGUF holds, whether luce can run it, and whether it fits into the memory.
 
@@ -367,7 +369,7 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
     """
     if path is None and hf is None:
         raise click.UsageError("Missing argument 'PATH': name a file, or one of the hub by --hf.")
-    if wrong := idle_split(flags) or idle_draft_device(flags):
+    if wrong := idle_split(flags) or idle_draft_device(flags) or idle_slots(flags):
         raise click.UsageError(wrong)
     path = model_path(path, hf)
     with Files(path, flags["mtp_gguf"], flags["device"], flags["draft"], flags["draft_device"]) as files:
@@ -375,7 +377,9 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
             facts = probe(files.file, flags["ctx"], flags["device"] or "auto")
         if not facts.supported:
             refuse_what_runs(flags)
-        asked = Options(ctx=flags["ctx"], kv_type=flags["kv_type"], split=flags["split"])
+        asked = Options(
+            ctx=flags["ctx"], kv_type=flags["kv_type"], split=flags["split"], expert_slots=flags["expert_slots"]
+        )
         ways = fits(files, asked) if facts.supported else []
         if as_json:
             listed = {"tensors": [asdict(tensor) for tensor in files.file.tensors]} if tensors else {}
@@ -388,7 +392,7 @@ def probe_gguf(path: Path | None, hf: str | None, as_json: bool, tensors: bool, 
 
 def refuse_what_runs(flags: Mapping[str, Any]) -> None:
     """Raises a usage error where a flag says how a model is to run, of a file that cannot be run."""
-    for name in ("ctx", "kv_type", "mtp_gguf", "draft", "draft_device"):
+    for name in ("ctx", "kv_type", "mtp_gguf", "draft", "draft_device", "expert_slots"):
         if flags[name] is not None:
             flag = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{flag} is for a file that luce can run, which this one is not")

@@ -121,6 +121,15 @@ def experts_in_ram(ctx: click.Context, param: click.Parameter, value: str | None
     return int(value)
 
 
+def slots_of_experts(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """Checks a number of experts, or auto."""
+    if value is None or value == "auto":
+        return value
+    if not re.fullmatch(r"\d{1,5}", value):
+        raise click.BadParameter(f"{value!r} is neither a number of experts nor auto.", ctx, param)
+    return int(value)
+
+
 MODEL = (
     click.option("-m", "--gguf", "--model", "gguf", type=FilePath(path_type=Path),
                  help="Run the model of this GGUF; of a split one, name the first part.  "
@@ -159,7 +168,14 @@ THREADS = (
                  "[default: one for each usable CPU, to 16]"),
 )  # fmt: skip
 QUIET = (click.option("--quiet", is_flag=True, help="Print nothing on stderr but errors."),)
+SLOTS = (
+    click.option("--expert-slots", callback=slots_of_experts, metavar="N|auto",
+                 help="Keep all experts in host memory, where the GPU reads them, and on the GPU those N of each "
+                 "layer that were used most of late: they move between requests. auto takes as many as there is room "
+                 "for, and leaves host memory alone where all have. No token depends on it."),
+)  # fmt: skip
 EXPERTS = (
+    *SLOTS,
     click.option("--cpu-experts", callback=experts_in_ram, metavar="N|auto",
                  help="Keep the experts of the first N layers in host memory, where the CPU multiplies them, "
                  "and the rest of the model on the GPU; auto keeps those that the GPU has no room for. One N "
@@ -214,10 +230,21 @@ def _device_of(flags: Mapping[str, Any]) -> str:
     return flags["device"] or next(iter(_native.default().devices())).name
 
 
+def idle_slots(flags: Mapping[str, Any]) -> str | None:
+    """Says what is wrong with --expert-slots where the model runs on the CPU."""
+    if flags.get("expert_slots") is None or not _device_of(flags).startswith("cpu"):
+        return None
+    return "--expert-slots is for a model on a GPU: on the CPU all experts are in host memory"
+
+
 def idle_threads(flags: Mapping[str, Any]) -> str | None:
     """Says what is wrong with --threads where the model runs on a GPU, and with --cpu-experts where it does
-    not."""
-    experts = flags.get("cpu_experts") is not None
+    not, and of --expert-slots likewise, which do not go together."""
+    experts, slots = flags.get("cpu_experts") is not None, flags.get("expert_slots") is not None
+    if experts and slots:
+        return "--cpu-experts has the CPU multiply experts, --expert-slots the GPU: give one of them"
+    if wrong := idle_slots(flags):
+        return wrong
     if flags["threads"] is None and not experts:
         return None
     device = _device_of(flags)
@@ -378,6 +405,7 @@ def options_of(flags: Mapping[str, Any], others: bool = False, **more: Any) -> O
         kv_type=flags["kv_type"],
         threads=flags["threads"],
         cpu_experts=flags["cpu_experts"],
+        expert_slots=flags["expert_slots"],
         copies=copies == "auto" if copies else not others and flags["prefill_model"] is None,
         split=flags["split"],
         spec=flags["spec"] or of_drafter,

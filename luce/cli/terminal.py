@@ -320,7 +320,8 @@ def _token_lines(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
-    names = ("weights", "kv", "state", "compute", "other")
+    experts = () if fit.expert_slots is None else ("experts",)
+    names = ("weights", "kv", "state", *experts, "compute", "other")
     parts = ", ".join(f"{name} {size(getattr(fit.memory, name))}" for name in names)
     answer = "fits into" if fit.fits else "does not fit into"
     largest = f"the longest context that fits is {fit.largest}" if fit.largest else "no context fits"
@@ -333,6 +334,7 @@ def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
     return [
         (f"{fit.mode} at {fit.context}", f"{size(fit.total)}: {parts}"),
         *by_device,
+        *(("", f"{fit.expert_slots} of each layer's experts have a slot; all are in host memory") for _ in experts),
         ("", f"{answer} the {size(fit.memory.device_free)} that are free; {largest}"),
     ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from luce import native as _native
 from luce.decode.events import Event, Failed, State
+from luce.decode.experts import Experts
 from luce.decode.generation import Generation, Prefixes
 from luce.decode.loop import Loop
 from luce.decode.reading import Reading
@@ -42,6 +43,7 @@ class Engine:
     def __init__(self, native: _native.Engine, model: Model, tokenizer: Tokenizer, plan: Plan):
         self.native, self.model, self.tokenizer, self.plan = native, model, tokenizer, plan
         self.info, self.costs = native.info, Costs(native.costs())
+        self.experts = Experts.of(native)
         self._loops: list[Loop] = []
         self._auto: Choosing | None = None
         if isinstance(plan.draft, Auto):
@@ -140,7 +142,8 @@ class Engine:
     ) -> Generator[tuple[int, Event], None, None]:
         """Yields the events of several generations, each as (index of the request, event). As many run at
         once as the engine has sequences."""
-        loop, index, waiting = Loop(self.native), dict[Generation, int](), deque(range(len(requests)))
+        loop, waiting = Loop(self.native, experts=self.experts), deque(range(len(requests)))
+        index = dict[Generation, int]()
         self._loops.append(loop)
         try:
             while waiting or loop.running:

@@ -18,7 +18,8 @@ from itertools import accumulate
 
 from luce import native as _native
 from luce.decode.chunks import ChunkSizes
-from luce.decode.events import Event, State
+from luce.decode.events import Event, State, Warned
+from luce.decode.experts import Experts
 from luce.decode.generation import Generation
 from luce.decode.pipeline import Outcomes, Pipeline
 from luce.errors import Cancelled
@@ -32,15 +33,18 @@ Happened = list[tuple[Generation, Event]]
 class Loop:
     """Runs generations on sequences of one engine. `clock` gives seconds. `prefill_share`, above 0 and at
     most 1, is the part of the time that passes over prompts may take while other generations decode: they are as
-    long as that is between two rounds, and where such short ones would be slow there are more rounds between two."""
+    long as that is between two rounds, and where such short ones would be slow there are more rounds between two.
+    `experts` move as a generation is added."""
 
     def __init__(
         self,
         engine: Engine,
         clock: Callable[[], float] = time.perf_counter,
         prefill_share: float = 1.0,
+        experts: Experts | None = None,
     ):
         self._engine, self._clock, self._pipeline = engine, clock, Pipeline(engine, clock)
+        self._experts = experts
         # A second of prompts is followed by so many of rounds.
         self._rounds_for = (1 - prefill_share) / prefill_share
         info = engine.info
@@ -61,7 +65,9 @@ class Loop:
     def add(self, generation: Generation) -> None:
         """Runs a generation that was not started yet beside the others, and closes its sequence at its end."""
         self._cancelled = self._cancelled and bool(self._running)
+        lost = self._experts.settle() if self._experts else ""
         self._running[generation.sequence] = generation
+        self._note(generation, [Warned(lost)] if lost else [])
         self._note(generation, generation.begin())
 
     def cancel(self) -> None:

@@ -93,7 +93,7 @@ class Scheduler:
         self._engine, self._cache, self._max_waiting = engine, cache, max_waiting
         self._share, self._hand_over, self._owner = prefill_share, hand_over, owner
         self._lost = lost
-        self._loop = Loop(engine.native, prefill_share=prefill_share)
+        self._loop = Loop(engine.native, prefill_share=prefill_share, experts=engine.experts)
         self._jobs = dict[Generation, Job]()
         self._waiting = deque[Job]()
         self._admitting: Job | None = None  # It has left the queue and has no generation yet.
@@ -282,7 +282,7 @@ class Scheduler:
         """Ends what runs, and what waits too where the thread is to stop. Where it fails it may be called
         again: nobody is forgotten before he was told."""
         self._loop.close()
-        self._loop = Loop(self._engine.native, prefill_share=self._share)
+        self._loop = Loop(self._engine.native, prefill_share=self._share, experts=self._engine.experts)
         with self._changed:
             jobs = [*self._jobs.values(), *(self._waiting if self._stopping else ())]
             if self._admitting:

@@ -306,6 +306,7 @@ def load(
     kv_type: str | None = None,
     threads: int | None = None,
     cpu_experts: int | str | None = None,
+    expert_slots: int | str | None = None,
     prompt_copies: bool | None = None,
     checkpoints: int = 8,
     prefill_model: str | Path | None = None,
@@ -328,7 +329,9 @@ def load(
     gamma, budget: the most drafts of the head or assistant, and the most candidates of a tree or a lookup, a round
     kv_type: "f16" (the default), "q8_0", "q4_0" or "f32"
     threads: CPU threads; None: one for each usable CPU, to 16
-    cpu_experts: keep the experts of so many layers in host memory, or "auto"
+    cpu_experts: keep the experts of so many layers in host memory, where the CPU multiplies them, or "auto"
+    expert_slots: keep all experts in host memory, where the GPU reads them, and on the GPU those that were used most of
+        late, so many of each layer, or "auto"; no token depends on it
     prompt_copies: make F16 copies of the layers' matrices in half of what is left of a GPU's memory, with which prompts
         are read faster; no token depends on it. None: where there is no prefill_model, which wants memory too
     checkpoints: keep so many beginnings of prompts on the device; 0 keeps none
@@ -344,7 +347,7 @@ def load(
         "device": device, "draft_device": draft_device, "ctx": ctx, "parallel": parallel, "draft": draft,
         "drafter": drafter, "head": head,
         "gamma": gamma, "budget": budget, "kv_type": kv_type, "threads": threads, "cpu_experts": cpu_experts,
-        "prompt_copies": prompt_copies,
+        "expert_slots": expert_slots, "prompt_copies": prompt_copies,
         "checkpoints": checkpoints, "prefill_model": prefill_model, "max_waiting": max_waiting,
         "progress": progress, "mmproj": mmproj, "image_tokens": image_tokens,
     }  # fmt: skip
@@ -368,6 +371,9 @@ def opened(
     cpu_experts = given.get("cpu_experts")
     if cpu_experts not in (None, "auto") and not Range(0, MAX_U32, whole=True).holds(cpu_experts):
         raise ArgumentError(f"cpu_experts is {cpu_experts!r:.80}: it is a number of layers, or 'auto'")
+    expert_slots = given.get("expert_slots")
+    if expert_slots not in (None, "auto") and not Range(0, MAX_U32, whole=True).holds(expert_slots):
+        raise ArgumentError(f"expert_slots is {expert_slots!r:.80}: it is a number of experts, or 'auto'")
     draft = given.get("draft", "auto")
     if draft not in SPECS:
         raise ArgumentError(f"draft is {draft!r:.80}: it is one of {', '.join(SPECS)}")
@@ -385,6 +391,7 @@ def opened(
         sequences=given.get("parallel", 1),
         checkpoints=given.get("checkpoints", 8),
         cpu_experts=cpu_experts,  # type: ignore[arg-type] # No other word comes here.
+        expert_slots=expert_slots,  # type: ignore[arg-type]
         copies=scorer is None if (copies := given.get("prompt_copies")) is None else copies,
         spec=draft,
         gamma=given.get("gamma"),

@@ -99,6 +99,7 @@ class Loading(TypedDict, total=False):
     kv_type: str | None
     threads: int | None
     cpu_experts: int | str | None
+    expert_slots: int | str | None
     prompt_copies: bool | None
     checkpoints: int
     prefill_model: Any

@@ -39,6 +39,14 @@ class Drafts(NamedTuple):
     source: Source | int = Source.NEXTN
 
 
+class ExpertMove(NamedTuple):
+    """Expert `expert` of the layer-th of n_expert_layers is to have this slot."""
+
+    layer: int
+    expert: int
+    slot: int
+
+
 # What the anchor of Rows without tokens may be, beside a token: that of the sequence's last draft, whose first
 # n - 1 drafts follow it, or what the round ahead chooses.
 DRAFTED, CHOSEN = -2, -1
@@ -165,6 +173,25 @@ class Engine(Handle):
         steps = {0: 0, 1 + len(self.drafters): 1 + len(Source)}  # To the numbers of Cost.
         steps |= {1 + at: 1 + source for source in Source if (at := first(self.drafters, source)) is not None}
         return [Cost(cost.rows, steps[cost.step], cost.seconds) for cost in listed[0 : n[0]] if cost.step in steps]
+
+    def experts(self) -> list[tuple[list[int], list[int]]]:
+        """Returns for each of n_expert_layers, of each expert, how often rows of steps have had it, modulo 2**32, and
+        its slot, or -1 where it is read in host memory."""
+        layers, each = self._experts
+        counts, slots = (self.library.ffi.new("int32_t[]", layers * each or 1) for _ in range(2))
+        self.library.check(self.library.lib.luce_engine_get_experts(self.handle, counts, slots, layers * each))
+        return [(list(counts[at : at + each]), list(slots[at : at + each])) for at in range(0, layers * each, each)]
+
+    def move_experts(self, moves: collections.abc.Sequence[ExpertMove]) -> None:
+        """Gives slots to experts that have none, in place of those that had them. No bit of any step depends on it.
+        Raises DeviceError where a copy failed; the experts that were to move are then read in host memory."""
+        made = self.library.ffi.new("luce_expert_move[]", [tuple(move) for move in moves] or 1)
+        self.library.check(self.library.lib.luce_engine_move_experts(self.handle, made, len(moves)))
+
+    @cached_property
+    def _experts(self) -> tuple[int, int]:
+        info = self.info
+        return info.n_expert_layers, info.n_experts
 
     def cancel(self) -> None:
         """Makes the prefill, draft or verify that runs now, or else the next one, raise Cancelled. It may be

@@ -74,12 +74,13 @@ class File(Handle):
         layers: Sequence[int] = (),
         copy_bytes: int = 0,
         draft_device: str | None = None,
+        experts_at_home: bool = False,
     ) -> Memory:
         """Returns what a model and one engine of it need, in bytes. Raises what opening the model would
         raise: UnsupportedError or FileError where luce cannot run the files."""
         library = self.library
         listed = _listed(head, drafter, drafters)
-        model = _model_params(library, device, draft_device, listed, cpu_experts, layers, copy_bytes)
+        model = _model_params(library, device, draft_device, listed, cpu_experts, layers, copy_bytes, experts_at_home)
         engine = engine_params(library, params or EngineParams(), [kind for _, kind in listed])
         out = library.struct("luce_memory")
         library.check(library.lib.luce_plan_memory(self.handle, model.struct, engine.struct, out))
@@ -111,6 +112,7 @@ def _model_params(
     cpu_experts: int,
     layers: Sequence[int],
     copy_bytes: int,
+    experts_at_home: bool,
     progress: Any = None,
 ) -> Params:
     new = library.ffi.new
@@ -121,7 +123,7 @@ def _model_params(
         struct.file, struct.kind = file.handle, kind
     made = library.struct(
         "luce_model_params", device=name, draft_device=drafts_on, n_cpu_experts=cpu_experts, drafters=listed,
-        n_drafters=len(drafters), copy_bytes=copy_bytes,
+        n_drafters=len(drafters), copy_bytes=copy_bytes, experts_at_home=int(experts_at_home),
     )  # fmt: skip
     counts = new("uint32_t[]", list(layers) or 1)
     if layers:
@@ -166,8 +168,9 @@ class Model(Handle):
     devices ("cuda:0,cuda:1") each has its number of `layers`, or as many as its memory has room for. The output and the
     drafters are where the last layers are, or on a `draft_device` without layers. Of the first
     `cpu_experts` layers the experts stay in host memory, where the CPU multiplies them. Each GPU keeps up to
-    `copy_bytes` of F16 copies of its layers' matrices, which prompts read (luce_model_params). `progress` may cancel
-    (Cancelled); what it raises is raised here."""
+    `copy_bytes` of F16 copies of its layers' matrices, which prompts read (luce_model_params). With `experts_at_home`
+    all experts have their home in host memory, where the device reads those that have no slot on it. `progress` may
+    cancel (Cancelled); what it raises is raised here."""
 
     def __init__(
         self,
@@ -181,6 +184,7 @@ class Model(Handle):
         layers: Sequence[int] = (),
         copy_bytes: int = 0,
         draft_device: str | None = None,
+        experts_at_home: bool = False,
     ):
         library = file.library
         raised: list[BaseException] = []
@@ -193,7 +197,9 @@ class Model(Handle):
                 onerror=lambda kind, error, trace: raised.append(error),
             )
         listed = _listed(head, drafter, drafters)
-        params = _model_params(library, device, draft_device, listed, cpu_experts, layers, copy_bytes, callback)
+        params = _model_params(
+            library, device, draft_device, listed, cpu_experts, layers, copy_bytes, experts_at_home, callback
+        )
         self.cpu_experts = cpu_experts
         out = library.ffi.new("luce_model **")
         status = library.lib.luce_model_open(out, file.handle, params.struct)

@@ -66,11 +66,12 @@ class DeviceMemory:
     other: int
     total: int
     free: int
+    experts: int = 0
 
     @property
     def parts(self) -> int:
         """Adds up all parts, also where the weights are only mapped."""
-        return self.weights + self.kv + self.state + self.compute + self.other
+        return self.weights + self.kv + self.state + self.experts + self.compute + self.other
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Memory:
     """These are bytes on the device, or on all `devices` of a model. `total` is what a new model and its engine
     together allocate. `kv` is that of pages, `state` that of sequences and checkpoints, and `compute` that of
     activations, inputs and outputs. `other` is an upper bound of captured graphs, or of all graphs on a CPU, and
-    ggml's work buffers."""
+    ggml's work buffers. `experts` is that of slots of experts whose home is in host memory."""
 
     STRUCT: ClassVar[str] = "luce_memory"
 
@@ -89,7 +90,13 @@ class Memory:
     other: int
     total: int
     device_free: int
+    experts: int = 0
     devices: tuple[DeviceMemory, ...] = field(default=(), kw_only=True)
+
+    @property
+    def parts(self) -> int:
+        """Adds up all parts, also where the weights are only mapped."""
+        return self.weights + self.kv + self.state + self.experts + self.compute + self.other
 
     @property
     def fits(self) -> bool:
@@ -101,7 +108,7 @@ class Memory:
         """Says the same of all parts, also of weights that are only mapped."""
         if self.devices:
             return all(each.parts <= each.free for each in self.devices)
-        return self.weights + self.kv + self.state + self.compute + self.other <= self.device_free
+        return self.parts <= self.device_free
 
 
 @dataclass(frozen=True)
@@ -214,7 +221,8 @@ class EngineParams:
     `drafters` is the engine's list of drafters. Before these, the list has what three fields ask for: the model's
     first head, where `n_draft` counts its most drafts of a round, with `n_part` once more, among so many
     first tokens, and where `blocks` is 1 its first DFlash drafter. With `gaps` 1 prompts may leave text out, and with
-    `scores` 1 verifies say what their rows give each position (Sequence.scores).
+    `scores` 1 verifies say what their rows give each position (Sequence.scores). Where experts are at home in host
+    memory, `n_expert_slots` of each layer have a slot on the device.
     """
 
     n_ctx: int = 0
@@ -232,6 +240,7 @@ class EngineParams:
     drafters: tuple[DrafterParams, ...] = ()
     gaps: int = 0
     scores: int = 0
+    n_expert_slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -305,7 +314,8 @@ class TowerInfo:
 @dataclass(frozen=True)
 class EngineInfo:
     """This is an opened engine: its sizes as resolved, what is free now, its bytes on the device, and its list of
-    drafters. A prompt may be cut at multiples of `n_cut` tokens without a bit changing."""
+    drafters. A prompt may be cut at multiples of `n_cut` tokens without a bit changing. In `n_expert_layers`
+    layers, `n_expert_slots` of `n_experts` have a slot on the device, and the others are read in host memory."""
 
     STRUCT: ClassVar[str] = "luce_engine_info"
 
@@ -323,6 +333,9 @@ class EngineInfo:
     pages_free: int
     sequences_free: int
     checkpoints_free: int
+    n_expert_layers: int = 0
+    n_experts: int = 0
+    n_expert_slots: int = 0
     drafters: tuple[DrafterInfo, ...] = field(default=(), kw_only=True)
 
     @property

@@ -18,7 +18,8 @@ class Fit:
     drafter and its whole blocks).
 
     `total` is the sum of the parts; on a CPU the weights among them are only mapped. `largest` is the
-    longest context that fits, or 0 where none does.
+    longest context that fits, or 0 where none does. Where `expert_slots` is not None, so many of each layer's
+    experts have a slot on the device, and all are at home in host memory.
     """
 
     mode: str
@@ -27,6 +28,7 @@ class Fit:
     total: int
     fits: bool
     largest: int
+    expert_slots: int | None = None
 
 
 def fits(files: Files, options: Options) -> list[Fit]:
@@ -52,12 +54,12 @@ def _fit(files: Files, mode: str, options: Options) -> Fit:
 
     at = files.memory(chosen)
     largest = _largest(holds, files.facts.context_length or chosen.ctx)
-    return Fit(mode, chosen.ctx, at, total(at), at.has_room, largest)
+    return Fit(mode, chosen.ctx, at, total(at), at.has_room, largest, chosen.expert_slots)
 
 
 def total(memory: Memory) -> int:
     """Adds up all parts, also where the weights are only mapped."""
-    return memory.weights + memory.kv + memory.state + memory.compute + memory.other
+    return memory.parts
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:

@@ -17,7 +17,18 @@ from luce.native import File, Model, Progress
 from luce.native.files import is_assistant
 from luce.native.structs import EngineParams, Memory
 from luce.planning import cpus
-from luce.planning.plan import PART, Auto, Options, Plan, plan, smaller, trunk_layers, with_copies, with_room
+from luce.planning.plan import (
+    PART,
+    Auto,
+    Options,
+    Plan,
+    plan,
+    smaller,
+    trunk_layers,
+    with_copies,
+    with_room,
+    with_slots,
+)
 from luce.planning.split import devices_of, lacking
 
 
@@ -97,6 +108,8 @@ class Files:
         chosen = plan(self.facts, options, self.head_facts, prompt, new, cpus.usable(), self.drafter_facts)
         if options.cpu_experts == "auto":
             chosen = with_room(chosen, trunk_layers(self.facts), self.memory)
+        if options.expert_slots == "auto":
+            chosen = with_slots(chosen, self.facts.experts or 0, self.memory)
         shared = "," in chosen.device and not chosen.layers
         chosen = self._shared_out(chosen) if shared else chosen
         while isinstance(chosen.draft, Auto) and (less := smaller(chosen, self.memory(chosen))):
@@ -119,13 +132,14 @@ class Files:
         return self.file.plan_memory(
             chosen.device, params, head, drafter, chosen.cpu_experts, layers=chosen.layers,
             copy_bytes=chosen.copy_bytes, draft_device=chosen.draft_device,
+            experts_at_home=chosen.expert_slots is not None,
         )  # fmt: skip
 
     def load(self, plans: Collection[Plan], progress: Progress | None = None) -> Model:
         """Loads the weights onto the device for engines of these plans, which share them: with the drafters
-        that any plan names, and with the most experts in host memory. Raises what the core raises and then
-        leaves nothing open: FileError where a drafter does not fit, OutOfMemory, Cancelled (from `progress`),
-        DeviceError and others."""
+        that any plan names, and with the most experts in host memory, or all where any plan has slots for them. Raises
+        what the core raises and then leaves nothing open: FileError where a drafter does not fit, OutOfMemory,
+        Cancelled (from `progress`), DeviceError and others."""
         cpu_experts, (first, *_) = max(each.cpu_experts for each in plans), plans
         drafts_on = next((each.draft_device for each in plans if each.draft_device), None)
         if "," in first.device or drafts_on:
@@ -135,6 +149,7 @@ class Files:
         return Model(
             self.file, first.device, progress, *self._drafters(plans), cpu_experts,
             layers=first.layers, copy_bytes=self._copies(list(plans)), draft_device=drafts_on,
+            experts_at_home=any(each.expert_slots is not None for each in plans),
         )  # fmt: skip
 
     def _copies(self, plans: list[Plan]) -> int:

@@ -50,7 +50,9 @@ class Options:
     they are where the last layers are.
 
     `cpu_experts` counts the layers, from the first, whose experts stay in host memory, where the CPU
-    multiplies them; with "auto" it is as few as leave room on the device.
+    multiplies them; with "auto" it is as few as leave room on the device. With `expert_slots` the experts of
+    all layers have their home in host memory, and so many of each layer a slot on the device; with "auto" it is as
+    many as there is room for.
 
     `spec` says who decides what is drafted and is one of SPECS. `gamma` counts the drafts of the NextN head
     or assistant in a round, 0..MAX_GAMMA. `budget` counts the candidates of a round of a lookup or a tree,
@@ -71,6 +73,7 @@ class Options:
     chunk: int | None = None
     rows: int | None = None
     cpu_experts: int | Literal["auto"] | None = None
+    expert_slots: int | Literal["auto"] | None = None
     spec: str | None = None
     gamma: int | None = None
     budget: int | None = None
@@ -197,8 +200,9 @@ class Plan:
     """Says how a model and its engine are opened. `layers` counts those of each device, where there are several; a
     `draft_device` has none, and the output and the drafters. `ctx` is in positions and `chunk` in rows of a prefill
     step. A `chunk`, `pages` or `threads` of 0 means the core's default. A verify can have `rows` rows of a
-    sequence, or more where its drafts need them. Each GPU keeps up to `copy_bytes` of F16 copies of matrices for
-    prompts. `reasons` has a line for each of the other fields.
+    sequence, or more where its drafts need them. Where `expert_slots` is not None all experts have their home in host
+    memory, and so many of each layer a slot on the device. Each GPU keeps up to `copy_bytes` of F16 copies of matrices
+    for prompts. `reasons` has a line for each of the other fields.
 
     Nothing changes a plan. Where something has to be measured first, that lies between two plans."""
 
@@ -219,6 +223,7 @@ class Plan:
     scores: bool = False
     copy_bytes: int = 0
     draft_device: str | None = None
+    expert_slots: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reasons", MappingProxyType(dict(self.reasons)))
@@ -255,6 +260,7 @@ class Plan:
             kv_type=self.kv_type,
             gaps=int(self.gaps),
             scores=int(self.scores),
+            n_expert_slots=self.expert_slots or 0,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -289,6 +295,7 @@ def plan(
     drafting, why_draft = _drafting(facts, options, head, drafter)
     _require_drafter(drafting, options.draft_device)
     cpu_experts, why_experts = _cpu_experts(facts, options)
+    expert_slots, why_slots = _expert_slots(facts, options)
     asked, default = "as asked", "the default"
     return Plan(
         device=options.device or "auto",
@@ -306,6 +313,7 @@ def plan(
         gaps=options.gaps,
         scores=options.scores,
         draft_device=options.draft_device,
+        expert_slots=expert_slots,
         reasons={
             "device": asked if options.device else "a CUDA device if there is one, else the CPU",
             "layers": asked if options.split else "all on one device",
@@ -318,6 +326,7 @@ def plan(
             "checkpoints": asked if options.checkpoints else default,
             "pages": asked if options.pages else "enough for every sequence's whole context",
             "cpu_experts": why_experts,
+            "expert_slots": why_slots,
             "copy_bytes": "none, before memory is counted" if options.copies else "none, as asked",
             "draft": why_draft,
             "gaps": "prompts of which parts are read" if options.gaps else "prompts are read whole",
@@ -356,6 +365,23 @@ def _cpu_experts(facts: Facts, options: Options) -> tuple[int, str]:
     return asked, "as asked"
 
 
+def _expert_slots(facts: Facts, options: Options) -> tuple[int | None, str]:
+    """Decides how many of a layer's experts have slots on the device, or None where none has its home in host memory:
+    so with "auto", before memory is counted."""
+    asked = options.expert_slots
+    if asked is None:
+        return None, "experts have no home in host memory, the default"
+    if facts.experts is None:
+        raise ArgumentError("slots were asked for experts, and the model has none")
+    if options.cpu_experts is not None:
+        raise ArgumentError("experts were to be multiplied by the CPU, and to have slots on the device: leave one out")
+    if asked == "auto":
+        return None, "all experts have room on the device"
+    if asked > facts.experts:
+        raise ArgumentError(f"slots were asked for {asked} experts of each layer, the model has {facts.experts}")
+    return asked, "as asked"
+
+
 def trunk_layers(facts: Facts) -> int:
     """Returns the layers of the model without those of its NextN heads."""
     return (facts.block_count or 0) - facts.nextn_predict_layers
@@ -380,6 +406,25 @@ def with_room(chosen: Plan, layers: int, memory: Callable[[Plan], Memory]) -> Pl
         found = memory(at(middle))
         low, high = (low, middle) if found.fits else (middle, high)
     return at(high)
+
+
+def with_slots(chosen: Plan, experts: int, memory: Callable[[Plan], Memory]) -> Plan:
+    """Returns the plan as it is where all experts have room on the device; else with as many slots for each layer's
+    `experts` as leave room, or none where nothing does. `memory` counts what a plan needs; slots need more of it."""
+    needed = memory(chosen)
+    if needed.fits:
+        return chosen
+
+    def at(n: int) -> Plan:
+        why = f"with all experts on the device {needed.total:,} bytes would be needed"
+        free = f"{needed.device_free:,} are free"
+        return chosen.because("expert_slots", f"{why}, {free}", expert_slots=n)
+
+    low, high = 0, experts  # With `high` slots it does not fit.
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if memory(at(middle)).fits else (low, middle)
+    return at(low)
 
 
 def with_copies(chosen: Plan, memory: Callable[[Plan], Memory]) -> Plan:

@@ -47,6 +47,8 @@ class Watch:
         self._hits = counter("prefix_cache_hits", "Prompt tokens that were not read again.")
         self._cache_bytes = gauge("prefix_cache_bytes", "Bytes of kept beginnings.", "place")
         self._cache_entries = gauge("prefix_cache_entries", "Beginnings that are kept.", "place")
+        self._experts = gauge("expert_reads", "Experts that rows of steps have read, by where they lay.", "place")
+        self._moved = gauge("expert_moves", "Experts that were moved to a slot on the device.")
         self._first_token = histogram(
             "time_to_first_token_seconds", "From the request to its first token.", _SECONDS
         )
@@ -139,4 +141,10 @@ class Watch:
             sizes = [cache.sizes()[place] for cache in caches]
             self._cache_entries.labels(place).set(sum(count for count, _ in sizes))
             self._cache_bytes.labels(place).set(sum(size for _, size in sizes))
+        uses = [each.engine.experts.use for each in loaded if each.engine.experts]
+        if uses:
+            hits = sum(use.hits for use in uses)
+            self._experts.labels("device").set(hits)
+            self._experts.labels("host").set(sum(use.read for use in uses) - hits)
+            self._moved.set(sum(use.moved for use in uses))
         return generate_latest(self.registry)

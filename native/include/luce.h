@@ -213,6 +213,10 @@ typedef struct luce_model_params {
     /* Bytes of each GPU that may hold F16 copies of its layers' matrices, the first layers' first. Long prompts multiply in F16, and
      * write out what has no copy for each of their steps. No bit depends on it. 0: there are none. */
     uint64_t copy_bytes;
+    /* 1: the experts of all layers of the trunk have their home in host memory, on a GPU pinned, where the device reads them; engines
+     * have slots on it for some (luce_engine_params). No bit depends on it: tokens are those of a model with all experts on
+     * the device. E_ARG: there are no experts, or the CPU is to multiply some. E_UNSUPPORTED: several GPUs. */
+    int32_t experts_at_home;
 } luce_model_params;
 
 /* How an engine drafts with one of the model's drafters. Several entries may be of one, and then share its KV. */
@@ -246,13 +250,16 @@ typedef struct luce_engine_params {
     /* 1: verifies also keep what their rows give each position (luce_sequence_get_scores); n_sequences is then 1. E_UNSUPPORTED:
      * no layer sees all positions, or the model's device has no such kernel. */
     int32_t scores;
+    /* Of models whose experts are at home: slots on the device for so many of the experts of each layer, which the first ones have
+     * first (luce_engine_move_experts). */
+    uint32_t n_expert_slots;
 } luce_engine_params;
 
 /* What one of a model's devices has, of the same parts as luce_memory. */
 typedef struct luce_device_memory {
     char name[32];
     uint32_t first, n_layers; /* its layers of the trunk: a draft_device has none */
-    uint64_t weights, kv, state, compute, other, total, free;
+    uint64_t weights, kv, state, experts, compute, other, total, free;
 } luce_device_memory;
 
 typedef struct luce_memory {
@@ -260,6 +267,7 @@ typedef struct luce_memory {
     uint64_t weights; /* bytes on the device; on the CPU they are mapped, not allocated */
     uint64_t kv; /* pages */
     uint64_t state; /* recurrent state, draft logs, hidden rows: of sequences and checkpoints */
+    uint64_t experts; /* slots of experts whose home is in host memory */
     uint64_t compute; /* activations, inputs, outputs */
     uint64_t other; /* captured graphs, on a CPU all graphs, and ggml's work buffers: an upper bound */
     uint64_t total; /* what a new model and engine together allocate on the device */
@@ -377,10 +385,24 @@ typedef struct luce_engine_info {
     uint32_t pages_free; /* with those of checkpoints on their way to the host: one waits for them */
     uint32_t sequences_free; /* that may still be opened */
     uint32_t checkpoints_free; /* that may still be on the device, counted in the same way */
+    uint32_t n_expert_layers; /* layers whose experts are at home in host memory */
+    uint32_t n_experts, n_expert_slots; /* of such a layer; 0 where there is none */
 } luce_engine_info;
 LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out);
 /* An entry of the engine's list of drafters. E_ARG: there is none of this index. */
 LUCE_API luce_status luce_engine_get_drafter(luce_engine *engine, uint32_t index, luce_drafter_info *out);
+
+/* Reads for each expert of n_expert_layers layers, of which each has n_experts, how often rows of steps have had it since the opening
+ * (it wraps around; prompts are not counted), and its slot, or -1 where it is read at home. n counts all. It lets rounds end. */
+LUCE_API luce_status luce_engine_get_experts(luce_engine *engine, int32_t *counts, int32_t *slots,
+                                             uint32_t n);
+/* Gives slots to experts that have none; who had such a slot is read at home then. It lets rounds end and waits for the copies. No
+ * bit of any step depends on it. E_ARG: nothing was done. E_DEVICE: each expert that was to move is at home or has its new slot,
+ * and others have theirs. */
+typedef struct luce_expert_move {
+    uint32_t layer, expert, slot;
+} luce_expert_move;
+LUCE_API luce_status luce_engine_move_experts(luce_engine *engine, const luce_expert_move *moves, uint32_t n);
 
 /* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first, which
  * may take a prefill several steps. Any thread and signal handlers may call it, also while the engine works. It sets no last error. */

@@ -114,6 +114,12 @@ template <typename T> struct Device {
         const int error = int(cudaFree(p));
         must(device_lost ? 0 : error);
     }
+    void resize(size_t count) { // what it held is gone
+        must(cudaFree(p));
+        n = count;
+        must(cudaMalloc(reinterpret_cast<void **>(&p), std::max<size_t>(n, 1) * sizeof(T)));
+        poison();
+    }
     void poison() { must(cudaMemset(p, 0xff, n * sizeof(T))); } // floats become NaN, integers -1
     void set(const std::vector<T> &host) {
         if (!host.empty()) {

@@ -34,7 +34,7 @@ void check_end(Mixture &l, const Buffers &b, bool overlap) {
         for (int i = 0; i < 2; i++) {
             const float *x = rows[i]->x.p;
             b.enqueue_up(l, x, overlap, /*hands_out=*/false);
-            must(cuda::moe_end({b.dims, l.down.matrix(), l.down_s.matrix(), b.routed.p, b.h.p, x, out.p + i * E, overlap}, stream));
+            must(cuda::moe_end({b.dims, l.down.matrix(), l.down_s.matrix(), b.routed.p, b.h.p, x, out.p + i * E, overlap, l.counts.n > 0 ? l.counts.p : nullptr}, stream));
         }
     });
     const Floats found = out.get();
@@ -365,6 +365,92 @@ void check_elsewhere(int T) {
     expect(same_bits(out.get(), whole.out), "moe adds sums that were made elsewhere");
 }
 
+// Lays some experts of a matrix in pinned memory of the host and the others behind each other on the device, and spoils what
+// they were copied from: a table says where each is.
+struct Placed {
+    Matrices &m;
+    const size_t bytes;
+    Device<uint8_t> slots;
+    uint8_t *home = nullptr;
+
+    explicit Placed(Matrices &matrices)
+        : m(matrices), bytes(size_t(m.bytes())), slots(size_t(m.n) * bytes) {
+        must(cudaMallocHost(reinterpret_cast<void **>(&home), size_t(m.n) * bytes));
+        must(cudaMemcpy(home, m.packed.p, size_t(m.n) * bytes, cudaMemcpyDeviceToHost));
+        must(cudaMemset(m.packed.p, 0xff, size_t(m.n) * bytes));
+        m.offsets.resize(size_t(m.n));
+    }
+    ~Placed() {
+        m.offsets.resize(0);
+        must(cudaMemcpy(m.packed.p, home, size_t(m.n) * bytes, cudaMemcpyHostToDevice));
+        must(cudaFreeHost(home));
+    }
+    // Expert e is in slot slots_of[e], or at home where that is below zero.
+    void place(const Ints &slots_of) {
+        std::vector<int64_t> table;
+        slots.poison();
+        for (int64_t e = 0; e < m.n; e++) {
+            const int slot = slots_of[size_t(e)];
+            const uint8_t *at = slot < 0 ? home + e * int64_t(bytes) : slots.p + slot * int64_t(bytes);
+            if (slot >= 0) {
+                must(cudaMemcpy(slots.p + slot * int64_t(bytes), home + e * int64_t(bytes), bytes, cudaMemcpyHostToDevice));
+            }
+            table.push_back(at - m.packed.p);
+        }
+        m.offsets.set(table);
+    }
+};
+
+// Wherever experts lie a row has the same bits, and each is counted that a row has had.
+void check_places(const MoeDims &dims, const Types &types, const Ints &widths) {
+    Mixture l(dims, types, uint32_t(dims.n_expert) * 91 + uint32_t(types.gate));
+    const std::string what = name(dims, types);
+    for (int T : widths) {
+        const Floats x = random_rows(T, dims.E);
+        const Floats together = run(l, x, T % 2 == 0).out;
+        Placed gate(l.gate), up(l.up), down(l.down);
+        Ints slots;
+        for (int e = 0; e < dims.n_expert; e++) {
+            slots.push_back(e % 3 == 0 ? -1 : (e * 5 + T) % dims.n_expert); // 5 and n_expert have no common factor
+        }
+        for (int turn = 0; turn < 3; turn++) {
+            for (Placed *each : {&gate, &up, &down}) {
+                each->place(slots);
+            }
+            expect(same_bits(run(l, x, T % 2 == 0).out, together),
+                   "moe bits of experts in places, " + what + " at " + std::to_string(T) + " rows");
+            if (turn == 0) { // some go home, and others take their slots
+                std::rotate(slots.begin(), slots.begin() + 1, slots.end());
+            } else {
+                std::fill(slots.begin(), slots.end(), -1);
+            }
+        }
+        l.counts.resize(size_t(dims.n_expert));
+        must(cudaMemset(l.counts.p, 0, l.counts.n * sizeof(int32_t)));
+        MoeDims d = dims;
+        d.T = T;
+        Buffers b(d, x);
+        b.enqueue(l, false, /*hands_out=*/false);
+        must(cudaStreamSynchronize(stream));
+        Ints counted(size_t(dims.n_expert), 0);
+        for (int id : b.get().ids) {
+            counted[size_t(id)]++;
+        }
+        expect(l.counts.get() == counted, "moe counts experts of " + std::to_string(T) + " rows");
+        l.counts.resize(0);
+        if (T == 1 && moe_ends_at_once(d, l.down.type, l.down_s.type)) {
+            Device<int32_t> ended(Ints(size_t(dims.n_expert), 5));
+            b.enqueue_up(l, b.x.p, false, false);
+            must(cuda::moe_end({d, l.down.matrix(), l.down_s.matrix(), b.routed.p, b.h.p, b.x.p, b.out.p, false, ended.p}, stream));
+            must(cudaStreamSynchronize(stream));
+            for (int &n : counted) {
+                n += 5;
+            }
+            expect(ended.get() == counted, "moe counts the experts of one row in one launch");
+        }
+    }
+}
+
 // A layer of no rows launches nothing, and writes nothing.
 void check_no_rows() {
     const MoeDims dims = {2, 8, 3, 256, 256, 64};
@@ -422,6 +508,9 @@ void check_moe(bool all) {
     check_elsewhere(all ? 40 : 3);
     check_elsewhere(1);
     check_no_rows();
+    check_places({0, 8, 3, 512, 256, 64}, {12, 12, 14, 8}, all ? Ints{1, 2, 4, 8, 9, 33, 64} : Ints{1, 2, 3, 9});
+    check_places({0, 12, 2, 260, 40, 24}, {1, 0, 30, 1}, {1, 2, MANY_FROM + 5});
+    check_places({0, 9, 2, 288, 96, 0}, {1, 1, 1, 1}, {1, 5});
     if (DeviceLimits device; cuda::device_limits(device) == 0 && !device.wgmma) {
         check_items_of_fewer_rows();
     }

@@ -19,9 +19,10 @@ struct Matrices {
     int64_t K = 0, N = 0, n = 0;
     Floats values;
     Device<uint8_t> packed;
+    Device<int64_t> offsets; // of experts that lie apart, once they do
 
     Matrices(int type, int64_t K, int64_t N, int64_t n, uint32_t seed)
-        : type(type), K(K), N(N), n(n), packed(size_t(n * rowmm_packed_bytes(type, K, N))) {
+        : type(type), K(K), N(N), n(n), packed(size_t(n * rowmm_packed_bytes(type, K, N))), offsets(0) {
         const Bytes blocks = rowmm_test::random_weights(type, K, N * n, seed);
         values = rowmm_test::dequantised(type, blocks);
         Device<uint8_t> src(blocks);
@@ -31,7 +32,7 @@ struct Matrices {
         must(cudaStreamSynchronize(stream));
     }
     int64_t bytes() const { return rowmm_packed_bytes(type, K, N); }
-    MoeMatrix matrix() const { return {type, packed.p, bytes()}; }
+    MoeMatrix matrix() const { return {type, packed.p, bytes(), offsets.n > 0 ? offsets.p : nullptr}; }
     // Returns the product of expert e's matrix with x.
     Doubles times(int64_t e, const Doubles &x) const {
         Doubles out(static_cast<size_t>(N));
@@ -62,6 +63,7 @@ struct Mixture {
     const bool apart;
     Floats router_norm, factors;
     Device<float> d_router_norm, d_factors;
+    Device<int32_t> counts{0}; // of experts, where they are counted
 
     static constexpr float EPS = 1e-6f, ROUTER_SCALE = 0.7f;
 
@@ -131,7 +133,7 @@ struct Buffers {
         must(cuda::moe_down(a, stream));
         const bool packs = !l.apart && dims.T <= ROWMM_MAX_ROWS;
         must(cuda::moe_sum({dims, routed.p, y.p, nullptr, l.apart ? nullptr : x.p, out.p, packs ? l.d_norm.p : nullptr,
-                            packs ? packed.p : nullptr, overlap, l.apart ? l.d_factors.p : nullptr}, stream));
+                            packs ? packed.p : nullptr, overlap, l.apart ? l.d_factors.p : nullptr, l.counts.n > 0 ? l.counts.p : nullptr}, stream));
     }
     Routed get() const {
         const std::vector<uint8_t> bytes = routed.get();

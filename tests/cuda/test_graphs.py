@@ -120,3 +120,21 @@ WINDOWS = replace(recorder.GEMMA4["31B"], n_embd=1024, n_ff=3072, n_head=8, n_he
 def test_prompts_of_long_contexts_fit_what_an_engine_measures(case: recorder.Case, program: Path) -> None:
     """Attention of fewer rows than a chunk has may take its ranges of positions apart, which needs more memory."""
     recorder.check_fits(program, "long", case, 131072)
+
+
+@pytest.mark.parametrize("name", ["35b", "gemma4-26b"])
+def test_slots_add_tables_to_launches_and_no_launch(lists: Path, name: str) -> None:
+    """Every launch that reads an expert of the trunk has its table, and every step counts; prompts do not."""
+    n_layer = recorder.CASES[name].config.n_layer
+    without, having = steps(lists, name), steps(lists, f"{name}-slots")
+    assert without.keys() == having.keys()
+    for step, lines in having.items():
+        plain = [re.sub(r"(offsets|counts)=expert_\w+\.\d+(\+\d+)?", r"\1=null", line) for line in lines]
+        assert plain == without[step]
+        reads = [line for line in lines if re.search(r"moe_(up|down|end) dims", line)]
+        for line in reads:
+            for layer, table in re.findall(r"packed=blk\.(\d+)\.ffn_\w+_exps\S* expert_bytes=\d+ offsets=(\S+)", line):
+                assert table.startswith(f"expert_offsets.{layer}" if int(layer) < n_layer else "null"), line
+        trunk = sum("moe_up" in line and "expert_offsets" in line for line in reads)
+        counted = sum("counts=expert_counts." in line for line in lines)
+        assert counted == (0 if step.startswith("prefill") else trunk)

@@ -631,6 +631,8 @@ def test_a_chat_that_is_wrong_is_said_so(model, messages, how, said):
         (None, {"drafter": b"a.gguf"}, luce.ArgumentError, "drafter is b'a.gguf': it is the path of a GGUF file"),
         (None, {"head": True}, luce.ArgumentError, "head is True: it is the path of a GGUF file"),
         (None, {"cpu_experts": "all"}, luce.ArgumentError, "cpu_experts is 'all': it is a number of layers, or 'auto'"),
+        (None, {"expert_slots": "all"}, luce.ArgumentError, "expert_slots is 'all': it is a number of experts"),
+        (None, {"expert_slots": 2}, luce.ArgumentError, "slots were asked for experts, and the model has none"),
         (None, {"cpu_experts": -1}, luce.ArgumentError, "cpu_experts is -1: it is a number of layers, or 'auto'"),
         (None, {"parallel": 65}, luce.ArgumentError, "parallel is 65: it is a whole number, at least 1, at most 64"),
         (None, {"kv_type": "f8"}, luce.ArgumentError, "kv_type 'f8'"),

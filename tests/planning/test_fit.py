@@ -45,8 +45,7 @@ def test_what_the_memory_lacks_is_said(with_head, monkeypatch, device):
     """1000 bytes a position, 50,000 for the weights: half of the context fits, or nothing does."""
     for free, largest in ((50_000 + 4_096_000, 4096), (50_000, 0), (50_000 + 9_000_000, 8192)):
 
-        def memory(self, device, params, head=None, drafter=None, cpu_experts=0, layers=(), copy_bytes=0,
-                   draft_device=None, free=free):  # fmt: skip
+        def memory(self, device, params, head=None, drafter=None, cpu_experts=0, free=free, **_):
             return Memory(50_000, 1000 * params.n_ctx, 0, 0, 0, 1000 * params.n_ctx, free)
 
         monkeypatch.setattr("luce.native.File.plan_memory", memory)

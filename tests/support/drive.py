@@ -94,12 +94,14 @@ def open_model(
     cpu_experts: int = 0,
     layers: Sequence[int] = (),
     draft_device: str | None = None,
+    experts_at_home: bool = False,
 ) -> Model:
     file = File(path, native)
     own = None if drafter is None else File(drafter, native)
     return Model(
         file, device, head=_head_file(file, head), drafter=own, cpu_experts=cpu_experts, layers=layers,
         draft_device=draft_device,
+        experts_at_home=experts_at_home,
     )  # fmt: skip
 
 

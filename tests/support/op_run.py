@@ -30,6 +30,7 @@ luce_status luce_penalise(float *logits, uint32_t n, const luce_penalties *penal
                           uint32_t n_tokens);
 luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations);
 luce_status luce_engine_poison(luce_engine *engine);
+luce_status luce_engine_poison_experts(luce_engine *engine, uint32_t layer);
 luce_status luce_fault(int32_t fault, uint64_t after);
 luce_status luce_leave_device(int32_t index);
 luce_status luce_recode(int32_t from, const uint8_t *src, uint64_t n, int32_t table, int32_t *to,
@@ -139,15 +140,23 @@ def poison(engine: Engine) -> None:
     engine.library.check(lib.luce_engine_poison(handle))
 
 
+def poison_experts(engine: Engine, layer: int) -> None:
+    """Makes NaN of the slots of experts of a layer, whoever has them."""
+    ffi, lib = core(engine.library.path)
+    handle = ffi.cast("luce_engine *", address(engine.library, engine.handle))
+    engine.library.check(lib.luce_engine_poison_experts(handle, layer))
+
+
 class Fault(IntEnum):
     """Says what luce_fault makes fail: a graph that is being built, one that is too large, an op of
-    a step, the launch of a captured step, a wait for the device."""
+    a step, the launch of a captured step, a wait for the device, the copy of an expert to a slot."""
 
     GRAPH = 1
     SIZE = 2
     OP = 3
     LAUNCH = 4
     WAIT = 5
+    MOVE = 6
 
 
 def round_fault(device: str) -> Fault:

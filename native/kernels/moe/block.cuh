@@ -29,8 +29,7 @@ __device__ __forceinline__ void leave_part(Parts<ROWS> &parts, int count, const 
 // Multiplies the outputs of a part of K by their powers of two, where the type has them.
 __device__ __forceinline__ void scale_part(Sums<1> &acc, const Matrix &m, int expert, int fragment) {
     if (m.scales > 0) {
-        const float *scales =
-            reinterpret_cast<const float *>(m.packed + max(expert, 0) * m.expert_bytes + m.scales);
+        const float *scales = reinterpret_cast<const float *>(m.packed + expert_offset(m, expert) + m.scales);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             acc[0][k] *= scales[fragment * FRAGMENT + threadIdx.x % WARP / 4 + k / 2 * 8];

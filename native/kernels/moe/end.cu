@@ -19,6 +19,7 @@ namespace {
 struct EndGroup { // Its first fields are Matrix's; to have one in it would change how they are read.
     const uint8_t *packed;
     int64_t expert_bytes;
+    const int64_t *offsets;
     uint32_t scales;
     int32_t type, units, unit_bytes;
     int32_t K, chunks, log_parts; // K has so many parts
@@ -33,6 +34,7 @@ struct EndParams {
     const uint8_t *routed;
     const float *h, *residual;
     float *out;
+    int32_t *counts;
     int32_t places; // the row has so many
     int32_t weights_bytes, row_bytes; // a place has so many in shared memory
     EndGroup experts, shared;
@@ -76,7 +78,7 @@ struct EndBlock {
         const EndGroup &g = item.of(p);
         const int first = g.begin(item.part) * g.units, end = g.begin(item.last) * g.units;
         const int units_k = g.chunks * g.units, fragment = blockIdx.x;
-        const uint8_t *matrix = g.packed + expert * g.expert_bytes;
+        const uint8_t *matrix = g.packed + expert_offset(g, expert);
         copies_begin(barrier(i), (end - first) * g.unit_bytes);
 #pragma unroll 1
         for (int u = first; u < end; u++) {
@@ -120,7 +122,7 @@ struct EndBlock {
             if (lane % 4 == 0) { // these lanes have the row's column
                 float *to = sums(item.place) + part * FRAGMENT + lane / 4;
                 const float *scales =
-                    reinterpret_cast<const float *>(g.packed + expert * g.expert_bytes + g.scales) +
+                    reinterpret_cast<const float *>(g.packed + expert_offset(g, expert) + g.scales) +
                     blockIdx.x * FRAGMENT + lane / 4;
                 to[0] = g.scales > 0 ? acc[0][0] * scales[0] : acc[0][0];
                 to[8] = g.scales > 0 ? acc[0][2] * scales[8] : acc[0][2];
@@ -188,6 +190,9 @@ __global__ void __launch_bounds__(END_WARPS *WARP, 1) moe_end_kernel(const __gri
     }
     wait_for_previous();
     let_next_start(); // sooner, the launch behind would take from up
+    if (p.counts != nullptr && blockIdx.x == 0 && int(threadIdx.x) < p.dims.n_used) {
+        atomicAdd(p.counts + __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.ids) + threadIdx.x), 1);
+    }
     float weight = 0, open = 0, residual = 0;
     if (b.warp == 0) {
         const int n = blockIdx.x * FRAGMENT + lane % FRAGMENT;
@@ -235,6 +240,7 @@ int cuda::moe_end(const MoeEndArgs &a, void *stream) {
     p.h = a.h;
     p.residual = a.residual;
     p.out = a.out;
+    p.counts = a.counts;
     p.places = int32_t(d.places());
     p.weights_bytes =
         std::max(end_weights(p.experts.chunks, p.experts.type), end_weights(p.shared.chunks, p.shared.type));

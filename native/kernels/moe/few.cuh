@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ROWS == FEWEST_ROWS ? FEWEST_BLO
     __syncthreads();
     const bool up = p.h == nullptr, keeps = up && blockIdx.x == gridDim.x - 1;
     const int item = int(blockIdx.x) / p.tasks - p.n_shared, x = int(blockIdx.x) % p.tasks;
-    ring.units.begin(p, item < 0 ? SHARED : 0, x);
+    ring.units.begin(p, item < 0 ? SHARED : NONE, x);
     if (item < 0) {
         ring.fill(p);
     }
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ROWS == FEWEST_ROWS ? FEWEST_BLO
     const int pair = items.pair_of(item);
     if (item >= 0 && pair >= 0) {
         const int expert = items.expert_of(pair);
-        ring.units.from += int64_t(expert) * p.experts.matrices[Work(p, p.experts).matrix].expert_bytes;
+        ring.units.from += expert_offset(p.experts.matrices[Work(p, p.experts).matrix], expert);
         ring.fill(p);
     }
     const int n_tasks = list_few(p, s, items, item, pair, lane);

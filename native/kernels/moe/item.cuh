@@ -6,6 +6,11 @@
 
 namespace luce {
 
+// Returns how far an expert's matrix lies from `packed` of a Matrix, or of what has its fields. The shared expert's lies there.
+template <typename Of> __device__ __forceinline__ int64_t expert_offset(const Of &m, int expert) {
+    return m.offsets != nullptr && expert >= 0 ? __ldcg(m.offsets + expert) : max(expert, 0) * m.expert_bytes;
+}
+
 // Adds the products of a unit, counted along K, with a row of activations, which is the lane's own column's, to
 // acc.
 template <int TYPE>

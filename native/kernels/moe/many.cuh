@@ -146,10 +146,10 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
         }
         if (chunk + 1 == g.begin(part + 1, 1)) { // parts are added by pairs
             const bool last = part + 1 == 1 << g.log_parts;
-            const float *scales = m.scales > 0
-                                      ? reinterpret_cast<const float *>(
-                                            m.packed + max(item.expert, 0) * m.expert_bytes + m.scales)
-                                      : nullptr;
+            const float *scales =
+                m.scales > 0
+                    ? reinterpret_cast<const float *>(m.packed + expert_offset(m, item.expert) + m.scales)
+                    : nullptr;
 #pragma unroll
             for (int n = 0; n < MANY_TILES; n++) {
 #pragma unroll

@@ -82,12 +82,12 @@ __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring,
     if (first >= n_items || of_first.x != early) {
         if (ring.filled > 0) {
             ring.skip_filled();
-            ring.units.begin(p, 0, x);
+            ring.units.begin(p, NONE, x);
         }
         if (first >= n_items) {
             return 0;
         }
-        ring.units.from += of_first.x * p.experts.matrices[Work(p, p.experts).matrix].expert_bytes;
+        ring.units.from += expert_offset(p.experts.matrices[Work(p, p.experts).matrix], of_first.x);
         ring.fill(p);
     }
     const int left = n_items * p.tasks - int(blockIdx.x);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
         early = listed >= 0 && listed < p.n_expert ? listed : NONE;
     }
     __syncthreads();
-    ring.units.begin(p, early == NONE ? 0 : early, blockIdx.x % p.tasks);
+    ring.units.begin(p, early, blockIdx.x % p.tasks);
     if (early != NONE) {
         ring.fill(p);
     }

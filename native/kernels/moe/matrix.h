@@ -10,6 +10,7 @@ namespace luce {
 struct Matrix {
     const uint8_t *packed; // it is expert 0's
     int64_t expert_bytes;
+    const int64_t *offsets; // MoeMatrix::offsets
     uint32_t scales; // the outputs' powers of two begin at this offset; it is 0 where there are none
     int32_t type, units, unit_bytes; // a chunk has `units` units, a fragment has `unit_bytes` bytes
 };
@@ -20,6 +21,7 @@ template <typename Out> bool set_matrix(Out &out, const MoeMatrix &m, int64_t K,
     const int64_t bytes = rowmm_packed_bytes(m.type, K, N);
     out.packed = static_cast<const uint8_t *>(m.packed);
     out.expert_bytes = m.expert_bytes;
+    out.offsets = m.offsets;
     out.type = m.type;
     out.units = units_of_chunk(m.type);
     out.unit_bytes = fragment_bytes(m.type);

@@ -94,6 +94,10 @@ struct MoeMatrix {
     int32_t type;
     const void *packed; // it is expert 0's, aligned to 16
     int64_t expert_bytes; // one expert's matrix is so far from the next; it is a multiple of 16
+    // Null, or [n_expert]: expert e's matrix lies so many bytes from `packed`, a multiple of 16, wherever that is: in slots of the
+    // device or in pinned memory of the host, of which the same kernel reads the same bits. Launches that were captured read the
+    // table as it is when they run.
+    const int64_t *offsets;
 };
 
 // In up there are two matrices (gate, up) {E, FF}, and the input h is null. In down there is one {FF, E} in
@@ -125,6 +129,7 @@ struct MoeSumArgs {
     void *packed;
     int32_t overlap;
     const float *scales; // null, or [n_expert], by which the weights of experts are multiplied; not of `sums`
+    int32_t *counts; // null, or [n_expert]: adds up how often rows have had each expert
 };
 
 struct MoeEndArgs {
@@ -135,6 +140,7 @@ struct MoeEndArgs {
     const float *residual; // [E], aligned to 16
     float *out; // [E], aligned to 16
     int32_t overlap;
+    int32_t *counts; // as in MoeSumArgs
 };
 
 namespace cuda {

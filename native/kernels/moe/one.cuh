@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
         part.fetch(shared_address(units), of_units, p.slot_bytes);
     }
     const Matrix &m = g.matrices[warp & 1];
-    const int64_t expert_bytes = m.expert_bytes;
+    const int64_t expert_bytes = m.expert_bytes, *offsets = m.offsets;
     wait_for_previous();
     let_next_start(); // not ahead of the wait: moe/end.cu polls for what this launch leaves, and reads what route has left
     if (warp == ITEM_WARPS - 1 && lane < COPY_LANES) { // ahead of the weights, which would delay it
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
     int expert = 0;
     if (rank >= 0) {
         expert = choose_one(p, s, rank, int(blockIdx.x) == p.n_shared * p.tasks);
-        part.from += expert * expert_bytes;
+        part.from += offsets != nullptr ? __ldcg(offsets + expert) : expert * expert_bytes;
         part.fetch(shared_address(units), of_units, p.slot_bytes);
     }
     if (blockIdx.x == 0 && warp == ITEM_WARPS - 1) {

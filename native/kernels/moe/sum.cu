@@ -107,6 +107,10 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
     if (!EARLY) {
         own.load(p, weights, row, k);
     }
+    if (p.a.counts != nullptr && blockIdx.x == 0 && int(threadIdx.x) < d.n_used) {
+        const auto *ids = reinterpret_cast<const int32_t *>(routed + p.at.ids) + row * d.n_used;
+        atomicAdd(p.a.counts + __ldcg(ids + threadIdx.x), 1);
+    }
     Own sum = {}, shared = {};
     if (d.shared()) {
         const int64_t first = p.a.sums != nullptr ? 0 : int64_t(d.T) * d.n_used;

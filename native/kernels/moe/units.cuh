@@ -5,6 +5,7 @@
 #pragma once
 
 #include "matmul/multiply.cuh"
+#include "moe/item.cuh"
 #include "moe/params.h"
 
 namespace luce {
@@ -41,6 +42,7 @@ struct Units {
     int stride, bytes, left; // so many units of the step are left
     int task, step;
 
+    // With NONE for the expert they are counted from `packed`, and an expert's offset is to be added.
     __device__ void begin(const MatmulParams &p, int expert, int x) {
         const Group &g = group_of(p, expert);
         const Work w(p, g);
@@ -50,7 +52,7 @@ struct Units {
         const int tile = fragment / FRAGMENTS, wide = min(g.fragments - tile * FRAGMENTS, FRAGMENTS);
         const uint32_t at =
             uint32_t(tile * FRAGMENTS * g.chunks * m.units + first * wide + fragment % FRAGMENTS);
-        from = m.packed + max(expert, 0) * m.expert_bytes + int64_t(at) * m.unit_bytes;
+        from = m.packed + expert_offset(m, expert) + int64_t(at) * m.unit_bytes;
         bytes = m.unit_bytes;
         stride = wide * bytes;
         left = fragment < g.fragments ? last - first : 0;

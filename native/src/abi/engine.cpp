@@ -86,6 +86,25 @@ luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint32_t *n) 
     });
 }
 
+luce_status luce_engine_get_experts(luce_engine *engine, int32_t *counts, int32_t *slots, uint32_t n) {
+    return on_engine(engine, [&](Engine *e) {
+        need(counts, "counts");
+        need(slots, "slots");
+        e->read_experts(counts, slots, n);
+    });
+}
+
+luce_status luce_engine_move_experts(luce_engine *engine, const luce_expert_move *moves, uint32_t n) {
+    return on_engine(engine, [&](Engine *e) {
+        need(moves, "moves");
+        std::vector<ExpertMove> list;
+        for (uint32_t i = 0; i < n; i++) {
+            list.push_back({moves[i].layer, moves[i].expert, moves[i].slot});
+        }
+        e->move_experts(list.data(), n);
+    });
+}
+
 luce_status luce_engine_counts(luce_engine *engine, uint64_t *steps, uint64_t *synchronisations) {
     return on_engine(engine, [&](Engine *e) {
         need(steps, "steps");
@@ -101,6 +120,17 @@ luce_status luce_engine_poison(luce_engine *engine) {
         e->reclaim();
         e->step().poison();
         e->cache().poison();
+    });
+}
+
+luce_status luce_engine_poison_experts(luce_engine *engine, uint32_t layer) {
+    return on_engine(engine, [&](Engine *e) {
+        std::vector<ExpertSlots> &slots = e->cache().expert_slots();
+        if (layer >= slots.size()) {
+            fail(LUCE_E_ARG, "layer %u: there are %zu", layer, slots.size());
+        }
+        e->rounds().settle();
+        slots[layer].poison(true);
     });
 }
 

@@ -58,7 +58,8 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
         split.layers.assign(params->layers, params->layers + params->n_layers);
     }
     return Model::describe(file.gguf, drafters, split, params == nullptr ? 0 : params->n_cpu_experts,
-                           params == nullptr ? 0 : params->copy_bytes);
+                           params == nullptr ? 0 : params->copy_bytes,
+                           params != nullptr && params->experts_at_home != 0);
 }
 
 void check_tower(const VisionTower &tower, const Model &model) {

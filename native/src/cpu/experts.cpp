@@ -154,6 +154,12 @@ void cpu_experts(const ExpertsArgs &a, int ith, int nth) {
 void cpu_experts_sum(const ExpertsSumArgs &a, int ith, int nth) {
     constexpr int64_t UNIT = 256;
     const int64_t units = (a.E + UNIT - 1) / UNIT;
+    if (a.counts != nullptr && ith == 0) {
+        for (int32_t p = 0; p < a.T * a.n_used; p++) {
+            int32_t &count = a.counts[a.route[p / a.n_used * 2 * a.n_used + p % a.n_used]];
+            count = int32_t(uint32_t(count) + 1); // a GPU's wrap around too
+        }
+    }
     for (int64_t u = ith; u < units * a.T; u += nth) {
         const int64_t t = u / units, i0 = u % units * UNIT, n = std::min(UNIT, a.E - i0);
         float weights[MAX_USED], sums[UNIT] = {};

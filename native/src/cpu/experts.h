@@ -28,6 +28,7 @@ struct ExpertsArgs {
     Activation activation; // of two
     RowsWeight weights[2]; // they are those of expert 0; out is not used
     size_t expert_bytes[2]; // one expert's matrix is so far from the next
+    const int64_t *offsets[2]; // null, or [n_expert]: expert e's matrix lies so many bytes from expert 0's
     int64_t K;
     bool own_input; // x has a row for each row and rank, [T][n_used]; else one for each row, [T]
     const void *x; // its form is the one that rows_matmul takes
@@ -36,7 +37,8 @@ struct ExpertsArgs {
     // Returns matrix i of expert e.
     RowsWeight weight(int32_t i, int32_t e) const {
         RowsWeight w = weights[i];
-        w.data = static_cast<const uint8_t *>(w.data) + size_t(e) * expert_bytes[i];
+        const int64_t offset = offsets[i] == nullptr ? e * int64_t(expert_bytes[i]) : offsets[i][e];
+        w.data = static_cast<const uint8_t *>(w.data) + offset;
         w.scale = w.scale == nullptr ? nullptr : w.scale + e;
         return w;
     }
@@ -49,6 +51,7 @@ struct ExpertsSumArgs {
     const float *y;
     int32_t n_used, T;
     int64_t E;
+    int32_t *counts; // null, or it adds up how often rows have had each expert
     float *out;
 };
 

@@ -93,7 +93,7 @@ Cache::Cache(const Model &model, const CacheParams &params)
     }
     for (const Placement &on : model.placements()) {
         const bool is_last = &on == &model.placements().back();
-        stages_.emplace_back(model, on, 3 * (on.end - on.first) + (is_last ? 2 * n_drafter + 2 : 0));
+        stages_.emplace_back(model, on, 6 * (on.end - on.first) + (is_last ? 2 * n_drafter + 2 : 0));
     }
     host_context_ = new_context(ggml_tensor_overhead() * 2);
     ggml_context *last = stages_.back().tensors.get(), *host = host_context_.get();
@@ -120,6 +120,9 @@ Cache::Cache(const Model &model, const CacheParams &params)
         for (uint32_t il = stage.first; il < stage.end; il++) {
             const Block &block = model.weights().blocks[il];
             const Attention *a = block.attention();
+            if (block.moe() != nullptr && model.experts_at_home()) {
+                expert_slots_.emplace_back(stage, *block.moe(), params.n_expert_slots);
+            }
             kv_.push_back(a != nullptr && a->has_cells() ? cells(stage, a->shape, a->shape.window > 0)
                                                          : KvCells{});
             DeltaState &d = delta_.emplace_back();
@@ -213,7 +216,13 @@ void Cache::allocate() {
 
 uint64_t Cache::bytes(const Stage &stage) const {
     const bool counts_host = &stage == &last() && !stage.device.gpu;
-    return stage.kv_bytes + stage.state_bytes + (counts_host ? host_bytes_ : 0);
+    return stage.kv_bytes + stage.state_bytes + stage.expert_bytes + (counts_host ? host_bytes_ : 0);
+}
+
+const ExpertSlots *Cache::slots_of(const Moe &moe) const {
+    const auto is_its = [&](const ExpertSlots &slots) { return &slots.moe == &moe; };
+    const auto found = std::find_if(expert_slots_.begin(), expert_slots_.end(), is_its);
+    return found == expert_slots_.end() ? nullptr : &*found;
 }
 
 uint64_t Cache::layer_bytes(uint32_t layer) const {
@@ -242,6 +251,9 @@ template <typename Pool, typename Fill> static void each_free_run(const Pool &al
 }
 
 void Cache::poison() {
+    for (ExpertSlots &slots : expert_slots_) {
+        slots.poison(false);
+    }
     const auto rows = [](ggml_tensor *t, int64_t first, int64_t n, size_t row) {
         ggml_backend_tensor_memset(t, 0xff, size_t(first) * row, size_t(n) * row);
     };

@@ -38,6 +38,7 @@
 #pragma once
 
 #include "common/kernels.h"
+#include "engine/expert_slots.h"
 #include "engine/stage.h"
 
 #include <algorithm>
@@ -90,6 +91,7 @@ struct DrafterUse {
 struct CacheParams {
     uint32_t n_ctx, n_sequences, n_checkpoints, n_pages, n_rows, n_chunk;
     bool gaps = false; // prompts may leave text out, so that RoPE's positions lie ahead of the index
+    uint32_t n_expert_slots = 0; // so many experts of each mixture have a slot on the device
     bool scores = false; // verifies keep what their rows give each position
     uint32_t n_top = 0; // so many candidates are kept of each draft; 0 means the draft alone
     std::vector<DrafterUse> drafters;
@@ -136,6 +138,10 @@ public:
     uint32_t first_window_page(uint32_t position) const;
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
     const DeltaState &delta(uint32_t block) const { return delta_[block]; }
+    // Of the trunk's mixtures, in the order of layers, where experts are at home; else there are none.
+    std::vector<ExpertSlots> &expert_slots() { return expert_slots_; }
+    const std::vector<ExpertSlots> &expert_slots() const { return expert_slots_; }
+    const ExpertSlots *slots_of(const Moe &moe) const;
     // The model's drafters that the engine uses, each once, in the model's order; and the KV of one, by its layers.
     const std::vector<const Drafter *> &drafters() const { return drafters_; }
     const std::vector<KvCells> &drafter_kv(uint32_t drafter) const { return drafter_kv_[drafter]; }
@@ -203,6 +209,7 @@ private:
     std::deque<Stage> stages_;
     std::vector<KvCells>
         kv_; // they are in the order of trunk blocks; entries of layers without cells are empty
+    std::vector<ExpertSlots> expert_slots_;
     std::vector<DeltaState> delta_; // they are in the order of trunk blocks; entries are empty for attention
     std::vector<const Drafter *> drafters_;
     std::vector<std::vector<KvCells>> drafter_kv_; // by the model's drafters and their layers

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <set>
 #include <thread>
 
 namespace luce {
@@ -109,6 +110,11 @@ EngineParams Engine::resolve(const Model &model, const luce_engine_params *p) {
     c.drafters = resolve_drafters(model, *p);
     c.n_top = p->n_top;
     c.gaps = in_range("gaps", uint32_t(p->gaps), 0, 1) != 0;
+    if (p->n_expert_slots > 0 && !model.experts_at_home()) {
+        fail(LUCE_E_ARG, "n_expert_slots is %u, and the model was opened with its experts on the device",
+             p->n_expert_slots);
+    }
+    c.n_expert_slots = in_range("n_expert_slots", p->n_expert_slots, 0, model.hparams().moe.n_expert);
     c.scores = in_range("scores", uint32_t(p->scores), 0, 1) != 0;
     if (c.scores) {
         check_scores(model, c.n_sequences);
@@ -162,15 +168,18 @@ luce_memory Engine::memory_of(const Model &model, const Cache &cache, const Step
         d.n_layers = stage.end - stage.first;
         d.weights = weights[i];
         d.kv = stage.kv_bytes;
-        d.state = cache.bytes(stage) - stage.kv_bytes;
+        d.experts = stage.expert_bytes;
+        d.state = cache.bytes(stage) - stage.kv_bytes - stage.expert_bytes;
         d.compute = sizes.compute[i].bytes + sizes.inputs;
         d.other = other_of(sizes, cache, i);
-        d.total = d.kv + d.state + d.compute + d.other + (stage.device.holds_weights() ? d.weights : 0);
+        d.total =
+            d.kv + d.state + d.experts + d.compute + d.other + (stage.device.holds_weights() ? d.weights : 0);
         uint64_t total = 0;
         stage.device.memory(&d.free, &total);
         m.weights += d.weights;
         m.kv += d.kv;
         m.state += d.state;
+        m.experts += d.experts;
         m.compute += d.compute;
         m.other += d.other;
         m.total += d.total;
@@ -241,6 +250,9 @@ luce_engine_info Engine::info() const {
     out.n_chunk = c.n_chunk;
     out.n_cut = cache_.n_cut;
     out.n_threads = params_.n_threads;
+    out.n_expert_layers = uint32_t(cache_.expert_slots().size());
+    out.n_experts = out.n_expert_layers > 0 ? model_->hparams().moe.n_expert : 0;
+    out.n_expert_slots = c.n_expert_slots;
     out.pages_free = cache_.pages.n_free();
     out.sequences_free = cache_.sequence_slots.n_free();
     out.checkpoints_free = cache_.checkpoint_slots.n_free();
@@ -258,6 +270,62 @@ luce_engine_info Engine::info() const {
         out.pages_free += users == cache_.pages.users(page);
     }
     return out;
+}
+
+// ---- experts ----
+
+void Engine::read_experts(int32_t *counts, int32_t *slots, uint32_t n) {
+    const std::vector<ExpertSlots> &all = cache_.expert_slots();
+    const size_t each = all.empty() ? 0 : all[0].slot_of.size();
+    if (n != all.size() * each) {
+        fail(LUCE_E_ARG, "n is %u: %zu layers have %zu experts each at home", n, all.size(), each);
+    }
+    rounds_.settle();
+    check_works(cache_.last().device);
+    for (const ExpertSlots &of : all) {
+        of.read(counts);
+        slots = std::copy(of.slot_of.begin(), of.slot_of.end(), slots);
+        counts += each;
+    }
+    step_->synchronize();
+}
+
+void Engine::move_experts(const ExpertMove *moves, uint32_t n) {
+    std::vector<ExpertSlots> &all = cache_.expert_slots();
+    std::vector<std::vector<ExpertMove>> of(all.size());
+    std::set<std::pair<uint32_t, uint32_t>> experts, slots;
+    for (uint32_t i = 0; i < n; i++) {
+        const ExpertMove &move = moves[i];
+        if (move.layer >= all.size() || move.expert >= all[move.layer].slot_of.size() ||
+            move.slot >= all[move.layer].expert_in.size()) {
+            fail(LUCE_E_ARG, "move %u is of expert %u of layer %u to slot %u: there is no such", i,
+                 move.expert, move.layer, move.slot);
+        }
+        if (all[move.layer].slot_of[move.expert] >= 0 || !experts.insert({move.layer, move.expert}).second ||
+            !slots.insert({move.layer, move.slot}).second) {
+            fail(LUCE_E_ARG, "move %u: expert %u of layer %u has a slot, or slot %u gets two", i, move.expert,
+                 move.layer, move.slot);
+        }
+        of[move.layer].push_back(move);
+    }
+    rounds_.settle();
+    step_->synchronize();
+    check_works(cache_.last().device);
+    const auto wait = [&] {
+        step_->synchronize();
+        std::for_each(all.begin(), all.end(), [](ExpertSlots &each) { each.arrived(); });
+    };
+    try {
+        for (size_t layer = 0; layer < all.size(); layer++) {
+            if (!of[layer].empty()) {
+                all[layer].move(of[layer].data(), of[layer].size());
+            }
+        }
+    } catch (const Error &) {
+        wait();
+        throw;
+    }
+    wait();
 }
 
 // ---- what steps need ----

@@ -35,6 +35,10 @@ public:
 
     Rounds &rounds() { return rounds_; }
 
+    // What luce.h says of luce_engine_get_experts and luce_engine_move_experts.
+    void read_experts(int32_t *counts, int32_t *slots, uint32_t n);
+    void move_experts(const ExpertMove *moves, uint32_t n);
+
     // Rounds, sequences and checkpoints call what follows.
     // in_step() runs one step, begins it or ends it: its sequences count as failed until that has worked. Where it finds
     // no host memory the error is E_DEVICE. Other codes of which callers know that nothing was done become E_INTERNAL.

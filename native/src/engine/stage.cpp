@@ -78,7 +78,7 @@ void Stage::allocate() {
     memory.reset(ggml_backend_alloc_ctx_tensors_from_buft(tensors.get(), device.buffer_type()));
     if (!memory) {
         fail(LUCE_E_MEMORY, "%s: allocating %s for the engine's caches failed", device.name.c_str(),
-             human_bytes(kv_bytes + state_bytes).c_str());
+             human_bytes(kv_bytes + state_bytes + expert_bytes).c_str());
     }
     ggml_backend_buffer_clear(memory.get(), 0);
 }

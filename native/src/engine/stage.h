@@ -51,7 +51,7 @@ struct Stage {
     Context tensors;
     ggml_tensor *rowmm_scratch = nullptr; // {bytes} I8; where matmuls count in it, it is zero between steps
     ggml_tensor *gemm_scratch = nullptr; // {bytes} I8
-    uint64_t kv_bytes = 0, state_bytes = 0;
+    uint64_t kv_bytes = 0, state_bytes = 0, expert_bytes = 0;
     Buffer memory;
     std::vector<KvPool> pools,
         window_pools; // all pools of KV here, by the kind of their pages, once they are allocated

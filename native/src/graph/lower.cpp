@@ -375,6 +375,19 @@ ggml_tensor *Lowering::host_experts(ggml_tensor *routed, ggml_tensor *x, const M
     return ops::ram_experts(ctx, {routed, x, w.down, w.gate_up != nullptr ? w.gate_up : w.gate, w.up}, a);
 }
 
+ggml_tensor *Lowering::offsets(const ExpertSlots *slots, const ggml_tensor *weight) {
+    if (slots == nullptr || weight == nullptr) {
+        return nullptr;
+    }
+    ggml_tensor *table = slots->offsets;
+    return ggml_view_1d(ctx, table, table->ne[0], slots->row_of(weight) * table->nb[1]);
+}
+
+ggml_tensor *Lowering::counts(const Moe &w) const {
+    const ExpertSlots *slots = plain.prefill() ? nullptr : plain.cache.slots_of(w);
+    return slots == nullptr ? nullptr : slots->counts;
+}
+
 // ---- blocks whose drafts depend on each other ----
 
 ggml_tensor *Lowering::block_node(const Node &n) {

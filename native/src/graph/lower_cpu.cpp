@@ -116,6 +116,14 @@ protected:
         rows_input(norm.eps, {x, norm.w, nullptr, nullptr, residual}, normed, &y);
     }
 
+    void check_no_slots(const Moe &w) const {
+        if (plain.cache.slots_of(w) != nullptr) {
+            fail(LUCE_E_UNSUPPORTED,
+                 "experts of %s (%s) have no slots on a CPU: its own op has not their types", w.down->name,
+                 type_name(w.down->type));
+        }
+    }
+
     // Computes the products of rows with their experts {N, n_used*T} in one op: of gate and up with SwiGLU, of down, or of
     // gate and up apart.
     void experts(const Node &n, Val y, bool with_glu) {
@@ -129,13 +137,15 @@ protected:
         ggml_tensor *x = values(n.in[0]), *routed = rows(n.in[1]);
         const auto set = [&](int32_t out, ggml_tensor *t) { made({y.graph, y.node, out}, Form::rows) = t; };
         if (has_own_op(w)) {
+            const ExpertSlots *slots = plain.cache.slots_of(w);
             const auto product = [&](ggml_tensor *first, ggml_tensor *second, int32_t n_weights) {
                 ExpertsArgs a{};
                 a.own_input = down;
                 a.n_weights = n_weights; // two are apart, or fused
                 a.activation = w.activation;
                 ggml_tensor *input = luce::rows_input(first->type) == RowsInput::packed ? packed(n.in[0]) : x;
-                return ops::experts_matmul(ctx, {routed, input, first, second}, a);
+                return ops::experts_matmul(
+                    ctx, {routed, input, first, second, offsets(slots, first), offsets(slots, second)}, a);
             };
             if (down || with_glu) {
                 set(0, product(n.w[0], n.w.size() > 1 ? n.w[1] : nullptr, down ? 1 : 2));
@@ -147,6 +157,7 @@ protected:
             return;
         }
         check_no_scales(w);
+        check_no_slots(w);
         ggml_tensor *ids = ggml_view_2d(ctx, routed, used, T, routed->nb[1], 0); // {n_used, T}
         const auto product = [&](ggml_tensor *weight, ggml_tensor *input) {
             ggml_tensor *t = ggml_mul_mat_id(ctx, weight, input, ids);
@@ -195,7 +206,10 @@ protected:
             }
             case Op::experts: experts(n, y, false); break;
             case Op::experts_glu: experts(n, y, true); break;
-            case Op::mix: set(ops::experts_sum(ctx, {rows(n.in[1]), rows(n.in[0])})); break;
+            case Op::mix:
+                set(ops::experts_sum(
+                    ctx, {rows(n.in[1]), rows(n.in[0]), counts(*std::get<const Moe *>(n.params))}));
+                break;
             case Op::host_experts:
                 set(host_experts(rows(n.in[1]), values(n.in[0]), *std::get<const Moe *>(n.params), n.T));
                 break;

@@ -484,7 +484,10 @@ protected:
         a.dims = dims_of(stage().device, w, T);
         a.activation = w.activation;
         ggml_tensor *gate = w.gate_up != nullptr ? w.gate_up : w.gate;
-        return ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up}, a);
+        const ExpertSlots *slots = plain.cache.slots_of(w);
+        ggml_tensor *of_gate = offsets(slots, gate),
+                    *of_up = w.up == nullptr ? of_gate : offsets(slots, w.up);
+        return ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up, of_gate, of_up}, a);
     }
     ggml_tensor *rows_of_mixture(const Node &n) {
         ggml_tensor *x = flat(n.in[0]);
@@ -501,8 +504,11 @@ protected:
         MoeMatmulArgs of_dims{};
         MoeSumArgs sum{};
         of_dims.dims = sum.dims = dims_of(stage().device, w, n.T);
-        ggml_tensor *experts = ops::moe_down(ctx, {routed, up(w, routed, n.T), w.down, nullptr}, of_dims);
-        return ops::moe_sum_prompt(ctx, {routed, experts, nullptr, nullptr, nullptr, w.down_scale}, sum);
+        ggml_tensor *of_down = offsets(plain.cache.slots_of(w), w.down);
+        ggml_tensor *experts =
+            ops::moe_down(ctx, {routed, up(w, routed, n.T), w.down, nullptr, of_down}, of_dims);
+        return ops::moe_sum_prompt(ctx, {routed, experts, nullptr, nullptr, nullptr, w.down_scale, counts(w)},
+                                   sum);
     }
 
     // x {E, T} + the mixture of experts of its norm, and of a step, packed, the norm that follows.
@@ -519,24 +525,25 @@ protected:
         } else {
             MoeMatmulArgs of_dims{};
             of_dims.dims = dims;
-            ggml_tensor *h = up(w, routed, n.T);
+            ggml_tensor *h = up(w, routed, n.T), *of_down = offsets(plain.cache.slots_of(w), w.down);
             const int32_t shared_type = dims.shared() ? w.shared.down->type : w.down->type;
             if (!plain.prefill() && moe_ends_at_once(dims, w.down->type, shared_type)) {
                 // It polls for what up leaves, so no launch comes between (common/overlap.cuh).
                 MoeEndArgs end{};
                 end.dims = dims;
-                made(y, Form::rows) = ops::moe_end(ctx, {routed, h, w.down, x, w.shared.down}, end); // {E, 1}
+                made(y, Form::rows) = ops::moe_end(
+                    ctx, {routed, h, w.down, x, w.shared.down, of_down, counts(w)}, end); // {E, 1}
                 return;
             }
             // Of very few rows this polls too.
-            experts = ops::moe_down(ctx, {routed, h, w.down, w.shared.down}, of_dims);
+            experts = ops::moe_down(ctx, {routed, h, w.down, w.shared.down, of_down}, of_dims);
         }
         MoeSumArgs sum{};
         sum.dims = dims;
         const bool packs =
             part(n, "N").stage == n.stage; // else a weight of this stage stands in for the norm's
         const OpNode t = (plain.prefill() ? ops::moe_sum_prompt : ops::moe_sum)(
-            ctx, {routed, experts, x, part(n, packs ? "N" : "P").w[0], sums}, sum);
+            ctx, {routed, experts, x, part(n, packs ? "N" : "P").w[0], sums, nullptr, counts(w)}, sum);
         made(y, Form::rows) = t[0]; // {E, T}
         if (!plain.prefill() && packs) {
             made({y.graph, y.node, 1}, Form::packed) = t[1];

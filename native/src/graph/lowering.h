@@ -63,6 +63,10 @@ protected:
     OpNode attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_tensor *plan, int32_t layer);
     ggml_tensor *block_node(const Node &n);
     ggml_tensor *host_experts(ggml_tensor *routed, ggml_tensor *x, const Moe &w, int64_t T);
+    // Where the experts' matrices of a weight are {n_expert}, or null where they lie one behind the other.
+    ggml_tensor *offsets(const ExpertSlots *slots, const ggml_tensor *weight);
+    // What counts a step's choices of a mixture's experts, or null. Prompts are not counted: they read nearly all.
+    ggml_tensor *counts(const Moe &w) const;
 
     // Attention of prompts' rows. As it stands it is ggml's over each sequence's cells, put side by side.
     virtual ggml_tensor *attend_prompt(const Node &n);

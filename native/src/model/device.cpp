@@ -413,15 +413,19 @@ static void permute([[maybe_unused]] const Device &device, [[maybe_unused]] cons
     make_current(device);
     const int64_t N = w->ne[1] * w->ne[2] / item.n_packed;
     const int64_t from = int64_t(item.size) / item.n_packed, to = rowmm_packed_bytes(w->type, w->ne[0], N);
+    void *const base = item.through_home != nullptr ? item.through_home->data : w->data;
     for (int64_t i = 0; i < item.n_packed; i++) {
         const uint8_t *src = static_cast<const uint8_t *>(item.tensor->data) + i * from;
-        uint8_t *dst = static_cast<uint8_t *>(w->data) + i * to;
+        uint8_t *dst = static_cast<uint8_t *>(base) + i * to;
         if (const int error =
                 cuda::rowmm_permute({w->type, w->ne[0], N, src, dst}, luce_cuda_stream(backend));
             error != 0) {
             fail(LUCE_E_DEVICE, "%s: permuting %s failed: %s", device.name.c_str(), w->name,
                  cuda::error_text(error));
         }
+    }
+    if (item.through_home != nullptr) {
+        ggml_backend_tensor_get_async(backend, item.through_home, w->data, 0, size_t(item.n_packed * to));
     }
     if (item.copy != nullptr) {
         const RowmmPermuteArgs args = {w->type, w->ne[0], N, w->data, item.copy->data};

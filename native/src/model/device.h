@@ -136,6 +136,9 @@ struct Upload {
     ggml_tensor *packed = nullptr;
     int64_t n_packed = 1; // it counts the matrices that it holds, each of which is permuted alone
     ggml_tensor *copy = nullptr; // where not null, the packed weights are written out there as F16
+    // Where not null, `packed` lies in host memory, and what is permuted passes through this, {bytes} I8 on the device: single
+    // values that a kernel writes to the host are slow.
+    ggml_tensor *through_home = nullptr;
 };
 void upload(const Device &device, const std::vector<Upload> &items,
             const std::function<bool(uint64_t)> &progress);

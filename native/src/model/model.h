@@ -220,10 +220,12 @@ public:
     // Reads hyperparameters and checks every tensor's presence, shape and type, and touches no weight. The
     // model can then build graphs, for measuring, but it cannot run until load(). The drafters must fit the trunk.
     // The experts of the first n_cpu_experts layers stay in host memory; E_ARG says that there are fewer such layers, or that a
-    // split does not suit the model. Each GPU keeps up to copy_bytes of copies (copy_of).
+    // split does not suit the model. Each GPU keeps up to copy_bytes of copies (copy_of). Where experts are at home, all of the
+    // trunk's are (experts_at_home).
     static std::shared_ptr<Model> describe(std::shared_ptr<GgufFile> file,
                                            const std::vector<DrafterFile> &drafters, const Split &split,
-                                           uint32_t n_cpu_experts = 0, uint64_t copy_bytes = 0);
+                                           uint32_t n_cpu_experts = 0, uint64_t copy_bytes = 0,
+                                           bool experts_at_home = false);
 
     // Places the weights. A CPU uses them in the mapping, and a GPU has them uploaded. progress gets 0..1,
     // and returns false to cancel.
@@ -274,13 +276,16 @@ public:
     bool has(const ggml_tensor *weight) const; // it says whether this is one of its weights, or a copy
     // Returns the mixture of the first layer whose experts stay in host memory, or null where there is none.
     const Moe *in_ram() const;
+    // Says whether the trunk's experts have their home in host memory, pinned and in the form of the device, which reads them
+    // there. An engine has slots for some of them (engine/expert_slots.h).
+    bool experts_at_home() const { return experts_at_home_; }
 
 private:
     friend class WeightReader;
     void find_kinds();
     void plan_copies(uint64_t most);
     uint32_t trunk_layer(const GgufTensor *source) const;
-    void place_packed(uint32_t stage);
+    void place_packed(uint32_t stage, bool at_home);
     void place_copies(uint32_t stage);
     std::string each_device(const std::function<std::string(const Device &)> &text) const;
     void place_mapped(bool all);
@@ -302,6 +307,7 @@ private:
     uint64_t weight_bytes_ = 0;
     uint64_t n_params_ = 0;
     uint32_t n_cpu_experts_ = 0;
+    bool experts_at_home_ = false;
     std::vector<bool> first_of_kind_; // they are in the order of trunk blocks
 };
 
@@ -310,6 +316,9 @@ private:
 // for that matmul alone. Tables, of which rows are looked up, stay as they are. Each matrix of a tensor's
 // experts is packed alone.
 bool is_packed(const ggml_tensor *weight);
+
+// Returns how far one expert's matrices of a weight {K, N, experts} lie from the next one's, as its device has them.
+uint64_t expert_bytes(const ggml_tensor *weight);
 
 // The placement of the model's on which a weight lies.
 uint32_t stage_of(const ggml_tensor *weight);

@@ -99,7 +99,7 @@ void WeightReader::finish(const std::string &prefix, const char *what) const {
 }
 
 // A leaf has no op, so its parameters are free for this mark.
-constexpr int32_t PACKED = 0x7061636b, IN_RAM = 0x72616d;
+constexpr int32_t PACKED = 0x7061636b, IN_RAM = 0x72616d, AT_HOME = 0x686f6d65;
 
 bool is_packed(const ggml_tensor *weight) {
     return weight->op_params[0] == PACKED;
@@ -119,6 +119,11 @@ static bool is_in_ram(const ggml_tensor *weight) {
     return weight->op_params[2] == IN_RAM;
 }
 
+// Says whether it lies in pinned host memory, as the device reads it.
+static bool is_at_home(const ggml_tensor *weight) {
+    return weight->op_params[2] == AT_HOME;
+}
+
 bool WeightReader::in_ram(uint32_t layer) const {
     return layer < m_.n_cpu_experts_;
 }
@@ -136,12 +141,22 @@ uint32_t stage_of(const ggml_tensor *weight) {
     return uint32_t(weight->op_params[3]);
 }
 
-uint32_t WeightReader::stage_of(const std::string &name, Kind kind) const {
+// Returns the layer of the trunk that a tensor is of, or n_layer.
+uint32_t WeightReader::trunk_layer(const std::string &name) const {
     unsigned layer = 0;
-    const bool trunk = &file_ == m_.file_.get(), in_layer = sscanf(name.c_str(), "blk.%u.", &layer) == 1;
-    if (trunk && in_layer && layer < m_.hp_.n_layer) {
+    const bool in_layer = &file_ == m_.file_.get() && sscanf(name.c_str(), "blk.%u.", &layer) == 1;
+    return in_layer ? std::min(uint32_t(layer), m_.hp_.n_layer) : m_.hp_.n_layer;
+}
+
+bool WeightReader::is_at_home(const std::string &experts) const {
+    return m_.experts_at_home_ && trunk_layer(experts) < m_.hp_.n_layer;
+}
+
+uint32_t WeightReader::stage_of(const std::string &name, Kind kind) const {
+    if (const uint32_t layer = trunk_layer(name); layer < m_.hp_.n_layer) {
         return m_.stage_of(layer);
     }
+    const bool trunk = &file_ == m_.file_.get(), in_layer = name.compare(0, 4, "blk.") == 0;
     const bool output = name.compare(0, 6, "output") == 0 ||
                         (kind == Kind::matrix && name == "token_embd.weight"); // it is tied
     return trunk && !in_layer && !output ? 0 : uint32_t(m_.placements_.size()) - 1;
@@ -167,9 +182,15 @@ static uint64_t packed_bytes([[maybe_unused]] const ggml_tensor *weight) {
 #endif
 }
 
-// The bytes of a weight on its device, or in the mapping.
-static uint64_t bytes_of(const ggml_tensor *weight, bool gpu) {
-    return is_in_ram(weight) && gpu ? 0 : is_packed(weight) ? packed_bytes(weight) : ggml_nbytes(weight);
+uint64_t expert_bytes(const ggml_tensor *weight) {
+    return is_packed(weight) ? packed_bytes(weight) / uint64_t(weight->ne[2]) : weight->nb[2];
+}
+
+// The bytes of a weight on its device, or where weights are not copied there (`holds`) in the mapping.
+static uint64_t bytes_of(const ggml_tensor *weight, bool holds) {
+    return (is_in_ram(weight) || is_at_home(weight)) && holds ? 0
+           : is_packed(weight)                                ? packed_bytes(weight)
+                                                              : ggml_nbytes(weight);
 }
 static uint64_t nbytes_or_0(const ggml_tensor *tensor) {
     return tensor == nullptr ? 0 : ggml_nbytes(tensor);
@@ -293,10 +314,12 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
     const bool packed = (kind == Kind::matrix || kind == Kind::experts) && packs(type);
     tensor->op_params[0] = packed ? PACKED : 0;
     tensor->op_params[1] = parts;
-    tensor->op_params[2] = kind == Kind::ram_experts ? IN_RAM : 0;
+    tensor->op_params[2] = kind == Kind::ram_experts                   ? IN_RAM
+                           : kind == Kind::experts && is_at_home(name) ? AT_HOME
+                                                                       : 0;
     tensor->op_params[3] = int32_t(stage);
     m_.tensors_.emplace_back(tensor, t);
-    m_.weight_bytes_ += bytes_of(tensor, m_.gpu());
+    m_.weight_bytes_ += bytes_of(tensor, m_.placements_[stage].device->holds_weights());
     return tensor;
 }
 
@@ -390,7 +413,7 @@ static void check_joined(const GgufFile &file, const std::vector<bool> &joined, 
 }
 
 // E_ARG, or E_UNSUPPORTED where luce does not run it yet.
-static void check_split(const GgufFile &file, const Split &split, uint32_t n_layer, uint32_t n_cpu_experts) {
+static void check_split(const GgufFile &file, const Split &split, uint32_t n_layer, bool experts_in_ram) {
     const size_t n = split.devices.size();
     const char *path = file.path().c_str();
     const bool gpu = split.devices[0]->gpu;
@@ -417,7 +440,7 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
              "%zu devices are given %zu numbers of layers, %u in all: %s has %u, and each device has some", n,
              split.layers.size(), sum, path, n_layer);
     }
-    if (all.size() > 1 && gpu && n_cpu_experts > 0) {
+    if (all.size() > 1 && gpu && experts_in_ram) {
         fail(LUCE_E_UNSUPPORTED,
              "experts in host memory and several GPUs do not go together yet: leave one out");
     }
@@ -425,7 +448,7 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
 
 std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
                                        const std::vector<DrafterFile> &drafters, const Split &split,
-                                       uint32_t n_cpu_experts, uint64_t copy_bytes) {
+                                       uint32_t n_cpu_experts, uint64_t copy_bytes, bool experts_at_home) {
     auto model = std::make_shared<Model>();
     model->architecture_ = &architecture_of(*file);
     model->file_ = std::move(file);
@@ -437,8 +460,16 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         fail(LUCE_E_ARG, "n_cpu_experts is %u, %s has %u layers", n_cpu_experts, trunk.path().c_str(),
              hp.n_layer);
     }
+    if (n_cpu_experts > 0 && experts_at_home) {
+        fail(LUCE_E_ARG,
+             "experts of %u layers were to be multiplied by the CPU, and those of all layers to be read by "
+             "the "
+             "device: leave one out",
+             n_cpu_experts);
+    }
     model->n_cpu_experts_ = n_cpu_experts;
-    check_split(trunk, split, hp.n_layer, n_cpu_experts);
+    model->experts_at_home_ = experts_at_home;
+    check_split(trunk, split, hp.n_layer, n_cpu_experts > 0 || experts_at_home);
     uint32_t read_at_end = hp.n_layer;
     for (const DrafterFile &drafter : drafters) {
         const DrafterKind &kind = drafter_kind(drafter.kind, *drafter.file);
@@ -523,6 +554,10 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         if (moe == nullptr && n_cpu_experts > 0) {
             fail(LUCE_E_ARG, "n_cpu_experts is %u, and %s has no experts: its architecture is %s",
                  n_cpu_experts, trunk.path().c_str(), model->architecture_->name);
+        }
+        if (moe == nullptr && experts_at_home) {
+            fail(LUCE_E_ARG, "experts were to have slots, and %s has none: its architecture is %s",
+                 trunk.path().c_str(), model->architecture_->name);
         }
         if (moe != nullptr && moe->in_ram) {
             check_ram_experts(trunk.path().c_str(), *moe);
@@ -619,7 +654,9 @@ uint64_t Model::identity() const {
 std::vector<uint64_t> Model::placed_bytes() const {
     std::vector<uint64_t> bytes(placements_.size(), 0);
     for (const auto &[tensor, source] : tensors_) {
-        bytes[luce::stage_of(tensor)] += bytes_of(tensor, gpu()) + nbytes_or_0(copy_of(tensor));
+        const uint32_t stage = luce::stage_of(tensor);
+        bytes[stage] +=
+            bytes_of(tensor, placements_[stage].device->holds_weights()) + nbytes_or_0(copy_of(tensor));
     }
     return bytes;
 }
@@ -634,7 +671,8 @@ uint32_t Model::trunk_layer(const GgufTensor *source) const {
 std::vector<uint64_t> Model::layer_bytes() const {
     std::vector<uint64_t> bytes(hp_.n_layer + 1, 0);
     for (const auto &[tensor, source] : tensors_) {
-        bytes[trunk_layer(source)] += bytes_of(tensor, gpu()) + nbytes_or_0(copy_of(tensor));
+        const bool holds = placements_[luce::stage_of(tensor)].device->holds_weights();
+        bytes[trunk_layer(source)] += bytes_of(tensor, holds) + nbytes_or_0(copy_of(tensor));
     }
     bytes.pop_back();
     return bytes;
@@ -746,11 +784,14 @@ void Model::stand_in() {
     }
 }
 
-// Takes a device's memory for the packed matrices that lie there, one behind the other.
-void Model::place_packed(uint32_t stage) {
+// Takes a device's memory for the packed matrices that lie there, one behind the other, or pinned memory for those of experts
+// at home.
+void Model::place_packed(uint32_t stage, bool at_home) {
     const Device &device = *placements_[stage].device;
     ggml_backend_buffer_type_t type = device.buffer_type();
-    const auto lies_here = [&](const ggml_tensor *t) { return is_packed(t) && luce::stage_of(t) == stage; };
+    const auto lies_here = [&](const ggml_tensor *t) {
+        return is_packed(t) && luce::stage_of(t) == stage && is_at_home(t) == at_home;
+    };
     const auto room = [&](const ggml_tensor *t) { // ggml may clear what it takes for the padding of a tensor
         const uint64_t size = std::max<uint64_t>(packed_bytes(t), ggml_backend_buft_get_alloc_size(type, t));
         return (size + 255) / 256 * 256;
@@ -762,7 +803,8 @@ void Model::place_packed(uint32_t stage) {
     if (total == 0) {
         return;
     }
-    Buffer buffer = allocate(device, total, "the weights");
+    Buffer buffer =
+        at_home ? pinned(device, total, "the model's experts") : allocate(device, total, "the weights");
     ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     uint8_t *at = static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer.get()));
     for (auto &[tensor, source] : tensors_) {
@@ -818,16 +860,20 @@ void Model::load(const std::function<bool(float)> &progress) {
 // Places what lies on one device and is not in host memory, and returns the bytes that went there.
 uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)> &progress) {
     const Device &device = *placements_[stage].device;
-    uint64_t staging_size = 0, need = 0, total = 0; // a packed matrix passes through staging
+    // A packed matrix passes through staging, and what goes home once more.
+    uint64_t staging_size = 0, home_size = 0, need = 0, total = 0;
     for (auto &[tensor, source] : tensors_) {
         if (luce::stage_of(tensor) == stage && !is_in_ram(tensor)) {
             need += bytes_of(tensor, true) + nbytes_or_0(copy_of(tensor));
             staging_size =
                 is_packed(tensor) ? std::max<uint64_t>(staging_size, ggml_nbytes(tensor)) : staging_size;
+            home_size = is_at_home(tensor) ? std::max(home_size, packed_bytes(tensor)) : home_size;
         }
     }
-    check_memory(device, need + staging_size, "loading the model's weights");
-    place_packed(stage);
+    staging_size = (staging_size + 255) / 256 * 256;
+    check_memory(device, need + staging_size + home_size, "loading the model's weights");
+    place_packed(stage, false);
+    place_packed(stage, true);
     place_copies(stage);
     ggml_context *context = contexts_[stage].get();
     Buffer buffer(ggml_backend_alloc_ctx_tensors_from_buft(context, device.buffer_type()));
@@ -837,11 +883,17 @@ uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)>
     }
     ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     buffers_.push_back(std::move(buffer));
-    const Buffer staging = allocate(device, staging_size, "the weights on their way");
+    const Buffer staging = allocate(device, staging_size + home_size, "the weights on their way");
     const Context staging_context = new_context(ggml_tensor_overhead() * 2);
-    ggml_tensor *through =
-        ggml_new_tensor_1d(staging_context.get(), GGML_TYPE_I8, int64_t(std::max(staging_size, uint64_t(1))));
-    ggml_backend_tensor_alloc(staging.get(), through, ggml_backend_buffer_get_base(staging.get()));
+    const auto staged = [&](uint64_t at, uint64_t size) {
+        ggml_tensor *t =
+            ggml_new_tensor_1d(staging_context.get(), GGML_TYPE_I8, int64_t(std::max(size, uint64_t(1))));
+        uint8_t *base = static_cast<uint8_t *>(ggml_backend_buffer_get_base(staging.get()));
+        ggml_backend_tensor_alloc(staging.get(), t, base + at);
+        return t;
+    };
+    ggml_tensor *through = staged(0, staging_size);
+    ggml_tensor *through_home = home_size > 0 ? staged(staging_size, home_size) : nullptr;
     std::vector<Upload> items;
     for (auto &[tensor, source] : tensors_) {
         if (is_in_ram(tensor) || luce::stage_of(tensor) != stage) {
@@ -850,7 +902,8 @@ uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)>
         const Recoding recoding = {source->type, tensor->type};
         if (is_packed(tensor)) {
             items.push_back({through, source->data, ggml_nbytes(tensor), recoding, tensor,
-                             matrices_of(tensor).n, copy_of(tensor)});
+                             matrices_of(tensor).n, copy_of(tensor),
+                             is_at_home(tensor) ? through_home : nullptr});
         } else {
             items.push_back({tensor, source->data, ggml_nbytes(tensor), recoding});
         }

@@ -72,6 +72,8 @@ private:
                       int32_t parts = 1, const uint32_t *where = nullptr);
 
     bool packs(ggml_type type) const;
+    uint32_t trunk_layer(const std::string &name) const;
+    bool is_at_home(const std::string &experts) const;
     uint32_t stage_of(const std::string &name, Kind kind) const;
     const float *take_scales(const std::string &weight, int64_t n);
 

@@ -56,7 +56,7 @@ int64_t moe_all_record_bytes(const MoeDims &all) { // launches have them in turn
 
 MoeMatrix moe_matrix(const ggml_tensor &w, uint8_t *address, int64_t part, int64_t parts) {
     const int64_t bytes = rowmm_packed_bytes(w.type, w.ne[0], w.ne[1] / parts);
-    return {w.type, address + part * bytes, parts * bytes};
+    return {w.type, address + part * bytes, parts * bytes, nullptr};
 }
 
 int route_blocks(const MoeRouteArgs &all, void *stream) {

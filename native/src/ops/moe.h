@@ -71,12 +71,15 @@ inline const auto &experts_matmul = row<ExpertsArgs>("experts", [](auto &op, aut
     op.in(FIELD(x), {ANY, ANY});
     op.in(FIELD(weights[0]), {K, ANY, experts}).plane(a.expert_bytes[0]);
     op.in(FIELD(weights[1]), {K, ANY, experts}).plane(a.expert_bytes[1]).maybe();
+    op.in(FIELD(offsets[0]), {experts}).maybe();
+    op.in(FIELD(offsets[1]), {experts}).maybe();
     op.dims(a.T, T, a.K, K, a.n_used, used, a.n_expert, experts);
     op.params(FIELD(own_input), FIELD(n_weights), FIELD(activation));
     op.derive([](auto &args) {
         if (args.n_weights == 2 && args.weights[1].data == nullptr) {
             split_rows(args.weights[0], args.weights[1]);
             args.expert_bytes[1] = args.expert_bytes[0];
+            args.offsets[1] = args.offsets[0];
         }
     });
     op.known(N, a.weights[0].N);
@@ -89,6 +92,7 @@ inline const auto &experts_matmul = row<ExpertsArgs>("experts", [](auto &op, aut
 inline const auto &experts_sum = row<ExpertsSumArgs>("experts_sum", [](auto &op, auto &a) {
     op.in(FIELD(route), {2 * used, T});
     op.in(FIELD(y), {E, used * T});
+    op.in(FIELD(counts), {ANY}).maybe();
     op.dims(a.n_used, used, a.T, T, a.E, E);
     op.out(FIELD(out), {E, T});
     op.even = true;
@@ -174,6 +178,8 @@ inline const auto &moe_up = row<MoeMatmulArgs>("moe_up", [](auto &op, auto &a) {
     op.in(FIELD(second), {E, FF, experts}).maybe();
     op.in(FIELD(shared_first), {E, N}).maybe();
     op.in(FIELD(shared_second), {E, N}).maybe();
+    op.in(FIELD(first.offsets), {experts}).maybe();
+    op.in(FIELD(second.offsets), {experts}).maybe();
     takes_dims(op, a.dims);
     op.params(FIELD(activation));
     op.derive([](auto &args) { args.overlap = 1; });
@@ -186,6 +192,7 @@ inline const auto &moe_down = row<MoeMatmulArgs>("moe_down", [](auto &op, auto &
     op.in(FIELD(h), {ANY});
     op.in(FIELD(first), {FF, E, experts});
     op.in(FIELD(shared_first), {N, E}).maybe();
+    op.in(FIELD(first.offsets), {experts}).maybe();
     takes_dims(op, a.dims);
     op.derive([](auto &args) { args.overlap = 1; });
     op.room(FIELD(out), [](const auto &args) { return args.dims.places() * args.dims.E * 4; });
@@ -200,6 +207,8 @@ inline const auto &moe_end = row<MoeEndArgs>("moe_end", [](auto &op, auto &a) {
     op.in(FIELD(down), {FF, E, experts});
     op.in(FIELD(residual), {E});
     op.in(FIELD(shared_down), {N, E}).maybe();
+    op.in(FIELD(down.offsets), {experts}).maybe();
+    op.in(FIELD(counts), {experts}).maybe();
     takes_dims(op, a.dims);
     op.derive([](auto &args) { args.overlap = 1; });
     op.out(FIELD(out), {E});
@@ -215,6 +224,7 @@ template <class Row, class A> void sums_up(Row &op, A &a) {
     op.in(FIELD(norm), {E}).maybe();
     op.in(FIELD(sums), {E, T}).maybe();
     op.in(FIELD(scales), {experts}).maybe();
+    op.in(FIELD(counts), {experts}).maybe();
     takes_dims(op, a.dims);
     op.derive([](auto &args) { args.overlap = 1; });
     op.known(E, a.dims.E);

@@ -14,6 +14,7 @@ enum class Fault : int32_t {
     op, // it fails with E_DEVICE where one of luce's ops is to run in a step, is enqueued, or captured
     launch, // it fails with E_DEVICE where what was captured of a step is to be launched
     wait, // it fails with E_DEVICE where the host waits for the device
+    move, // it fails with E_DEVICE where a matrix of an expert is to be copied to a slot
 };
 
 // `after`: how many such points go by before the one that fails. Fault::none takes back what was asked for.

@@ -26,6 +26,14 @@ Step::Step(const Model &model, Cache &cache, const EngineParams &params, const S
     for (Stage &stage : cache.stages()) {
         stage.open(model, int(params.n_threads), !cache.drafters().empty());
     }
+    for (ExpertSlots &slots : cache.expert_slots()) {
+        slots.fill();
+    }
+    if (!cache.expert_slots().empty()) {
+        synchronize();
+        std::for_each(cache.expert_slots().begin(), cache.expert_slots().end(),
+                      [](ExpertSlots &each) { each.arrived(); });
+    }
     in_.prefill.allocate(cache.stages());
     in_.verify.allocate(cache.stages());
     if (!cache.drafters().empty()) {

@@ -160,10 +160,13 @@ CASES: dict[str, Case] = {
     "35b": Case(MIXTURE, K_QUANTS, options={"head": 1}),
     "35b-fused": Case(replace(MIXTURE, fused_experts=True), K_QUANTS, options={"head": 1}),
     "35b-unshared": Case(replace(MIXTURE, n_ff_shared=0), K_QUANTS),
+    "35b-slots": Case(MIXTURE, K_QUANTS, options={"head": 1, "expert_slots": 100}),
+    "35b-slots-fused": Case(replace(MIXTURE, fused_experts=True, n_ff_shared=0), K_QUANTS, options={"expert_slots": 1}),
     "35b-host": Case(MIXTURE, K_QUANTS, options={"head": 1, "cpu_experts": 4}),
     "gemma4-31b": Case(GEMMA4["31B"], K_QUANTS, assistant=ASSISTANT),
     "gemma4-31b-q8": Case(GEMMA4["31B"], all_of("Q8_0"), "Q8_0", options={"top": 4}),
     "gemma4-26b": Case(GEMMA4["26B-A4B"], OF_32),
+    "gemma4-26b-slots": Case(GEMMA4["26B-A4B"], OF_32, options={"expert_slots": 40}),
     "gemma4-26b-host": Case(GEMMA4["26B-A4B"], OF_32, options={"cpu_experts": 1}),
     "gemma4-e2b": Case(GEMMA4["E2B"], K_QUANTS, assistant=ASSISTANT_OF_E2B, options={"top": 4}),
     "gemma4-e2b-ordered": Case(GEMMA4["E2B"], K_QUANTS, assistant=ORDERED_OF_E2B),
@@ -370,7 +373,7 @@ def build(folder: Path) -> Path:
     host = [f"-I{p}" for p in (HERE, ROOT / "native/include", SOURCES, KERNELS, ggml + "/include", ggml + "/src")]
     device = [f"-I{folder / 'kernels'}", "-fno-strict-aliasing", "-include", "cuda_runtime.h"]
     chapters = [p for c in ("model", "graph", "ops", "cpu") for p in sorted((SOURCES / c).glob("*.cpp"))]
-    engine = ("cache", "stage", "stage_thread")
+    engine = ("cache", "expert_slots", "stage", "stage_thread")
     chapters += [SOURCES / "abi/status.cpp", *(SOURCES / f"engine/{name}.cpp" for name in engine)]
     chapters += [SOURCES / f"step/{name}.cpp" for name in ("faults", "host_experts", "inputs", "shapes", "threads")]
     objects = []

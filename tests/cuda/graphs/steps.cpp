@@ -49,6 +49,12 @@ void place_cache(const Cache &cache, const Model &model) {
         put(cache.delta(il).state, "state." + layer);
         put(cache.delta(il).window, "window." + layer);
         put(cache.delta(il).log, "log." + layer);
+        const Moe *moe = model.weights().blocks[il].moe();
+        if (const ExpertSlots *slots = moe == nullptr ? nullptr : cache.slots_of(*moe)) {
+            put(slots->offsets, "expert_offsets." + layer);
+            put(slots->counts, "expert_counts." + layer);
+            put(slots->slots, "expert_slots." + layer);
+        }
     }
     for (const Drafter *drafter : cache.drafters()) {
         for (size_t il = 0; il < drafter->kv.size(); il++) {
@@ -303,7 +309,7 @@ void run(const std::string &out, const std::string &path) {
     }
     split.drafts_on = option("drafts_apart") ? &device : nullptr;
     const auto model = Model::describe(file, drafters, split, uint32_t(option("cpu_experts")),
-                                       uint64_t(option("copy_bytes")));
+                                       uint64_t(option("copy_bytes")), options.count("expert_slots") > 0);
     if (options.count("drafter")) {
         const Drafter &drafter = *model->weights().drafters.back();
         uses.push_back({drafter.index, drafter.n_draft, 0, drafter.n_block});
@@ -322,6 +328,7 @@ void run(const std::string &out, const std::string &path) {
     c.n_chunk = 2048;
     c.drafters = uses;
     c.n_top = uint32_t(option("top"));
+    c.n_expert_slots = uint32_t(option("expert_slots"));
     c.kv_type = ggml_type(option("kv_type"));
     c.n_pages = c.max_pages() * c.n_sequences;
     params.n_threads = 1;

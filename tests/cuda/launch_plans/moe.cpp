@@ -13,7 +13,7 @@ uint8_t *const NOWHERE = reinterpret_cast<uint8_t *>(uintptr_t(1) << 20); // ali
 float *const FLOATS = reinterpret_cast<float *>(NOWHERE);
 
 MoeMatmulArgs experts(const MoeDims &dims, int type) {
-    const MoeMatrix w = {type, NOWHERE, 16};
+    const MoeMatrix w = {type, NOWHERE, 16, nullptr};
     MoeMatmulArgs a{};
     a.dims = dims;
     a.first = a.second = a.shared_first = a.shared_second = w;
@@ -112,7 +112,7 @@ Digest digest_of(const DeviceLimits &device) {
                     d.add(route.tile_rows, route.one_row, route.passes);
                 }
                 for (const bool up : {true, false}) {
-                    const MoeMatrix w = {type, NOWHERE, 16};
+                    const MoeMatrix w = {type, NOWHERE, 16, nullptr};
                     MoeMatmulArgs a{};
                     a.dims = dims;
                     a.first = a.second = a.shared_first = a.shared_second = w;
