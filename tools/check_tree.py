@@ -26,6 +26,7 @@ OTHER_WAITERS = {
     "native/src/graph/vision.cpp",  # A tower is no engine.
     "native/src/graph/vision_qwen.cpp",
     "native/src/graph/vision_gemma4.cpp",
+    "native/src/graph/vision_gemma4_unified.cpp",
     "native/kernels/common/capture.cu",
     "native/kernels/matmul/prompt_algorithms.cuh",
 }

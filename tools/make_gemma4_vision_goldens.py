@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/gemma4-vision-*.npz: what transformers makes of images for Gemma 4. Needs torch, transformers
-and Pillow; run it after changing these: python tools/make_gemma4_vision_goldens.py
+and Pillow, and for `unified` torchvision; run it after changing these: python tools/make_gemma4_vision_goldens.py
 
 gemma4-vision-pixels.npz: `sizes` (n, 5), a budget of rows, width and height before and after; and for each of PIXELS
 the patches of Gemma4ImageProcessorPil with the least budget, as the bytes that they are before they are scaled: every
 9th of them (`patches-i`), and the SHA-256 of all (`hash-i`).
 gemma4-vision-tower.npz: for each tower of tiny_gemma4_vision and each of GRIDS the rows that the text model gets of
 Gemma4VisionModel and its projection (`NAME-i`), F32.
-gemma4-vision-per-layer.npz, of that model of TEXTS: a prompt of text and two images: `prompt` (image tokens in the
-places of rows), the `logits` of the rows of text, which are `at`, `greedy` tokens behind it and their `gap`. A seed
-whose logits a GPU's rounding may move too far is refused (gemma4_rounding.py).
-gemma4-vision-assistant.npz and gemma4-vision-assistant-ordered.npz: of that prompt the lengths `at` of beginnings
-whose last token is one of text behind the first image, and behind each the greedy `drafts` (lengths, 4) of an
-assistant and their `logits` (lengths, 4, vocab), as make_gemma4_goldens.py has them of text.
+gemma4-vision-unified.npz: the same as `i` of the tower of tiny_gemma4_unified, and of the model "dense" with it what
+is below.
+gemma4-vision-NAME.npz, of each model of TEXTS: a prompt of text and two images: `prompt` (image tokens in the
+places of rows), the `logits` of the rows of text, which are `at`, `greedy` tokens behind it and their `gap`. Of models
+whose rows of an image see each other there is also `causal`: logits of the same rows where these do not. A seed whose
+logits a GPU's rounding may move too far is refused (gemma4_rounding.py).
+gemma4-vision-assistant.npz and gemma4-vision-assistant-ordered.npz: of the prompt of "per-layer" the lengths `at` of
+beginnings whose last token is one of text behind the first image, and behind each the greedy `drafts` (lengths, 4) of
+an assistant and their `logits` (lengths, 4, vocab), as make_gemma4_goldens.py has them of text.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import hashlib
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
@@ -39,7 +43,7 @@ GRIDS = [(96, 48), (48, 144), (144, 144)]  # sizes of images: width, height
 PICTURES = [(100, 40), (50, 110)]  # Two in a prompt, with text before, between and behind them.
 WORDS = (5, 7, 9)  # tokens
 N_GREEDY = 32
-BOS = 2
+BOS, ENDS = 2, (1, 50, 106)
 
 
 def processor(budget: int = BUDGETS[0]):  # type: ignore[no-untyped-def]
@@ -113,28 +117,120 @@ def rows() -> dict[str, np.ndarray]:
     return made
 
 
+def unified() -> dict[str, np.ndarray]:
+    import tiny_gemma4_unified as tiny_unified
+    import torch
+    import transformers
+    from transformers.models.gemma4_unified import modeling_gemma4_unified
+    from transformers.models.gemma4_unified.image_processing_gemma4_unified import (
+        convert_image_to_patches,
+        pad_along_first_dim,
+        patches_merge,
+    )
+
+    torch.set_num_threads(1)
+    (text_config, text_seed), n = vision.TEXTS["dense"][0], vision.VOCABULARY_SIZE
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=tiny_gemma4.hf_config(text_config) | {"use_bidirectional_attention": "vision"},
+        vision_config=tiny_unified.hf_config(), audio_config=None, image_token_id=n - 1, boi_token_id=n - 3,
+        eoi_token_id=n - 2, video_token_id=n, audio_token_id=n,
+    )  # fmt: skip
+    kind = transformers.Gemma4UnifiedForConditionalGeneration
+    model = kind._from_config(config, attn_implementation="eager").eval().float()
+    # As transformers renames what checkpoints have.
+    state = {
+        f"model.{name}".replace("vision_embedder.", "embed_vision.").replace(
+            "embed_vision.embedding_projection", "embed_vision.multimodal_embedder.embedding_projection"): x
+        for name, x in tiny_unified.weights().items()
+    }  # fmt: skip
+    language = tiny_gemma4.weights(text_config, text_seed)
+    state |= {name.replace("model.", "model.language_model.", 1): x for name, x in language.items()}
+    state = {name: torch.from_numpy(np.asarray(x)) for name, x in state.items()}
+    state.setdefault("lm_head.weight", state["model.language_model.embed_tokens.weight"])
+    model.load_state_dict(state, strict=True)
+
+    def patches_of(pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of pixels uint8 (height, width, 3): merged patches, and where they stand."""
+        image = torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32) / np.float32(255))
+        side = tiny_unified.CONFIG.patch
+        patches, (_, height, width) = convert_image_to_patches(image, side), image.shape
+        x, y = np.meshgrid(np.arange(width // side), np.arange(height // side), indexing="xy")
+        places = torch.from_numpy(np.stack([x, y], -1).reshape(1, -1, 2))
+        return patches_merge(patches[None], places, len(patches) // tiny_unified.CONFIG.merge**2)
+
+    made: dict[str, np.ndarray] = {}
+    for i, (width, height) in enumerate(GRIDS):
+        with torch.no_grad():
+            out = model.model.embed_vision(*patches_of(tiny_vision.image(width, height, i)), return_dict=True)
+        made[str(i)] = out.pooler_output[0].numpy()
+    # Stretched by Pillow, as luce does: transformers has no processor by Pillow for these.
+    most, prompt, pixels, places = BUDGETS[0], [BOS], [], []
+    words = iter(int(i) for i in np.random.PCG64(77).random_raw(sum(WORDS)) % np.uint64(26))
+    prompt += [vision.LETTERS[next(words)] for _ in range(WORDS[0])]
+    for i, size in enumerate(PICTURES):
+        (patches,), (at,) = patches_of(stretched_picture(i, size))
+        rows = len(patches)
+        for found, padded in zip((pixels, places), pad_along_first_dim(patches, at, most), strict=True):
+            found.append(padded[None])
+        prompt += [n - 3, *[n - 1] * rows, n - 2, *(vision.LETTERS[next(words)] for _ in range(WORDS[i + 1]))]
+    ids = torch.tensor([prompt])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.cat(pixels),
+             "image_position_ids": torch.cat(places), "mm_token_type_ids": (ids == n - 1).int()}  # fmt: skip
+    # Of the two masks that transformers 5.17 has for this model, that of Gemma4Model: create_masks_for_generate has it
+    # too, and vLLM has it for the 12B (its pull request 47217). The model's forward still has Gemma 3's, in all layers.
+    def masks(block_sequence_ids, **of):  # type: ignore[no-untyped-def]
+        return modeling_gemma4_unified.create_masks_for_vision_model(block_sequence_ids=block_sequence_ids, **of)
+
+    with mock.patch.object(modeling_gemma4_unified, "create_masks_for_generate", masks):
+        return made | answered(model, given, sees_ahead=True)
+
+
+def stretched_picture(i: int, size: tuple[int, int]) -> np.ndarray:
+    """Returns image i of PICTURES, stretched for the least budget: uint8 (height, width, 3)."""
+    from PIL import Image
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+    height, width = get_aspect_ratio_preserving_size(size[1], size[0], 16, 9 * BUDGETS[0], 3)
+    image = Image.fromarray(tiny_vision.image(*size, 20 + i))
+    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+
+
 def text(name: str) -> dict[str, np.ndarray]:
-    import gemma4_rounding  # It needs torch.
     import torch
 
     torch.set_num_threads(1)
     model, given = prompted(name)
-    ids, n = given["input_ids"], vision.VOCABULARY_SIZE
-    prompt = ids[0].tolist()
+    return answered(model, given, sees_ahead=not vision.TEXTS[name][0][0].n_embd_per_layer)
+
+
+def answered(model, given, sees_ahead: bool) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
+    """Returns what is kept of a model's answer to a prompt with images, whose rows may see each other."""
+    import gemma4_rounding
+    import torch
+
+    prompt, is_image = given["input_ids"][0].numpy(), given["mm_token_type_ids"][0].numpy()
     with torch.no_grad():
         logits = model(**given).logits[0].numpy()
         out = model.generate(**given, max_new_tokens=N_GREEDY, do_sample=False, eos_token_id=None, pad_token_id=0,
                              return_dict_in_generate=True, output_logits=True)  # fmt: skip
     rows = torch.cat(out.logits).numpy()
     assert np.abs(rows[0] - logits[-1]).max() < 1e-3, np.abs(rows[0] - logits[-1]).max()
-    at = np.flatnonzero(np.array(prompt) != n - 1)
+    at = np.flatnonzero(is_image == 0)
     for kind in gemma4_rounding.PRODUCTS:
         with torch.no_grad(), gemma4_rounding.rounded(kind):
             moved = np.abs(model(**given).logits[0].numpy() - logits)[at].max()
         print(f"rounding moves logits by {moved:.3f} in {kind}", end="; ")
         if moved > drive.CUDA_BOUND:
             raise RuntimeError("that is more than a GPU's logits may be off by: take another seed")
-    return {"prompt": np.array(prompt, np.int32), "at": at, "logits": logits[at], **choices(rows)}
+    unwanted = {int(prompt[is_image == 1][0]), *ENDS} & set(rows.argmax(-1).tolist())
+    if unwanted:  # transformers takes an image's token for a pad, and luce's command line ends at the others.
+        raise RuntimeError(f"tokens {unwanted} are greedy ones: take another seed")
+    made = {"prompt": prompt.astype(np.int32), "at": at, "logits": logits[at], **choices(rows)}
+    if sees_ahead:
+        given = {name: x for name, x in given.items() if name != "mm_token_type_ids"}  # Nothing says what is an image.
+        with torch.no_grad():
+            made["causal"] = model(**given).logits[0].numpy()[at]
+    return made
 
 
 def prompted(name: str):  # type: ignore[no-untyped-def]
@@ -182,9 +278,10 @@ def assisted(name: str) -> dict[str, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", help="of pixels, tower, per-layer and assistants; none: all")
+    parser.add_argument("only", nargs="*", help="of pixels, tower, unified, models of TEXTS and assistants; none: all")
     only = parser.parse_args().only
-    makers = {"pixels": pixels, "tower": rows, "per-layer": lambda: text("per-layer")}
+    makers = {"pixels": pixels, "tower": rows, "unified": unified}
+    makers |= {name: partial(text, name) for name in vision.TEXTS}
     makers |= {name: partial(assisted, name) for name in vision.ASSISTANTS}
     for name, make in makers.items():
         if not only or name in only:

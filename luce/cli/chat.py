@@ -45,6 +45,7 @@ from luce.errors import Cancelled, ContextFull, Error, OutputError, about
 from luce.files.tokenizer import NFC_SHRINKS
 from luce.images.pixels import Picture
 from luce.images.sight import Placed, Sight
+from luce.model.defaults import with_room
 from luce.model.loaded import Loaded, Settings
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
@@ -115,6 +116,7 @@ def chat(gguf: Path | None, hf: str | None, **flags: Any) -> None:
             if problem := idle_thinking(template, [{"role": "user", "content": "Hello"}], flags["think"]):
                 raise click.UsageError(problem)
             sight = opened.enter_context(seeing) if (seeing := sight_of(files, flags, display)) else None
+            asked = with_room(asked, sight.at_once if sight else 0)
             display.spin("loading the model")
             scorer = opened.enter_context(found) if (found := scorer_of(files, flags, ctx)) else None
             with sight.beside() if sight else nullcontext():

@@ -54,6 +54,7 @@ from luce.decode.request import Request
 from luce.errors import ContextFull, Error, FileError, about
 from luce.files.probe import probe
 from luce.files.tokenizer import NFC_SHRINKS
+from luce.model.defaults import with_room
 from luce.model.loaded import Loaded, Settings
 from luce.planning.memory import fits
 from luce.planning.opened import Files
@@ -201,7 +202,8 @@ def generate(prompt: str | None, gguf: Path | None, **flags: Any) -> None:
         if kept := compressed(files, ids, flags):
             ids = fitting(list(kept.of(ids)), flags["ctx"] or trained, files, flags)
         request = replace(make_request(files, ids, flags), compressed=kept)
-        asked, n_prompt = options_of(flags, gaps=kept is not None), len(request.prompt)
+        asked = with_room(options_of(flags, gaps=kept is not None), sight.at_once if sight else 0)
+        n_prompt = len(request.prompt)
         how = Settings(asked), display.loading, n_prompt, request.max_tokens
         with sight.beside() if sight else nullcontext():
             loaded = opened.enter_context(Loaded(files, asked, *how))

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 
 from luce import native as _native
-from luce.convert import gemma4_tower, qwen35_tower
+from luce.convert import gemma4_tower, gemma4_unified_tower, qwen35_tower
 from luce.convert.gguf_output import Written, require_free, write
 from luce.convert.hf_config import read_config
 from luce.convert.hf_gemma4 import is_gemma
@@ -32,7 +32,12 @@ def convert(
     config = read_config(folder)
     checkpoint, writer = Checkpoint(folder), gguf.GGUFWriter(None, "clip")
     called, file_type = name or folder.resolve().name, MIXES[kind].file_type
-    if is_gemma(config):
+    if is_gemma(config) and gemma4_unified_tower.is_unified(config):
+        unified = gemma4_unified_tower.read_hparams(config)
+        n_layer, of_all = unified.n_layer, gemma4_unified_tower.shapes(unified)
+        plan = [gemma4_unified_tower.planned(unified, each, shape, checkpoint) for each, shape in of_all.items()]
+        gemma4_unified_tower.add_keys(writer, unified, called, file_type)
+    elif is_gemma(config):
         gemma = gemma4_tower.read_hparams(config, own)
         n_layer, of_all = gemma.n_layer, gemma4_tower.shapes(gemma)
         plan = [gemma4_tower.planned(gemma, each, shape, checkpoint) for each, shape in of_all.items()]

@@ -64,6 +64,10 @@ class Sizes(Protocol):
     def n_rows(self) -> int: ...
     @property
     def n_cut(self) -> int: ...
+    @property
+    def n_chunk(self) -> int: ...
+    @property
+    def whole_images(self) -> bool: ...
 
 
 class Generation:
@@ -109,14 +113,18 @@ class Generation:
 
     def chunk(self, most: int) -> Prompt | None:
         """Returns the next chunk of the prompt, of at most so many tokens, or None where no chunk is that short: where
-        none of the places is near enough at which one has to end, it has a multiple of n_cut."""
+        none of the places is near enough at which one has to end, it ends at a multiple of n_cut. An image that is read
+        whole is not cut: the chunk ends ahead of it, or where it begins with one, behind that, however long it is."""
         prompt, begin = self._request.prompt, self._read
         self._chunk_end = min(next((end for end in self._ends if begin < end), len(prompt)), len(prompt))
         if self._chunk_end - begin > most:
-            self._chunk_end = begin + most - most % self._sizes.n_cut
-        tokens = prompt[begin : self._chunk_end]
-        if not tokens:
+            self._chunk_end = (begin + most) // self._sizes.n_cut * self._sizes.n_cut
+        if self._chunk_end <= begin:
             return None
+        for image in self._request.images if self._sizes.whole_images else ():
+            if image.at < self._chunk_end < image.end:
+                self._chunk_end = image.at if image.at > begin else image.end
+        tokens = prompt[begin : self._chunk_end]
         spans = (image.span(begin, self._chunk_end) for image in self._request.images)
         gaps = tuple((at - begin, n) for at, n in self._gaps if begin <= at < self._chunk_end)
         return Prompt(self.sequence, tokens, self._chunk_end == len(prompt), tuple(filter(None, spans)), gaps)
@@ -236,6 +244,10 @@ class Generation:
             raise ArgumentError("the prompt is empty: at least one token is needed")
         if len(prompt) > n_ctx:
             raise ContextFull(f"a prompt of {len(prompt)} tokens, a context of {n_ctx}")
+        longest = max((image.end - image.at for image in self._request.images), default=0)
+        if self._sizes.whole_images and longest > self._sizes.n_chunk:
+            read = f"this model reads one at once, in a chunk of {self._sizes.n_chunk}"
+            raise ArgumentError(f"an image has {longest} tokens, and {read}, so reduce it", "image_tokens")
         self._tally.began = self._clock()
         if self._prefixes:
             self._cached = self._read = self._prefixes.resume(self.sequence, self._request.key)

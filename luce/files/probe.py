@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from luce.errors import ArgumentError, FileError, UnsupportedError
-from luce.files.gemma4 import BUDGETS, MERGE, PROJECTOR
+from luce.files.gemma4 import BUDGETS, MERGE, PROJECTOR, UNIFIED
 from luce.native import File
 from luce.native import Tower as OpenTower
 from luce.native.files import is_assistant
@@ -469,7 +469,7 @@ def _tower(file: File, reasons: list[str]) -> Tower:
     patch, merge = number("patch_size"), number("spatial_merge_size")
     pixels = (patch * merge) ** 2 if patch and merge else None
     least = most = None  # transformers' limits, which files do not have
-    if projector == PROJECTOR:
+    if projector in (PROJECTOR, UNIFIED):
         merge = number("projector.scale_factor") or MERGE
         least, most = (BUDGETS[0], BUDGETS[-1]) if runs else (None, None)
     elif runs and pixels:

@@ -18,7 +18,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luce.errors import ArgumentError, FileError, OutOfMemory, UnsupportedError, about
-from luce.files.gemma4 import PROJECTOR
+from luce.files.gemma4 import PROJECTOR, UNIFIED
 from luce.files.probe import fact
 from luce.images.gemma4 import BudgetProcessor, budget_of
 from luce.images.opening import pillow
@@ -45,9 +45,13 @@ class Shown(NamedTuple):
     width: int
     fresh: bool = False
 
+    @property
+    def end(self) -> int:
+        return self.at + len(self.rows)
+
     def span(self, begin: int, end: int) -> ImageSpan | None:
         """Returns what of it stands among the tokens begin .. end - 1 of the prompt."""
-        first, last = max(begin, self.at), min(end, self.at + len(self.rows))
+        first, last = max(begin, self.at), min(end, self.end)
         if first >= last:
             return None
         rows = self.rows[first - self.at : last - self.at]
@@ -92,6 +96,7 @@ class Sight:
         except BaseException:
             self._file.close()
             raise
+        self.at_once = budget or 0  # Some models read an image at once, which has at most so many tokens.
         self.name: str | None = fact(self._file.kv, "general.name", str, None)
         self._threads, self._lock = threads, Lock()
         self.on_gpu = self._file.library.devices()[0].is_gpu if device == "auto" else device != "cpu"
@@ -227,7 +232,11 @@ class Sight:
 
 def _has_budget(file: File) -> bool:
     """Says whether the tower's images have a budget of rows, by its kind."""
-    return any(file.kv.get(f"clip.{key}projector_type") == PROJECTOR for key in ("vision.", ""))
+    return _is(file, PROJECTOR) or _is(file, UNIFIED)
+
+
+def _is(file: File, projector: str) -> bool:
+    return any(file.kv.get(f"clip.{key}projector_type") == projector for key in ("vision.", ""))
 
 
 def _processor(file: File, tower: Tower, tokens: int | None, budget: int | None) -> Processor:
@@ -240,8 +249,9 @@ def _processor(file: File, tower: Tower, tokens: int | None, budget: int | None)
     mean, std = three("image_mean"), three("image_std")
     if min(std) <= 0:
         raise FileError(f"key clip.vision.image_std: expected numbers above 0, found {list(std)}")
-    if budget is not None:  # The tower itself turns pixels of 0 to 1 into -1 to 1.
-        mean, std = (tuple(m + s / 2 for m, s in zip(mean, std, strict=True)), tuple(s / 2 for s in std))
+    if budget is not None:
+        if _is(file, PROJECTOR):  # The tower itself turns pixels of 0 to 1 into -1 to 1.
+            mean, std = (tuple(m + s / 2 for m, s in zip(mean, std, strict=True)), tuple(s / 2 for s in std))
         sides = tower.info.patch, tower.info.merge
         return BudgetProcessor(*sides, mean, std, most_rows=tower.info.max_rows, budget=budget)
     made = Processor(tower.info.patch, tower.info.merge, mean, std, most_rows=tower.info.max_rows)

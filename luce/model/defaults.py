@@ -9,12 +9,14 @@ from typing import Any
 from luce import native as _native
 from luce.errors import FileError, OutOfMemory
 from luce.files.probe import fact
+from luce.native.structs import PAGE
 from luce.planning.memory import total
 from luce.planning.opened import Files
 from luce.planning.plan import Options
 
 MAX_DEFAULT_CTX = 32768
 GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
+CORE_GPU_CHUNK, CORE_CPU_CHUNK = 2048, 512  # The same where luce.h chooses: as many as are read fastest.
 # Qwen recommends these for precise tasks.
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}
 # These keys give these options, of which each has at most so much.
@@ -23,13 +25,13 @@ REPEAT = "general.sampling.penalty_repeat"
 MOST = {"temperature": 1e6, "top_p": 1.0, "top_k": 2**31 - 1, "min_p": 1.0}
 
 
-def with_defaults(files: Files, options: Options, shrink: bool) -> Options:
+def with_defaults(files: Files, options: Options, shrink: bool, image: int = 0) -> Options:
     """Fills in what nobody asked for: as long a context as was trained and fits, within reason, and chunks
-    that are short enough for others to go on between them. Raises OutOfMemory where the context would have
-    to shrink and may not."""
+    that are short enough for others to go on between them, but have room for an image of so many tokens. Raises
+    OutOfMemory where the context would have to shrink and may not."""
     if options.chunk is None:
-        gpu = _native.default().devices()[0].is_gpu if options.device is None else not options.device.startswith("cpu")
-        options = replace(options, chunk=GPU_CHUNK if gpu else CPU_CHUNK)
+        chunk = GPU_CHUNK if _on_gpu(options) else CPU_CHUNK
+        options = replace(options, chunk=max(chunk, _pages(image)))
     if options.ctx is not None:
         return options
     ctx = min(files.facts.context_length or MAX_DEFAULT_CTX, MAX_DEFAULT_CTX)
@@ -42,6 +44,24 @@ def with_defaults(files: Files, options: Options, shrink: bool) -> Options:
             raise OutOfMemory(said)
         ctx //= 2
     return replace(options, ctx=ctx)
+
+
+def with_room(options: Options, image: int) -> Options:
+    """Makes chunks longer that the core would choose, where they have no room for an image of so many tokens."""
+    if options.chunk is not None or image <= (CORE_GPU_CHUNK if _on_gpu(options) else CORE_CPU_CHUNK):
+        return options
+    return replace(options, chunk=_pages(image))
+
+
+def _on_gpu(options: Options) -> bool:
+    if options.device is None:
+        return bool(_native.default().devices()[0].is_gpu)
+    return not options.device.startswith("cpu")
+
+
+def _pages(tokens: int) -> int:
+    """Returns the tokens of so many whole pages as `tokens` fit into."""
+    return -(-tokens // PAGE) * PAGE
 
 
 def sampling_of(kv: Mapping[str, Any]) -> dict[str, Any]:

@@ -411,7 +411,7 @@ def opened(
             sight = stack.enter_context(Sight(mmproj, threads, device, given.get("image_tokens"), say))
             if misnamed := sight.misnamed(files.facts.name):
                 warnings.warn(misnamed, stacklevel=3)
-        options = with_defaults(files, asked, shrink=True)
+        options = with_defaults(files, asked, shrink=True, image=sight.at_once if sight else 0)
         with sight.beside() if sight else nullcontext():
             loaded = stack.enter_context(
                 Loaded(files, options, settings, given.get("progress"), hand_over=hand_over)

@@ -314,7 +314,8 @@ class TowerInfo:
 @dataclass(frozen=True)
 class EngineInfo:
     """This is an opened engine: its sizes as resolved, what is free now, its bytes on the device, and its list of
-    drafters. A prompt may be cut at multiples of `n_cut` tokens without a bit changing. In `n_expert_layers`
+    drafters. A prompt may be cut at multiples of `n_cut` tokens without a bit changing. With `whole_images` rows of an
+    image see each other: a prompt is not cut within them, and may be cut ahead of and behind them. In `n_expert_layers`
     layers, `n_expert_slots` of `n_experts` have a slot on the device, and the others are read in host memory."""
 
     STRUCT: ClassVar[str] = "luce_engine_info"
@@ -336,6 +337,7 @@ class EngineInfo:
     n_expert_layers: int = 0
     n_experts: int = 0
     n_expert_slots: int = 0
+    whole_images: bool
     drafters: tuple[DrafterInfo, ...] = field(default=(), kw_only=True)
 
     @property

@@ -119,7 +119,8 @@ class PrefixCache:
         self, engine: Engine, tokenizer: Tokenizer, host_bytes: int = 0, disk: DiskCache | None = None
     ):
         self._engine, self._host_bytes, self._disk = engine, host_bytes, disk
-        self._turns = Turns(tokenizer, engine.info.n_chunk, engine.info.n_cut)
+        info = engine.info
+        self._turns = Turns(tokenizer, info.n_chunk, info.n_cut, info.whole_images)
         self._kept: list[Kept] = []
         self._asked = dict[Sequence, Asked]()  # These prompts run now.
         self._unsaved: list[Kept] = []

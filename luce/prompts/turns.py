@@ -3,7 +3,7 @@
 It is kept at the last multiple of n_cut ahead of where a turn ends, since a conversation's next prompt goes on there,
 of the prompt's end, and of every EVERY tokens. A chunk ends there, and the others are as long as who reads them wants,
 since where a prompt is cut changes no bit. A prompt goes on from any beginning of it that is kept, of whatever prompt
-that was.
+that was. Where rows of an image see each other, none of these places is within an image: it is one ahead of that.
 
 Where the core says that cuts do change bits (n_cut is more than a page), what follows has the bits of a cold prompt
 only if that was cut at the same places, so a prompt's own tokens alone say where. Chunks end at multiples of n_chunk,
@@ -41,7 +41,8 @@ def rule(n_cut: int) -> str:
 class Turns:
     """Finds, in a prompt's tokens, where messages begin."""
 
-    def __init__(self, tokenizer: Tokenizer, n_chunk: int, n_cut: int):
+    def __init__(self, tokenizer: Tokenizer, n_chunk: int, n_cut: int, whole_images: bool = False):
+        self._whole = whole_images
         self._tokenizer, self._n_chunk, self._n_cut, self._free = tokenizer, n_chunk, n_cut, cuts_are_free(n_cut)
         self._dialect = dialect_of_turns(tokenizer.control)
         self._mark = tokenizer.control.get(self._dialect.turn[0], -1)  # No token has the id -1.
@@ -57,9 +58,10 @@ class Turns:
         last = [at for at in answers if asked and at > asked[-1]]
         met = {len(prompt), *range(EVERY, len(prompt), EVERY), *asked[:1], *last[:1]}
         if self._free:
-            kept = {at - at % self._n_cut for at in met} - {0}
+            kept = {self._outside(prompt, at - at % self._n_cut, self._n_cut) for at in met} - {0}
             return sorted(kept), frozenset(kept)
         ends = self._ends({*answers, *users[:1]}, len(prompt))
+        ends = [end for end in ends if self._outside(prompt, end, PAGE) == end]
         found = (bisect_right(ends, at) for at in met)
         return ends, frozenset(ends[n - 1] for n in found if n)
 
@@ -67,6 +69,13 @@ class Turns:
         """Says whether a prompt whose chunks end at `ends` may go on from its first `at` tokens, to which another
         prompt was read and kept."""
         return self._free or at in ends
+
+    def _outside(self, prompt: Sequence[int], at: int, step: int) -> int:
+        """Returns `at`, or where that is within an image that is read whole, a place ahead of it, by whole steps. Rows
+        of an image have names that follow each other downwards."""
+        while self._whole and 0 < at < len(prompt) and prompt[at] < -1 and prompt[at] == prompt[at - 1] - 1:
+            at -= step
+        return at
 
     def _ends(self, turns: set[int], n: int) -> list[int]:
         """Returns where chunks of a prompt of n tokens end; `turns` are the places where turns end."""

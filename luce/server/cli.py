@@ -141,7 +141,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     type=click.IntRange(PAGE, MAX_CHUNK),
     callback=whole_pages,
     help=f"Read at most so many tokens of prompts in a step, a multiple of {PAGE}.  "
-    f"[default: {GPU_CHUNK} on a GPU, else {CPU_CHUNK}]",
+    f"[default: {GPU_CHUNK} on a GPU, else {CPU_CHUNK}, and more where an image of Gemma 4 takes more]",
 )
 @click.option(
     "--prefill-share",

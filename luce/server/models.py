@@ -72,7 +72,9 @@ class Served:
                 sight = Sight(settings.mmproj, threads, device, settings.image_tokens, log.warning)
                 self._sight = opened.enter_context(sight)
             each = [files, *(files.on(other) for other in others)]
-            asked = _alike([with_defaults(one, _options_of(one, settings.options, len(each)), shrink) for one in each])
+            at_once = self._sight.at_once if self._sight else 0
+            each_own = [_options_of(one, settings.options, len(each)) for one in each]
+            asked = _alike([with_defaults(one, its, shrink, at_once) for one, its in zip(each, each_own, strict=True)])
             events = in_thread_of(loop, put_all), "the server", in_thread_of(loop, self._move) if others else None
             replicas = list[Loaded]()
             with self._sight.beside() if self._sight else nullcontext():

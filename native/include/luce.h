@@ -387,6 +387,7 @@ typedef struct luce_engine_info {
     uint32_t checkpoints_free; /* that may still be on the device, counted in the same way */
     uint32_t n_expert_layers; /* layers whose experts are at home in host memory */
     uint32_t n_experts, n_expert_slots; /* of such a layer; 0 where there is none */
+    uint32_t whole_images; /* 1: rows of an image see each other, so no call has a part of them */
 } luce_engine_info;
 LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info *out);
 /* An entry of the engine's list of drafters. E_ARG: there is none of this index. */
@@ -448,7 +449,8 @@ LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const l
 LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                            int32_t *choice);
 
-/* Rows of one image among the tokens of a prompt, which may be cut anywhere. Each has a name below -1 in the place of a token:
+/* Rows of one image among the tokens of a prompt, which may be cut anywhere; but where the model's rows of an image see each other
+ * (luce_engine_info: whole_images) one call has all of them, and the prompt may be cut ahead of and behind them too. Each has a name below -1 in the place of a token:
  * rows with one name are taken for the same, so names tell images and their rows apart. An image of height x width rows takes
  * as many tokens, and max(height, width) of RoPE's positions. No row of one is ever looked up, drafted or penalised. */
 typedef struct luce_image_span {
@@ -681,9 +683,9 @@ LUCE_API luce_status luce_engine_costs(luce_engine *engine, luce_cost *out, uint
 /* ---- checkpoint: where sequences start --------------------------------------------------------- */
 
 /* Keeps the sequence's present position, where n_past is a multiple of n_cut, or of LUCE_PAGE where that is no multiple of
- * n_cut, and nothing but prefill brought it there, in parts that began at such multiples (E_STATE otherwise). A prompt
- * that is resumed there gives the bits of a cold one; where n_cut is n_chunk, of one that is cut at the same places, this
- * one among them.
+ * n_cut, and nothing but prefill brought it there, in parts that began at such multiples, or where whole_images lets a prompt be
+ * cut (E_STATE otherwise). A prompt that is resumed there gives the bits of a cold one; where n_cut is n_chunk, of one that is
+ * cut at the same places, this one among them.
  *
  * Pages are shared, and the recurrent state and a page that has begun are copied on the device: no call waits. E_MEMORY when
  * n_checkpoints are on the device, or no page is free for the copy. */

@@ -97,7 +97,7 @@ def test_keys(luce_, checkpoint):
         ({"hidden_size": 80, "head_dim": 40}, "is of shape .* expected"),
         ({"num_key_value_heads": 1}, "num_key_value_heads"),
         ({"hidden_activation": "gelu"}, "hidden_activation"),
-        ({"model_type": "gemma4_unified_vision"}, "model_type"),
+        ({"model_type": "gemma4_other_vision"}, "model_type"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta"),
     ],
 )

@@ -2,14 +2,33 @@
 #include "attention/prefill.h"
 #include "attention_steps.h"
 
+#include <set>
+
 using namespace attention_test;
 
 namespace {
 
 constexpr double F16_OFF = 2e-3; // as for steps (attention_steps.h)
 
-// The last `rows` positions of a sequence of n.
-void check_rows(const KvShape &s, int n, int rows, double most = F16_OFF) {
+// Positions of an image, whose rows see each other.
+struct Image {
+    int first, n;
+};
+
+// Returns up to which position a row at p sees.
+int end_of(const std::vector<Image> &images, int p) {
+    for (const Image &image : images) {
+        if (p >= image.first && p < image.first + image.n) {
+            return image.first + image.n;
+        }
+    }
+    return p + 1;
+}
+
+// The last `rows` positions of a sequence of n, whole and cut, which no image is.
+void check_rows(const KvShape &s, int n, int rows, double most = F16_OFF,
+                const std::vector<Image> &images = {},
+                const std::vector<Ints> &cuts = {{1, 64}, {130, 65, 3}}) {
     const std::string what = name_of(s) + std::to_string(rows) + " rows of a prompt of " + std::to_string(n);
     const size_t width = size_t(s.width()), heads = size_t(s.H) * s.D, bytes = s.cell_bytes();
     const Floats q = normals(rows * heads), keys = normals(n * width), values = normals(n * width);
@@ -22,7 +41,14 @@ void check_rows(const KvShape &s, int n, int rows, double most = F16_OFF) {
     const Device<uint8_t> key_cells(k), value_cells(v);
     Device<float> out(rows * heads);
     Floats whole;
-    for (const Ints &cut : {Ints{rows}, Ints{1, 64, rows}, Ints{130, 65, 3, rows}}) {
+    Ints ends(rows);
+    for (int t = 0; t < rows; t++) {
+        ends[t] = end_of(images, n - rows + t);
+    }
+    const Device<int> row_ends(ends);
+    for (size_t i = 0; i <= cuts.size(); i++) {
+        Ints cut = i == 0 ? Ints{} : cuts[i - 1];
+        cut.push_back(rows);
         for (const bool apart : {false, true}) {
             out.poison();
             int first = 0;
@@ -50,6 +76,7 @@ void check_rows(const KvShape &s, int n, int rows, double most = F16_OFF) {
                 a.softcap = s.softcap;
                 a.apart = apart;
                 a.ctl = reinterpret_cast<const StepCtl *>(control.p);
+                a.row_ends = images.empty() ? nullptr : row_ends.p + first;
                 a.q = queries.p + first * heads;
                 a.k = reinterpret_cast<const uint16_t *>(key_cells.p);
                 a.v = reinterpret_cast<const uint16_t *>(value_cells.p);
@@ -64,10 +91,15 @@ void check_rows(const KvShape &s, int n, int rows, double most = F16_OFF) {
             whole = out.get();
         }
     }
-    for (int t : {0, rows / 2, rows - 1}) {
+    std::set<int> looked_at = {0, rows / 2, rows - 1};
+    for (const Image &image : images) {
+        const int t = image.first - (n - rows);
+        looked_at.insert({t - 1, t, t + image.n / 2, t + image.n - 1, t + image.n});
+    }
+    for (const int t : looked_at) {
         const int p = n - rows + t;
         std::vector<const uint8_t *> seen_k, seen_v;
-        for (int c = std::max(s.first, s.window > 0 ? p - s.window + 1 : 0); c <= p; c++) {
+        for (int c = std::max(s.first, s.window > 0 ? p - s.window + 1 : 0); c < end_of(images, p); c++) {
             seen_k.push_back(&k[c * bytes]);
             seen_v.push_back(&v[c * bytes]);
         }
@@ -162,9 +194,23 @@ void check_prompts(const KvShape &s, const std::vector<Prompt> &prompts) {
     }
 }
 
+// Images as long as a window and longer, within a block of rows and over several, over the end of a range, beside each other, and
+// with text around: no cut ahead of or behind one changes a bit.
+void check_images() {
+    const KvShape small{2, 1, 64, 1, 0, 20, 0, false};
+    check_rows(small, 290, 280, F16_OFF, {{20, 50}, {75, 5}, {80, 31}, {130, 140}},
+               {{10}, {60}, {10, 50, 5, 5, 31}});
+    check_rows({2, 1, 64, 1, 0, 0, 3.0f, false}, 200, 190, F16_OFF, {{64, 64}}, {{54}, {118, 64}});
+    check_rows({1, 1, 64, 1, 0, 70, 0, false}, PREFILL_RANGE + 60, 90, F16_OFF,
+               {{PREFILL_RANGE - 10, 30}, {PREFILL_RANGE + 22, 10}}, {{20}, {50, 2, 10}});
+    check_rows({2, 1, 256, 1, 0, 40, 0, false}, 170, 165, F16_OFF, {{30, 100}}, {{25}, {125}});
+    check_rows({1, 1, 512, 1, 0, 30, 0, false}, 90, 85, F16_OFF, {{20, 50}}, {{15}, {65}});
+}
+
 } // namespace
 
 void check_attention_prompts() {
+    check_images();
     check_rows({2, 1, 64, 1, 0, 20, 3.0f, false}, 140, 135);
     check_rows({1, 1, 64, 1, 1, 0, 0, false}, PREFILL_RANGE + 3, 8);
     check_prompts({2, 1, 64, 1, 0, 0, 0, false}, {{70, 70}, {1, 1}, {200, 3}, {65, 64}});

@@ -114,6 +114,19 @@ def test_a_prompt_goes_on_anywhere_where_no_cut_changes_a_bit(marked, n_cut, any
     assert bool(rule(n_cut)) is not anywhere, "files depend on where prompts are cut"
 
 
+@pytest.mark.parametrize("n_cut", [64, 1024])
+def test_no_place_is_within_an_image_that_is_read_whole(marked, n_cut):
+    """It is one ahead of that, or behind it; within images that may be cut it stays where it is."""
+    image = list(range(-2, -702, -1))
+    prompt = [*PART[3][:300], *image, *marked.message("assistant", 0, 0), *PART[3][:200], *PART[3]]
+    inside = range(301, 1000)
+    for end in (600, 1050, 1300, len(prompt)):
+        ends, kept = Turns(marked, 1024, n_cut, whole_images=True).cut(prompt[:end])
+        assert not any(at in inside for at in (*ends, *kept)) and kept <= set(ends)
+    cut, _ = Turns(marked, 1024, 64).cut(prompt[:600])
+    assert cut == [576] and Turns(marked, 1024, 64, whole_images=True).cut(prompt[:600])[0] == [256]
+
+
 class Replayed:
     """Is a client of `luce bench serve` that asks nobody and keeps the prompts that it would ask."""
 

@@ -19,11 +19,11 @@ ROWS = 13 * 5  # 100 x 40 pixels become 624 x 240, within 70 rows.
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@pytest.fixture(scope="module", params=["per-layer", "dense"])
+def folder(request, tmp_path_factory):
     made = tmp_path_factory.mktemp("served")
-    vision.write_both(made)
-    vision.write_assistant(made / "assistant.gguf")
+    vision.write_both(made, request.param)
+    vision.write_assistant_of(made / "assistant.gguf", request.param)
     return made
 
 
@@ -56,7 +56,7 @@ def chat(server, messages):
 
 
 @pytest.fixture(scope="module")
-def known():
+def known(folder):
     return []
 
 

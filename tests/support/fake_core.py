@@ -80,10 +80,12 @@ class FakeEngine:
     call and does what a signal does."""
 
     def __init__(self, choose=None, n_ctx=4096, n_rows=64, n_chunk=512, fail=None, guess=None, n_draft=8,
-                 n_sequences=1, seconds=None, on_call=lambda verb: None, n_top=0, ahead=None, n_cut=1):  # fmt: skip
+                 n_sequences=1, seconds=None, on_call=lambda verb: None, n_top=0, ahead=None, n_cut=1,
+                 whole_images=False):  # fmt: skip
         self.choose, self.guess = choose or hashed, guess or hashed
         self.n_ctx, self.n_rows, self.n_chunk, self.n_draft = n_ctx, n_rows, n_chunk, n_draft
         self.n_sequences, self.on_call, self.n_top, self.n_cut = n_sequences, on_call, n_top, n_cut
+        self.whole_images = whole_images
         self.fail, self.seconds, self.now = dict(fail or {}), dict(seconds or {}), 0.0
         self.calls, self.counts = [], {}
         self.open = []  # These sequences are open.
@@ -121,7 +123,7 @@ class FakeEngine:
             memory_bytes=0, n_ctx=self.n_ctx, n_sequences=self.n_sequences, n_checkpoints=0, n_pages=1,
             n_rows=self.n_rows, n_drafters=1, n_top=self.n_top, n_chunk=self.n_chunk, n_threads=1,
             n_cut=self.n_cut, pages_free=1,
-            sequences_free=self.n_sequences - len(self.open), checkpoints_free=0,
+            sequences_free=self.n_sequences - len(self.open), checkpoints_free=0, whole_images=self.whole_images,
             drafters=(DrafterInfo("nextn", 0, self.n_draft, 0, 0, 0, 0, 1),),
         )  # fmt: skip
 

@@ -25,7 +25,8 @@ class PaperEngine:
         self.tokenizer, self.native, self.ahead = tokenizer, self, False
         full = n_ctx // PAGE
         self.sizes = {"n_ctx": n_ctx, "n_sequences": n_sequences, "n_checkpoints": n_checkpoints, "n_rows": 8,
-                      "n_chunk": n_chunk, "n_cut": n_cut, "n_pages": n_pages or full * (n_sequences + 1)}  # fmt: skip
+                      "n_chunk": n_chunk, "n_cut": n_cut, "whole_images": False,
+                      "n_pages": n_pages or full * (n_sequences + 1)}  # fmt: skip
         self.lines = []  # All of these hold pages.
 
     @property

@@ -26,6 +26,7 @@ TOWERS = {"large": (LARGE, 5), "small": (SMALL, 6)}
 TEXTS = {
     "per-layer": ((tiny_gemma4.CASES["per-layer"][0], 17), TOWERS["small"]),
     "dense": (tiny_gemma4.CASES["dense"], TOWERS["large"]),
+    "experts": ((tiny_gemma4.CASES["experts"][0], 7), TOWERS["large"]),
 }
 # Assistants of the model "per-layer", each with its seed.
 ASSISTANTS = {
@@ -110,3 +111,10 @@ def write_assistant(path: Path, name: str = "assistant") -> Path:
     """Writes one of ASSISTANTS."""
     c, seed = ASSISTANTS[name]
     return tiny_gemma4.write(path, c, tiny_gemma4.layout(c, seed))
+
+
+def write_assistant_of(path: Path, name: str) -> Path:
+    """Writes an assistant of a model of TEXTS."""
+    text = TEXTS[name][0][0]
+    c = replace(tiny_gemma4.ASSISTANT, n_head_kv_swa=text.n_head_kv_swa, window=text.window)
+    return tiny_gemma4.write(path, c, tiny_gemma4.layout(c, tiny_gemma4.ASSISTANT_SEED))

@@ -61,7 +61,9 @@ template <int D, int WARPS> struct PrefillBlock {
     const int begin = (group - first_group(seq, i_seq, L::ROWS)) * L::ROWS; // of the sequence's rows
     const int n_rows = min(seq.n_rows - begin, L::ROWS), first_row = seq.row0 + begin;
     const int32_t first_position = seq.n_past + begin;
-    const int32_t end = first_position + n_rows; // a row sees no key from here on
+    // No row sees a key from here on.
+    const int32_t end =
+        n_rows > 0 ? prefill_row_end(a, first_row + n_rows - 1, first_position + n_rows - 1) : 0;
     float o[C][4];
     Sum sums[2];
 
@@ -148,12 +150,13 @@ template <int D, int WARPS> struct PrefillBlock {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int32_t p = first_position + row(half), low = lowest_visible(p, a.first, a.window);
+                const int32_t end_of_row = has(half) ? prefill_row_end(a, first_row + row(half), p) : end;
 #pragma unroll
                 for (int n = 0; n < N; n++) {
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         const int32_t key = first + n * 8 + lane % 4 * 2 + e;
-                        if (key > p || key < low) {
+                        if (key >= end_of_row || key < low) {
                             s[n][2 * half + e] = -INFINITY;
                         }
                     }
@@ -320,7 +323,7 @@ __global__ void __launch_bounds__(WARP *WARPS, WARPS == 4 ? 2 : 1)
 __global__ void add_ranges_kernel(const __grid_constant__ PrefillAttentionArgs a) {
     const int row = blockIdx.x, head = blockIdx.y, c = threadIdx.x;
     const SeqCtl &seq = a.ctl->seqs[seq_of_row(*a.ctl, row)];
-    const int n = (seq.n_past + row - seq.row0) / PREFILL_RANGE + 1;
+    const int n = (prefill_row_end(a, row, seq.n_past + row - seq.row0) - 1) / PREFILL_RANGE + 1;
     const float *range = prefill_range(a, 0, row, head);
     Sum sum = {range[0], range[1]};
     float x = range[2 + c];

@@ -24,7 +24,9 @@ constexpr LUCE_HOST_DEVICE int prefill_keys(int D) {
 }
 constexpr int64_t PREFILL_RANGES_BYTES = int64_t(256) << 20; // ranges that are apart leave at most so much
 
-// A sequence's rows have positions n_past .. One at p sees cells first <= c <= p, and c > p - window where there is one.
+// A sequence's rows have positions n_past .. One at p sees cells first <= c <= p, and c > p - window where there is one. With
+// row_ends it sees cells ahead of its end, which is p + 1 or more: those of an image whose rows see each other. All of them are
+// the call's, and no row's end is ahead of that of the row before it.
 struct PrefillAttentionArgs {
     int32_t T, H, Hkv, D; // D is one of HeadSizes
     int32_t n_prompts; // so many sequences have rows
@@ -33,6 +35,7 @@ struct PrefillAttentionArgs {
     float scale, softcap;
     int32_t apart; // each range has blocks of its own, which pays where few rows have many cells
     const StepCtl *ctl;
+    const int32_t *row_ends; // null, or [T]
     const float *q; // [T][H][D]
     const uint16_t *k, *v; // F16 [n_kv][Hkv][D], as kv_gather leaves them
     float *out; // [T][H][D]
@@ -41,6 +44,10 @@ struct PrefillAttentionArgs {
 
 LUCE_HOST_DEVICE inline int64_t prefill_ranges(const PrefillAttentionArgs &a) {
     return (a.n_kv + PREFILL_RANGE - 1) / PREFILL_RANGE;
+}
+// Returns up to which position a row at p sees, itself not included.
+LUCE_HOST_DEVICE inline int32_t prefill_row_end(const PrefillAttentionArgs &a, int32_t row, int32_t p) {
+    return a.row_ends == nullptr ? p + 1 : a.row_ends[row];
 }
 inline int64_t prefill_range_values(const PrefillAttentionArgs &a) {
     return prefill_ranges(a) * a.T * a.H * (a.D + 2);

@@ -392,12 +392,15 @@ struct KvGatherArgs {
 constexpr int32_t GATHER_CELLS = 64;
 
 // What makes the mask of a prefill's T rows over the first n_kv cells of each one's own sequence. It is 0 where a row
-// at p sees cell c (first <= c <= p, and c > p - window where there is one), else -inf.
+// at p sees cell c (first <= c <= p, and c > p - window where there is one), else -inf. With row_ends a row sees up to its end,
+// which is p + 1 or more.
 struct MaskArgs {
-    int32_t T;
+    int32_t T; // rows past the step's are as those that would follow
     int64_t n_kv;
     int32_t first, window;
     const StepCtl *ctl;
+    const int32_t *row_ends; // null, or [n_ends]
+    int32_t n_ends; // of so many rows
     uint16_t *out; // [T][n_kv] F16 bits
 };
 

@@ -487,9 +487,10 @@ void cpu_prefill_mask(const MaskArgs &a, int ith, int nth) {
     for (int t = ith; t < a.T; t += nth) {
         const SeqCtl &seq = a.ctl->seqs[seq_of_row(*a.ctl, t)];
         const int32_t p = seq.n_past + t - seq.row0, low = lowest_visible(p, a.first, a.window);
+        const int32_t end = a.row_ends != nullptr && t < a.n_ends ? a.row_ends[t] : p + 1;
         uint16_t *out = a.out + t * a.n_kv;
         for (int64_t c = 0; c < a.n_kv; c++) {
-            out[c] = c >= low && c <= p ? 0 : hidden;
+            out[c] = c >= low && c < end ? 0 : hidden;
         }
     }
 }

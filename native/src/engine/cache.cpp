@@ -85,8 +85,8 @@ Cache::Cache(const Model &model, const CacheParams &params)
     : pages(params.n_pages), window_pages(count_window_pages(params, widest_window(model.weights()))),
       sequence_slots(params.n_sequences), checkpoint_slots(params.n_checkpoints), params_(params),
       max_pages_(params.max_pages()), window_(widest_window(model.weights())),
-      takes_images_(model.takes_images()), drafters_(drafters_of(model.weights(), params.drafters)),
-      drafter_kv_(model.weights().drafters.size()) {
+      takes_images_(model.takes_images()), images_are_whole_(model.images_are_whole()),
+      drafters_(drafters_of(model.weights(), params.drafters)), drafter_kv_(model.weights().drafters.size()) {
     size_t n_drafter = 0;
     for (const Drafter *drafter : drafters_) {
         n_drafter += drafter->kv.size();
@@ -498,9 +498,15 @@ int32_t Timeline::next_hidden(int32_t row) const {
                       : cache_.hidden_row(slot_, hidden_bank_ ^ 1, row);
 }
 
+bool Timeline::may_cut_ahead_of(int32_t token) const {
+    const bool beside_image = !tokens_.empty() && std::min(tokens_.back(), token) < -1;
+    return n_past() % std::min(cache_.n_cut, uint32_t(PAGE)) == 0 ||
+           (cache_.images_are_whole() && beside_image);
+}
+
 void Timeline::appended(const int32_t *tokens, uint32_t n, int32_t delta) {
     debts_.pay();
-    prompt_only_ = prompt_only_ && n_past() % std::min(cache_.n_cut, uint32_t(PAGE)) == 0;
+    prompt_only_ = prompt_only_ && may_cut_ahead_of(tokens[0]);
     tokens_.insert(tokens_.end(), tokens, tokens + n);
     delta_ = delta;
     release_behind_window();

@@ -134,6 +134,7 @@ public:
     uint32_t max_pages() const { return max_pages_; } // one sequence has at most so many
     bool has_windows() const { return window_ > 0; }
     bool takes_images() const { return takes_images_; } // Model::takes_images
+    bool images_are_whole() const { return images_are_whole_; } // Model::images_are_whole
     // Returns the first page of which a row at this position sees any in some sliding layer.
     uint32_t first_window_page(uint32_t position) const;
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
@@ -205,7 +206,7 @@ private:
     CacheParams params_;
     uint32_t max_pages_;
     uint32_t window_; // the widest of the sliding layers; 0 where there are none
-    bool takes_images_;
+    bool takes_images_, images_are_whole_;
     std::deque<Stage> stages_;
     std::vector<KvCells>
         kv_; // they are in the order of trunk blocks; entries of layers without cells are empty
@@ -272,7 +273,8 @@ public:
     int32_t slot() const { return slot_; }
     int32_t hidden() const { return hidden_; } // it is the row of the last committed position
     const PageLists &pages() const { return pages_; }
-    // True while nothing but prefills brought it here that began where a prompt may be cut, or at the end of a page.
+    // True while nothing but prefills brought it here that began where a prompt may be cut: at the end of a page too, and ahead of
+    // and behind an image whose rows see each other.
     bool prompt_only() const { return prompt_only_; }
     const Debts &debts() const { return debts_; }
     // The KV of unseen row i is computed from this hidden row.
@@ -313,6 +315,7 @@ public:
 
 private:
     void release_behind_window();
+    bool may_cut_ahead_of(int32_t token) const; // of the next one
     int32_t behind_unseen(int32_t i) const { return cache_.hidden_row(slot_, hidden_bank_, i); }
 
     Cache &cache_;

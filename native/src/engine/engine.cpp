@@ -249,6 +249,7 @@ luce_engine_info Engine::info() const {
     out.n_top = c.n_top;
     out.n_chunk = c.n_chunk;
     out.n_cut = cache_.n_cut;
+    out.whole_images = cache_.images_are_whole();
     out.n_threads = params_.n_threads;
     out.n_expert_layers = uint32_t(cache_.expert_slots().size());
     out.n_experts = out.n_expert_layers > 0 ? model_->hparams().moe.n_expert : 0;

@@ -30,6 +30,7 @@ private:
     void check_images(const PromptItem &item) const;
     void check_gaps(const PromptItem &item) const;
     std::vector<PromptPlace> places(const Piece &piece) const;
+    uint32_t tail_of(const PromptItem &item) const;
     void read(const std::vector<Piece> &pieces, bool tails);
     void step(StepKind kind, const Piece *pieces, size_t n);
     bool fit(const Piece *pieces, size_t n, StepKind kind) const;
@@ -94,6 +95,13 @@ void Prompts::check_images(const PromptItem &item) const {
             fail(LUCE_E_ARG, "image span %u has rows %u to %u of an image of %u x %u, at position %u", i,
                  s.first, s.first + s.n, s.height, s.width, past + s.at);
         }
+        if (engine_.model().images_are_whole() && s.n != all) {
+            fail(LUCE_E_ARG,
+                 "image span %u has %u of an image's %u rows: the model's see each other, so a part of a "
+                 "prompt has "
+                 "all of them or none",
+                 i, s.n, uint32_t(all));
+        }
         all_text(s.at);
         end = s.at + s.n;
         if (std::any_of(item.tokens + s.at, item.tokens + end, [](int32_t t) { return t >= -1; })) {
@@ -126,7 +134,7 @@ void Prompts::check_gaps(const PromptItem &item) const {
 }
 
 // An image at p stands at time p; its rows have heights and widths from p on, and what follows stands behind the longer side.
-// Without axes its rows have a position each, as text has.
+// Without axes its rows have a position each, as text has. Rows that see each other see up to the image's end.
 std::vector<PromptPlace> Prompts::places(const Piece &piece) const {
     const PromptItem &item = items_[piece.item];
     const Timeline &line = of(piece).line();
@@ -146,18 +154,22 @@ std::vector<PromptPlace> Prompts::places(const Piece &piece) const {
             span++;
         }
         if (span == end || at < span->at) {
-            places.push_back({index + delta, index + delta, index + delta, nullptr, delta});
+            places.push_back({index + delta, index + delta, index + delta, nullptr, delta, index + 1});
             continue;
         }
         const uint32_t row = span->first + at - span->at;
         const float *values = span->rows + size_t(at - span->at) * span->n_embd;
+        const int32_t first = index - int32_t(row);
+        const int32_t end_of_row =
+            engine_.model().images_are_whole() ? first + int32_t(span->height * span->width) : index + 1;
         if (!engine_.model().has_axes()) {
-            places.push_back({index + delta, index + delta, index + delta, values, delta});
+            places.push_back({index + delta, index + delta, index + delta, values, delta, end_of_row});
             continue;
         }
-        const int32_t start = index - int32_t(row) + delta;
-        PromptPlace place = {start, start + int32_t(row / span->width), start + int32_t(row % span->width),
-                             values, delta};
+        const int32_t start = first + delta;
+        PromptPlace place = {
+            start,     start + int32_t(row / span->width), start + int32_t(row % span->width), values, delta,
+            end_of_row};
         if (row + 1 == span->height * span->width) {
             delta += int32_t(std::max(span->height, span->width)) - int32_t(span->height * span->width);
             place.delta = delta;
@@ -187,13 +199,25 @@ void Prompts::check() const {
     }
 }
 
-// A prompt's tail (step/step.h) is a piece of its own, which is read after all that are not.
+// Counts the rows of a prompt's tail (step/step.h). It cuts no image whose rows see each other: then it begins behind that.
+uint32_t Prompts::tail_of(const PromptItem &item) const {
+    const uint32_t end = item.sequence->line().n_past() + item.n,
+                   tail = item.last ? std::min(item.n, end % TAIL) : 0;
+    for (uint32_t i = 0; i < item.n_images && engine_.model().images_are_whole(); i++) {
+        const luce_image_span &s = item.images[i];
+        if (s.at < item.n - tail && item.n - tail < s.at + s.n) {
+            return item.n - s.at - s.n;
+        }
+    }
+    return tail;
+}
+
+// A prompt's tail is a piece of its own, which is read after all that are not.
 void Prompts::read() {
     std::vector<Piece> whole, tails;
     for (uint32_t i = 0; i < n_items_; i++) {
         const PromptItem &item = items_[i];
-        const uint32_t end = item.sequence->line().n_past() + item.n,
-                       tail = item.last ? std::min(item.n, end % TAIL) : 0;
+        const uint32_t tail = tail_of(item);
         if (tail < item.n) {
             whole.push_back({i, 0, item.n - tail, item.last && tail == 0});
         }

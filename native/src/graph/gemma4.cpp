@@ -55,7 +55,8 @@ HParams gemma4_hparams(const GgufFile &file) {
         per_block(file, p + "attention.head_count_kv", hp.n_layer, 1, 4096);
     const std::vector<uint32_t> sliding =
         per_block(file, p + "attention.sliding_window_pattern", hp.n_layer, 0, 1);
-    // No key says how rows of an image see each other: in models without these embeddings those of one image all do.
+    // No key says how rows of an image see each other: in models without these embeddings those of one image all do, in
+    // sliding layers.
     const bool small = file.integer_or(p + "embedding_length_per_layer_input", 0, 0, 1 << 20) > 0;
     hp.image_rows = small ? ImageRows::as_text : ImageRows::see_each_other;
     for (uint32_t il = 0; il < hp.n_layer; il++) {

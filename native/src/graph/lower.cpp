@@ -289,15 +289,15 @@ ggml_tensor *Lowering::gathered(const KvCells &cells, ggml_tensor *pool, ggml_ty
     return ops::kv_gather(ctx, {pool, in->ctl, pages_of(cells)}, gather);
 }
 
-// The mask {n_kv, T} F16 of all rows, of which a prompt over so many cells has its own.
-ggml_tensor *Lowering::mask(uint32_t window, uint32_t n_kv) {
-    ggml_tensor *&t = masks_[{window, n_kv}];
+// The mask {n_kv, T + more} F16 of all rows, of which a prompt over so many cells has its own.
+ggml_tensor *Lowering::mask(const AttentionShape &s, uint32_t n_kv, uint32_t more) {
+    ggml_tensor *&t = masks_[{s.window, n_kv}];
     if (t == nullptr) {
         MaskArgs a{};
-        a.T = int32_t(plain.T);
+        a.T = int32_t(plain.T + more);
         a.n_kv = n_kv;
-        a.window = int32_t(window);
-        t = ops::prefill_mask(ctx, {in->ctl}, a);
+        a.window = int32_t(s.window);
+        t = ops::prefill_mask(ctx, {in->ctl, row_ends_of(s)}, a);
     }
     return t;
 }
@@ -311,6 +311,12 @@ ggml_tensor *Lowering::attend_prompt(const Node &n) {
     ggml_tensor *keys = gathered(a.kv.cells, a.kv.cells.k, type),
                 *values = gathered(a.kv.cells, a.kv.cells.v, type);
     std::vector<ggml_tensor *> made; // {D*H, rows} of one behind the other
+    // Where prompts are cut ahead of and behind images too, few rows are attended as ATTEND_ROWS with rows of zeros behind them,
+    // so that their bits are the same wherever that was.
+    const bool fills = plain.model.images_are_whole();
+    const auto is_short = [](const PromptRows &prompt) { return prompt.rows < ATTEND_ROWS; };
+    const uint32_t more =
+        fills && std::any_of(plain.prompts.begin(), plain.prompts.end(), is_short) ? ATTEND_ROWS : 0;
     int64_t row = 0, cell = 0;
     for (const PromptRows &prompt : plain.prompts) {
         const int64_t n_kv = prompt.n_kv;
@@ -318,17 +324,22 @@ ggml_tensor *Lowering::attend_prompt(const Node &n) {
             return ggml_view_3d(ctx, t, D, n_kv, s.n_head_kv, t->nb[1], ggml_row_size(type, D),
                                 size_t(cell) * t->nb[1]);
         };
-        ggml_tensor *K = heads(keys), *V = heads(values), *all = mask(s.window, prompt.n_kv);
+        ggml_tensor *K = heads(keys), *V = heads(values), *all = mask(s, prompt.n_kv, more);
         const auto attend = [&](int64_t T) {
             ggml_tensor *some = ggml_view_3d(ctx, q, D, H, T, q->nb[1], q->nb[2], size_t(row) * q->nb[2]);
-            ggml_tensor *seen = ggml_view_2d(ctx, all, n_kv, T, all->nb[1], size_t(row) * all->nb[1]);
+            const int64_t filled = fills ? std::max(T, int64_t(ATTEND_ROWS)) : T;
+            if (filled > T) {
+                some = ggml_pad(ctx, some, 0, 0, int(filled - T), 0);
+            }
+            ggml_tensor *seen = ggml_view_2d(ctx, all, n_kv, filled, all->nb[1], size_t(row) * all->nb[1]);
             ggml_tensor *o = ggml_flash_attn_ext(ctx, ggml_permute(ctx, some, 0, 2, 1, 3), K, V, seen,
                                                  a.scale, 0.0f, s.softcap);
             ggml_prec_set_acc(o, GGML_PREC_F32);
-            made.push_back(ggml_reshape_2d(ctx, o, D * H, T));
+            o = ggml_reshape_2d(ctx, o, D * H, filled);
+            made.push_back(filled > T ? ggml_view_2d(ctx, o, D * H, T, o->nb[1], 0) : o);
             row += T;
         };
-        const int64_t tail = prompt.rows % ATTEND_ROWS, whole = prompt.rows - tail;
+        const int64_t tail = fills ? 0 : prompt.rows % ATTEND_ROWS, whole = prompt.rows - tail;
         if (whole > 0) {
             attend(whole);
         }

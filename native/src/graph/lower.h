@@ -25,8 +25,9 @@ struct StepInputs {
     ggml_tensor *positions; // {T} I32: a row's index in its sequence
     // Where prompts may have rows of images, else null: {T} I32 of RoPE, behind images less than the index; and of a prefill
     // {4 * T} I32, the time, height and width of all rows and the time again, and {T} I64, the address of a row's F32 values
-    // where it is of an image, else 0.
-    ggml_tensor *rope_positions, *axes, *image_rows;
+    // where it is of an image, else 0; and {T} I32, the position up to which, itself not included, each row sees where rows of
+    // an image see each other.
+    ggml_tensor *rope_positions, *axes, *image_rows, *row_ends;
     ggml_tensor *ctl; // {sizeof(StepCtl) / 4} I32
     ggml_tensor *pages; // {n} I32; this is the page table
     ggml_tensor

@@ -452,7 +452,7 @@ protected:
         };
         ggml_tensor *k = cells(of.kv.cells.k), *v = cells(of.kv.cells.v);
         ggml_tensor *q = ggml_reshape_3d(ctx, flat(n.in[0]), s.head_dim, s.n_head, n.T);
-        return ops::prefill_attention(ctx, {q, k, v, in->ctl}, a);
+        return ops::prefill_attention(ctx, {q, k, v, in->ctl, row_ends_of(s)}, a);
     }
 
     // ---- mixtures ----

@@ -79,6 +79,10 @@ protected:
         const bool others = in->rope_positions != nullptr && (s.has_axes() || plain.cache.params().gaps);
         return others ? in->rope_positions : in->positions;
     }
+    // Up to where prompts' rows see in a layer, or null: up to themselves.
+    ggml_tensor *row_ends_of(const AttentionShape &s) const {
+        return plain.images && s.window > 0 && plain.model.images_are_whole() ? in->row_ends : nullptr;
+    }
     ggml_tensor *pages_of(const KvCells &cells) const { return cells.sliding ? in->window_pages : in->pages; }
     ggml_tensor *last_rows(ggml_tensor *x); // {n, T} -> {n, prompts}
     ggml_tensor *
@@ -98,7 +102,7 @@ protected:
 private:
     static constexpr size_t MAX_OUT = 4;
 
-    ggml_tensor *mask(uint32_t window, uint32_t n_kv);
+    ggml_tensor *mask(const AttentionShape &s, uint32_t n_kv, uint32_t more);
     void emit_norm_rope(const Node &n, Val y);
     ggml_tensor *previous(ggml_tensor *h);
     ggml_tensor *embedding(ggml_tensor *table);
@@ -110,7 +114,8 @@ private:
 
     const std::vector<StepInputs> &inputs_;
     std::vector<ggml_tensor *> made_;
-    // Of prompts' attention, by window and number of cells, on this stage.
+    // Of prompts' attention, by window and number of cells, on this stage. Their rows are the step's, and ATTEND_ROWS more where
+    // attention of few rows wants them.
     std::map<std::pair<uint32_t, uint32_t>, ggml_tensor *> masks_;
     StepOutputs outputs_;
 };

@@ -1,6 +1,7 @@
 #include "graph/vision.h"
 
 #include "graph/vision_gemma4.h"
+#include "graph/vision_gemma4_unified.h"
 #include "graph/vision_qwen.h"
 
 #include <ggml-alloc.h>
@@ -37,15 +38,15 @@ std::shared_ptr<VisionTower> open_tower(std::shared_ptr<GgufFile> file, const De
     const char *own = "clip.vision.projector_type";
     const char *key = file->find(own) != nullptr ? own : "clip.projector_type";
     const std::string projector = file->string(key);
-    for (const TowerKind *kind : {&QWEN_TOWER, &GEMMA_TOWER}) {
+    for (const TowerKind *kind : {&QWEN_TOWER, &GEMMA_TOWER, &GEMMA_UNIFIED_TOWER}) {
         if (projector == kind->projector) {
             const std::shared_ptr<VisionTower> tower = kind->make(std::move(file), device);
             tower->settle(max_rows);
             return tower;
         }
     }
-    fail(LUCE_E_UNSUPPORTED, "%s: key %s is '%s': luce runs '%s' and '%s'", path, key, projector.c_str(),
-         QWEN_TOWER.projector, GEMMA_TOWER.projector);
+    fail(LUCE_E_UNSUPPORTED, "%s: key %s is '%s': luce runs '%s', '%s' and '%s'", path, key,
+         projector.c_str(), QWEN_TOWER.projector, GEMMA_TOWER.projector, GEMMA_UNIFIED_TOWER.projector);
 }
 
 VisionTower::Shape read_tower_shape(const GgufFile &file) {

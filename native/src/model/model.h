@@ -132,7 +132,7 @@ struct Block {
 };
 
 // How rows of an image stand in a prompt: with three axes of RoPE where the model's rows have those, as rows of text do, or
-// seeing all rows of their image in sliding layers, which luce does not do.
+// so that in sliding layers they see all rows of their image, and in others those before them.
 enum class ImageRows { by_axes, as_text, see_each_other };
 
 struct HParams {
@@ -247,6 +247,8 @@ public:
     bool is_cut() const { return placements_.size() > 1; } // into parts on several devices
     // Whether rows of images may stand in prompts, which they do with three axes of RoPE or as rows of text do.
     bool takes_images() const;
+    // Whether rows of an image see each other: then a step has all of an image or none.
+    bool images_are_whole() const { return hp_.image_rows == ImageRows::see_each_other; }
     const char *why_no_images() const;
     bool has_axes() const;
     std::string device_names() const; // "cuda:0", or of several "cuda:0,cuda:1"

@@ -599,11 +599,7 @@ const char *Model::why_no_images() const {
     if (gpu() && !images_on_gpus) {
         return NO_IMAGES_ON_GPUS;
     }
-    return hp_.image_rows == ImageRows::see_each_other
-               ? "luce shows this model no images yet: rows of an image see each other in its sliding "
-                 "layers; "
-                 "the small models, with per-layer embeddings, take them"
-               : "the model takes no images: its rows have no three axes (rope.dimension_sections)";
+    return "the model takes no images: its rows have no three axes (rope.dimension_sections)";
 }
 
 bool Model::has_axes() const {
@@ -614,7 +610,7 @@ bool Model::has_axes() const {
 }
 
 bool Model::takes_images() const {
-    return (!gpu() || images_on_gpus) && (has_axes() || hp_.image_rows == ImageRows::as_text);
+    return (!gpu() || images_on_gpus) && (has_axes() || hp_.image_rows != ImageRows::by_axes);
 }
 
 bool Model::has(const ggml_tensor *weight) const {

@@ -159,6 +159,8 @@ inline const auto &kv_gather = row<KvGatherArgs>("kv_gather", [](auto &op, auto 
 // The mask {n_kv, T} of a prefill's rows, for ggml's attention on a CPU.
 inline const auto &prefill_mask = row<MaskArgs>("prefill_mask", [](auto &op, auto &a) {
     op.in(FIELD(ctl));
+    op.in(FIELD(row_ends), {ends}).maybe();
+    op.dims(a.n_ends, ends);
     op.params(FIELD(T), FIELD(n_kv), FIELD(first), FIELD(window));
     op.known(T, a.T);
     op.known(cells, a.n_kv);
@@ -173,6 +175,7 @@ inline const auto &prefill_attention = row<PrefillAttentionArgs>("prefill_attent
     op.matrix(FIELD(k), {D, Hkv, cells});
     op.matrix(FIELD(v), {D, Hkv, cells});
     op.in(FIELD(ctl));
+    op.in(FIELD(row_ends), {T}).maybe();
     op.dims(a.T, T, a.H, H, a.Hkv, Hkv, a.D, D, a.n_kv, cells);
     op.params(FIELD(n_prompts), FIELD(first), FIELD(window), FIELD(scale), FIELD(softcap), FIELD(apart));
     op.lacks([](const auto &args) { return attention_lacks(args.D, args.H, args.Hkv); });

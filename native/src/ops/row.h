@@ -66,14 +66,15 @@ namespace extents {
 constexpr Symbol T{0, "T"}, K{1, "K"}, N{2, "N"}, E{3, "E"}, D{4, "D"}, H{5, "H"}, Hkv{6, "Hkv"}, S{7, "S"},
     Hv{8, "Hv"}, C{9, "C"}, FF{10, "FF"}, V{11, "V"}, pages{12, "pages"}, slots{13, "slots"},
     seqs{14, "seqs"}, log_size{15, "log_size"}, entries{16, "entries"}, experts{17, "experts"},
-    used{18, "used"}, cells{19, "cells"}, width{20, "width"}, sums{21, "sums"}, gates{22, "gates"};
+    used{18, "used"}, cells{19, "cells"}, width{20, "width"}, sums{21, "sums"}, gates{22, "gates"},
+    ends{23, "ends"};
 inline const Extent ANY = [] { // not the same from tensor to tensor
     Extent any(1);
     any.any = true;
     return any;
 }();
 } // namespace extents
-constexpr int N_SYMBOLS = 23;
+constexpr int N_SYMBOLS = 24;
 struct Extents {
     int64_t value[N_SYMBOLS] = {}; // 0 where it is not known
     int64_t of(const Extent &extent) const;

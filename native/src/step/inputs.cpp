@@ -21,7 +21,8 @@ Region::Region(uint32_t rows, uint32_t n_pages, uint32_t mirrors, bool windows, 
     rope_positions_ = last_rows_ + pad(MAX_PROMPTS * sizeof(int32_t));
     axes_ = rope_positions_ + (images == Images::none ? 0 : pad(rows * sizeof(int32_t)));
     image_rows_ = axes_ + (images == Images::rows ? pad(4 * rows * sizeof(int32_t)) : 0);
-    ctl_ = image_rows_ + (images == Images::rows ? pad(rows * sizeof(int64_t)) : 0);
+    row_ends_ = image_rows_ + (images == Images::rows ? pad(rows * sizeof(int64_t)) : 0);
+    ctl_ = row_ends_ + (images == Images::rows ? pad(rows * sizeof(int32_t)) : 0);
     window_pages_ =
         ctl_ + pad(sizeof(StepCtl)); // it is sent whole, ahead of the part of the other table that is in use
     pages_ = window_pages_ + (windows ? pad(n_pages_ * sizeof(int32_t)) : 0);
@@ -53,6 +54,7 @@ Region::Host Region::host(uint32_t mirror) const {
             images_ == Images::none ? nullptr : reinterpret_cast<int32_t *>(base + rope_positions_),
             images_ == Images::rows ? reinterpret_cast<int32_t *>(base + axes_) : nullptr,
             images_ == Images::rows ? reinterpret_cast<int64_t *>(base + image_rows_) : nullptr,
+            images_ == Images::rows ? reinterpret_cast<int32_t *>(base + row_ends_) : nullptr,
             reinterpret_cast<StepCtl *>(base + ctl_),
             windows_ ? reinterpret_cast<int32_t *>(base + window_pages_) : nullptr,
             reinterpret_cast<int32_t *>(base + pages_)};
@@ -118,6 +120,7 @@ StepInputs Region::tensors(ggml_context *ctx, uint32_t rows, uint32_t stage) con
     in.rope_positions = images_ == Images::none ? nullptr : place(GGML_TYPE_I32, rows, rope_positions_);
     in.axes = images_ == Images::rows ? place(GGML_TYPE_I32, 4 * int64_t(rows), axes_) : nullptr;
     in.image_rows = images_ == Images::rows ? place(GGML_TYPE_I64, rows, image_rows_) : nullptr;
+    in.row_ends = images_ == Images::rows ? place(GGML_TYPE_I32, rows, row_ends_) : nullptr;
     in.ctl = place(GGML_TYPE_I32, sizeof(StepCtl) / sizeof(int32_t), ctl_);
     in.pages = place(GGML_TYPE_I32, n_pages_, pages_);
     in.window_pages = windows_ ? place(GGML_TYPE_I32, n_pages_, window_pages_) : nullptr;
@@ -246,8 +249,9 @@ void Batch::add_prompt(const Timeline &line, const ChoiceCtl &choice, const int3
         }
     }
     for (uint32_t i = 0; i < n && h_.axes != nullptr; i++) {
-        const int32_t at = seq.n_past + int32_t(i) + line.delta();
-        places_.push_back(places.empty() ? PromptPlace{at, at, at, nullptr, line.delta()} : places[i]);
+        const int32_t index = seq.n_past + int32_t(i), at = index + line.delta();
+        places_.push_back(places.empty() ? PromptPlace{at, at, at, nullptr, line.delta(), index + 1}
+                                         : places[i]);
     }
     const auto of_image = [](const PromptPlace &place) { return place.row != nullptr; };
     images_ = images_ || std::any_of(places.begin(), places.end(), of_image);
@@ -270,6 +274,7 @@ bool Batch::place_images(float *room, uint32_t E) {
             values = room + row * E;
         }
         h_.image_rows[row] = int64_t(reinterpret_cast<uintptr_t>(values));
+        h_.row_ends[row] = place.end;
     }
     return images_;
 }

@@ -28,8 +28,9 @@ public:
     struct Host {
         int64_t *hidden_to;
         int32_t *hidden_from, *positions, *tokens, *first_rows, *last_rows;
-        int32_t *rope_positions, *axes; // null where the region has none, as image_rows
+        int32_t *rope_positions, *axes; // null where the region has none, as image_rows and row_ends
         int64_t *image_rows;
+        int32_t *row_ends;
         StepCtl *ctl;
         int32_t *window_pages; // null where there are none
         int32_t *pages;
@@ -63,7 +64,7 @@ private:
     Images images_;
     // They are offsets; hidden_to comes first.
     size_t hidden_from_, positions_, tokens_, first_rows_, last_rows_, rope_positions_, axes_, image_rows_,
-        ctl_, window_pages_, pages_, size_;
+        row_ends_, ctl_, window_pages_, pages_, size_;
     struct Place {
         const Stage *stage;
         Buffer memory;
@@ -107,6 +108,7 @@ struct PromptPlace {
     int32_t time, height, width;
     const float *row;
     int32_t delta;
+    int32_t end; // it sees positions ahead of this one
 };
 
 // A batch is a step under construction: of at most MAX_ROWS rows, or of prompts.

@@ -378,8 +378,8 @@ static int stage_of_leaf(const Model &model, const Cache &cache, const Step::Gra
     for (size_t stage = 0; stage < cache.stages().size(); stage++) {
         const StepInputs &in = graph.inputs[stage];
         for (const ggml_tensor *input :
-             {in.tokens, in.positions, in.rope_positions, in.axes, in.image_rows, in.ctl, in.pages,
-              in.window_pages, in.hidden_from, in.hidden_to, in.first_rows, in.last_rows}) {
+             {in.tokens, in.positions, in.rope_positions, in.axes, in.image_rows, in.row_ends, in.ctl,
+              in.pages, in.window_pages, in.hidden_from, in.hidden_to, in.first_rows, in.last_rows}) {
             if (leaf == input) {
                 return int(stage);
             }
@@ -519,6 +519,14 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
         if (shapes[i].prefill()) {
             shapes.push_back(shapes[i]);
             shapes.back().images = true;
+        }
+    }
+    for (size_t i = 0, n = shapes.size(); model.images_are_whole() && i < n; i++) {
+        if (shapes[i].prompts.size() == 2) { // a short prompt's mask has more rows (Lowering::attend_prompt)
+            shapes.push_back(shapes[i]);
+            std::vector<PromptRows> &prompts = shapes.back().prompts;
+            prompts[0].rows += prompts[1].rows - 1;
+            prompts[1].rows = 1;
         }
     }
     for (const StepShape &shape : step_shapes(cache)) { // a step of fewer rows can take more

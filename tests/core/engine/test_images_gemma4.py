@@ -14,7 +14,6 @@ from checkout import GOLDENS
 from image_prompts import Mixed, decoded, open_engine
 from saved_bytes import HEADER
 
-from luce.errors import UnsupportedError
 from luce.images.gemma4 import BudgetProcessor
 from luce.images.pixels import Picture
 from luce.native import File, Tower
@@ -227,16 +226,3 @@ def test_other_rows_give_other_logits(model):
             Mixed([words(9, 1), rows(3, 4, seed), words(9, 3)]).read(sequence)
             seen.append(sequence.logits(0))
         assert np.abs(seen[0] - seen[1]).max() > 1e-3
-
-
-def test_models_whose_images_see_each_other_are_refused(native, tmp_path, device):
-    """Without per-layer embeddings rows of an image see all of it in sliding layers."""
-    c, seed = vision.TOWERS["large"]
-    path = vision.write(tmp_path / "mmproj.gguf", c, vision.layout(c, vision.weights(c, seed)))
-    said = "rows of an image see each other in its sliding layers"
-    with drive.open_model(native, vision.write_text(tmp_path / "m.gguf", "dense"), device) as opened:
-        with File(path, native) as file, Tower(file, device) as tower, pytest.raises(UnsupportedError, match=said):
-            tower.require_fit(opened)
-        with open_engine(opened) as engine, engine.sequence() as sequence:
-            with pytest.raises(UnsupportedError, match=said):
-                Mixed([words(5, 1), rows(2, 2, 2), words(3, 3)]).read(sequence)

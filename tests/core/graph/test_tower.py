@@ -169,7 +169,7 @@ def test_wrong_arguments_are_refused(tower_of):
 @pytest.mark.parametrize(
     ("keys", "error", "said"),
     [
-        ({"projector_type": "gemma3"}, UnsupportedError, "is 'gemma3': luce runs 'qwen3vl_merger' and 'gemma4v'"),
+        ({"projector_type": "gemma3"}, UnsupportedError, "is 'gemma3': luce runs 'qwen3vl_merger', 'gemma4v' and"),
         ({"is_deepstack_layers": [False, True, False]}, UnsupportedError, "is_deepstack_layers names a layer"),
         ({"block_count": None}, FileError, "clip.vision.block_count is missing"),
         ({"block_count": 4}, FileError, "v.blk.3.ln1.weight is missing"),

@@ -115,7 +115,7 @@ def test_an_image_beyond_the_table_is_refused(tower_of):
 @pytest.mark.parametrize(
     ("keys", "error", "said"),
     [
-        ({"projector_type": "gemma4uv"}, UnsupportedError, "is 'gemma4uv': luce runs 'qwen3vl_merger' and 'gemma4v'"),
+        ({"projector_type": "gemma4xv"}, UnsupportedError, "luce runs 'qwen3vl_merger', 'gemma4v' and 'gemma4uv'"),
         ({"block_count": None}, FileError, "clip.vision.block_count is missing"),
         ({"block_count": 4}, FileError, "v.blk.3.ln1.weight is missing"),
         ({"block_count": 2}, UnsupportedError, "tensor v.blk.2.* is not part of the vision tower"),

@@ -164,6 +164,7 @@ CASES: dict[str, Case] = {
     "35b-slots-fused": Case(replace(MIXTURE, fused_experts=True, n_ff_shared=0), K_QUANTS, options={"expert_slots": 1}),
     "35b-host": Case(MIXTURE, K_QUANTS, options={"head": 1, "cpu_experts": 4}),
     "gemma4-31b": Case(GEMMA4["31B"], K_QUANTS, assistant=ASSISTANT),
+    "gemma4-31b-images": Case(GEMMA4["31B"], K_QUANTS, options={"images": 1}),
     "gemma4-31b-q8": Case(GEMMA4["31B"], all_of("Q8_0"), "Q8_0", options={"top": 4}),
     "gemma4-26b": Case(GEMMA4["26B-A4B"], OF_32),
     "gemma4-26b-slots": Case(GEMMA4["26B-A4B"], OF_32, options={"expert_slots": 40}),
