@@ -334,10 +334,10 @@ class EngineInfo:
     pages_free: int
     sequences_free: int
     checkpoints_free: int
+    whole_images: bool
     n_expert_layers: int = 0
     n_experts: int = 0
     n_expert_slots: int = 0
-    whole_images: bool
     drafters: tuple[DrafterInfo, ...] = field(default=(), kw_only=True)
 
     @property
