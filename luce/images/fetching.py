@@ -6,10 +6,8 @@ folder, is refused. What a host's name stands for is the allowing one's to know:
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
-import socket
 import stat
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -17,10 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread, Timer
 from time import monotonic
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from luce.errors import ArgumentError
 from luce.images.opening import MAX_BYTES, ImageError
+
+if TYPE_CHECKING:  # Where no address is fetched, luce starts without HTTP and TLS.
+    import http.client
+    import socket
 
 SECONDS = 10.0  # An image comes within so many, redirects counted in.
 REDIRECTS = 3
@@ -53,7 +56,7 @@ class Allowed:
             raise ImageError("an image comes as base64 or as a data URL of it: no address is fetched")
         try:
             return self._read(address) if address.startswith(("file:", "/")) else self._fetched(address, end)
-        except (ValueError, http.client.HTTPException) as error:  # Python's own parsers refuse it.
+        except ValueError as error:  # Python's own parsers refuse it.
             raise ImageError(f"luce does not fetch {_short(address)}: it is no address") from error
 
     def _fetched(self, address: str, end: float) -> bytes:
@@ -130,12 +133,18 @@ def _is_below(place: SplitResult, prefix: SplitResult) -> bool:
 
 def _asked(place: SplitResult, end: float) -> bytes | str:
     """Returns what an address gives, or where it leads. All of it is over at the time `end`."""
+    import http.client
+
     left = end - monotonic()
     if left <= 0:
         raise ImageError(f"{_short(place.geturl())} takes longer than {SECONDS:.0f} seconds")
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
     port = place.port or PORTS[place.scheme]
-    with closing(kind(str(place.hostname), port, timeout=left)) as connection:
+    try:
+        connection = kind(str(place.hostname), port, timeout=left)
+    except http.client.InvalidURL as error:
+        raise ValueError(str(error)) from error
+    with closing(connection):
         late: Timer | None = None
         try:
             _connect(connection, end)
@@ -187,8 +196,10 @@ def _connect(connection: http.client.HTTPConnection, end: float) -> None:
 
 
 def _hang_up(connection: socket.socket) -> None:
+    from socket import SHUT_RDWR
+
     with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(SHUT_RDWR)
 
 
 def _bounded(data: bytes, address: str) -> bytes:

@@ -18,7 +18,7 @@ from luce.speculate.prices import Costs, Prices, Work
 LATE = 0.5
 
 
-@dataclass
+@dataclass(slots=True)
 class Priced:
     """A round of several texts: the work that it was chosen by. `beside_drafts` says that the round before or
     after it has drafts: a wait begins one of the two then, later than plain rounds begin. Its price is learned
@@ -67,36 +67,41 @@ class Auto:
         what this one gives."""
         texts, self.offered = self.offered, []
         prices, hidden, limits = self.prices, self.hidden, texts[0].limits
-        n, steps = limits.sequences, self.steps(texts[0].drafters, limits.sequences)
+        n = limits.sequences
+        steps = self._steps.get(n) or self.steps(texts[0].drafters, n)
         scale, floor, turn = prices.terms(n, hidden)
         stake = self._stake(texts, n) * floor if floor else 0.0
         terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake)
         chained: list[list[Family]] = []
         best, rate = None, 0.0
         # Where not even the cheapest drafts may be lost, nothing need be known of any: the host's time counts too.
-        if stake > 0 and scale * steps.least(any(text.found for text in texts)) <= floor + stake:
+        if stake > 0 and scale * steps.least(any([text.found[0] for text in texts])) <= floor + stake:
             offers = [text.offer() for text in texts]
             chained = chains_of(offers, steps)
             search = Search(steps, terms, MARGIN * n / terms.plain)
             best, rate = search.tries_all(offers, chained), search.top
-        now, read, device = [PLAIN] * len(texts), False, steps.plain
-        wanted = best.choices if best else now
+        plain = [PLAIN] * len(texts)
+        now, read, device, drafted = plain, False, steps.plain, False
+        wanted = best.choices if best else plain
         if limits.begun is not None:
             now = [text.of_begun() for text in texts]
-            device = steps.of(now)
+            device, drafted = steps.of(now), any([choice.drafts for choice in now])
         elif best:
-            now, read, device = wanted, best.family.read, best.device
-        drafted = any(choice.candidates for choice in now)
-        work = Work(device + terms.feed if drafted else device, n, drafted, int(read), hidden)
+            now, read, device, drafted = wanted, best.family.read, best.device, True
+        if drafted:
+            device += terms.feed
+        work = Work(device, n, drafted, int(read), hidden)
         first, waits = None, not hidden
         if hidden and floor:
             first, waits = self._next(texts, terms, chained, rate if best else 0.0, work)
-        ahead = first.choices if first else [PLAIN] * len(texts)
         priced = Priced(work, read, self.drafted or (first is not None and not waits))
         self.drafted = drafted
-        for text, choice, want, following in zip(texts, now, wanted, ahead, strict=True):
+        for text, choice, want in zip(texts, now, wanted, strict=True):
             text.decided(choice, want, priced)
-            text.next = None if waits else text.chain_of(following)
+            text.next = None if waits else NOTHING
+        if first and not waits:
+            for text, choice in zip(texts, first.choices, strict=True):
+                text.next = text.chain_of(choice)
 
     def _next(
         self,
@@ -109,18 +114,23 @@ class Auto:
         """Returns the best of the chains with which the next round may be begun, and whether more is expected of
         waiting. `work` is that of this round, and `rate` that of the best drafts for it, which may not be those
         that it was begun with; 0 where none pays."""
-        n, floor, steps = work.sequences, terms.floor, self.steps(texts[0].drafters, work.sequences)
+        n, floor, steps = work.sequences, terms.floor, self._steps[work.sequences]
         # The next one is begun before this one is booked, which may lose all that it has more than a plain one.
-        stake = terms.stake - BET * max(self.prices.seconds(work) - floor, 0.0)
-        following = terms._replace(turns=0, feed=self._feed(texts, n, work.drafted), stake=stake)
-        search, first = Search(steps, following, MARGIN * n / floor), None
-        for of in chained if stake > 0 else ():
-            first = search.tries_each(of)
-        gain = search.top if first else n / floor
-        missed = sum(text.missed() for text in texts) / len(texts)
-        waits = rate > gain or terms.turn <= missed * LATE * floor
+        stake = terms.stake
+        if work.drafted or work.turns:
+            stake -= BET * max(self.prices.seconds(work) - floor, 0.0)
+        first, gain = None, n / floor
+        if chained and stake > 0:
+            following = Terms(terms.scale, floor, terms.turn, 0, self._feed(texts, n, work.drafted), stake)
+            search = Search(steps, following, MARGIN * n / floor)
+            for of in chained:
+                first = search.tries_each(of)
+            gain = search.top if first else gain
         # To wait in vain is a loss too, and so is the wait of a text's last round.
-        waits = waits and 2 * terms.turn <= stake
+        waits = 2 * terms.turn <= stake
+        if waits and rate <= gain:
+            missed = sum([text.missed() for text in texts]) / len(texts)
+            waits = terms.turn <= missed * LATE * floor
         # What a plain round takes is seen where one follows another at once.
         return first, waits and bool(first or rate or self.prices.seen(n, work.hidden))
 
@@ -135,7 +145,9 @@ class Auto:
     def _stake(self, texts: list[Source], sequences: int) -> float:
         """Returns how many plain rounds one round may lose: those who may lose more pay the debt of others first."""
         rests = [max(text.rest(sequences), 0.0) for text in texts]
-        part = min(1.0, self.debt / sum(rests)) if self.debt and sum(rests) else 0.0
+        if not self.debt:
+            return BET * sum(rests) / len(texts)
+        part = min(1.0, self.debt / sum(rests)) if sum(rests) else 0.0
         if part:
             for text, rest in zip(texts, rests, strict=True):
                 text.ledger.paid += part * rest
@@ -152,6 +164,7 @@ class Source:
         self.auto, self.drafters, self._text = auto, drafters, text
         self.estimates = Estimates(auto.known)
         self.parts = sorted({drafter.part for drafter in drafters if drafter.part})
+        self._chains, self._most = list[list[float]](), 0  # What the last offer had.
         # Plain steps of one sequence leave many rows to one feed, and those of several feed the head each.
         self.most_unfed = auto.budget + 1
         self.fed = auto.prices.costs.feed(self.most_unfed) / self.most_unfed
@@ -164,7 +177,7 @@ class Source:
         self.limits = Limits(budget, budget)
         self.next: Draft | None = NOTHING
         self.choice = PLAIN
-        self._found: tuple[list[int], int] = [], 0
+        self.found: tuple[list[int], int] = [], 0  # Of the last lookup: tokens, and how many matched.
         self._priced: Priced | None = None
         self._proposed = False
         # These count rounds, those with a lookup that was worth it, and the last ones that had none.
@@ -173,37 +186,35 @@ class Source:
     def propose(self, anchor: int, limits: Limits) -> None:
         """Offers what the text could verify in the round that comes."""
         self.limits = limits
-        self._found = self._text.lookup(anchor, min(limits.candidates, limits.depth, self.auto.budget))
-        self.estimates.follow(*self._found)
+        self.found = self._text.lookup(anchor, min(limits.candidates, limits.depth, self.auto.budget))
+        if self.found[0]:
+            self.estimates.follow(*self.found)
         self.auto.offered.append(self)
         self._proposed = True
 
-    @property
-    def found(self) -> bool:
-        """Says whether a lookup has found something."""
-        return bool(self._found[0])
-
     def offer(self) -> Offer:
-        tokens, matched = self._found
-        most = min(self.limits.candidates, self.auto.budget)
-        depth = min(most, self.limits.depth)
-        estimates, drafters = self.estimates, self.drafters
-        chains = [estimates.chain(drafter, min(drafter.most, depth)) for drafter in drafters]
-        return Offer(
-            most,
-            estimates.lookup(len(tokens), matched),
-            chains,
-            lambda by, chances: estimates.leaves(drafters[by], chances),
-            lambda by: estimates.grown(drafters[by], chains[by], most),
-        )
+        (tokens, matched), estimates, limits = self.found, self.estimates, self.limits
+        self._most = most = min(limits.candidates, self.auto.budget)
+        depth = min(most, limits.depth)
+        self._chains = chains = [estimates.chain(each, min(each.most, depth)) for each in self.drafters]
+        looked = estimates.lookup(len(tokens), matched) if tokens else ()
+        return Offer(most, looked, chains, self._leaves, self._grown)
+
+    def _leaves(self, by: int, chances: Sequence[float]) -> Sequence[float]:
+        return self.estimates.leaves(self.drafters[by], chances)
+
+    def _grown(self, by: int) -> Sequence[tuple[float, int]]:
+        return self.estimates.grown(self.drafters[by], self._chains[by], self._most)
 
     def of_begun(self) -> Choice:
         """Returns the choice by which the round was begun."""
         begun = self.limits.begun
         if begun is None or not begun.size:
             return PLAIN
-        index = next(i for i, drafter in enumerate(self.drafters) if begun in drafter.chains)
-        return Choice(drafter=index, drafts=begun.size)
+        for index, drafter in enumerate(self.drafters):
+            if begun in drafter.chains:
+                return Choice(0, index, begun.size, 0)
+        raise ValueError("a round was begun with drafts that no drafter has")
 
     def chain_of(self, choice: Choice) -> Draft:
         """Returns the chain of a choice, with which a round may be begun."""
@@ -238,7 +249,7 @@ class Source:
         choice = self.choice
         if not choice.candidates:
             return NOTHING
-        chain = self._found[0][: choice.lookup]
+        chain = self.found[0][: choice.lookup]
         if choice.drafter is None:
             return Draft(tuple(chain), sources=("lookup",) * len(chain))
         budget = choice.drafts + choice.leaves if choice.leaves else None
@@ -256,28 +267,31 @@ class Source:
             return
         if self.ledger.tokens:  # The first round of a text follows its prompt, whatever the others do.
             auto.hidden = done.ahead or done.behind
-        work = priced.work._replace(
-            hidden=auto.hidden, turns=int(auto.hidden and not done.ahead) + priced.read
-        )
-        price = auto.prices.seconds(work)
-        if done.seconds is not None and not priced.learned and priced.observed is work.drafted:
-            auto.prices.learn(work, done.seconds)
+        device, sequences, drafted, turned, was_hidden = work = priced.work
+        hidden, prices, ledger, seconds = auto.hidden, auto.prices, self.ledger, done.seconds
+        turns = (hidden and not done.ahead) + priced.read
+        if turns != turned or hidden is not was_hidden:
+            work = Work(device, sequences, drafted, turns, hidden)
+        observed, plain = priced.observed, not drafted and not turns
+        booked = seconds is not None and observed and not prices.paced and not plain
+        price = prices.seconds(work) if booked else 0.0  # Before it learns of this round.
+        if seconds is not None and not priced.learned and observed is drafted:
+            prices.learn(work, seconds)
             priced.learned = True
-        self.ledger.tokens += came
-        shared = work.sequences, auto.hidden
-        if not work.drafted and not work.turns:
+        ledger.tokens += came
+        if plain:
             pass  # It is a round of plain decoding: that it varies is no loss of drafts.
-        elif done.seconds is not None and priced.observed and not auto.prices.paced:
+        elif seconds is not None and booked:
             # What is beyond twice the price is a machine that stood still, and no draft's fault.
-            self.ledger.book(*shared, min(done.seconds, 2 * price), 0, came)
-        elif work.drafted:
-            self.ledger.book(*shared, auto.prices.seconds(work._replace(turns=0)), work.turns, came)
+            ledger.book(sequences, hidden, min(seconds, 2 * price), 0, came)
+        elif drafted:
+            ledger.book(sequences, hidden, prices.steps(device, sequences, hidden), turns, came)
         else:
-            self.ledger.book(*shared, 0.0, work.turns, 0)
-        if work.sequences > 1 and (over := -self.rest(work.sequences)) > 0:
-            self.ledger.paid -= over
+            ledger.book(sequences, hidden, 0.0, turns, 0)
+        if sequences > 1 and (over := -self.rest(sequences)) > 0:
+            ledger.paid -= over
             auto.debt += over
-        self.unfed = 0 if work.drafted or work.sequences > 1 else min(self.unfed + 1, self.most_unfed)
+        self.unfed = 0 if drafted or sequences > 1 else min(self.unfed + 1, self.most_unfed)
         self.estimates.came(done.tokens, self.parts)
         self.estimates.fade()
         if choice.drafter is not None and done.drafted:

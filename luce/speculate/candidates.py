@@ -37,6 +37,7 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice()
+DRAFTS = (("drafts", MAX_ROWS),)  # The kinds of a chain's nodes (Family).
 
 
 class Offer(NamedTuple):
@@ -63,6 +64,8 @@ class Steps:
         self.chains = [list(map(add, self.verify, drafts)) for drafts in self.drafts]
         self._least = min((self.verify[0] + drafts[0] for drafts in self.drafts if drafts), default=inf)
         self._deep = dict[tuple[int, int], list[float]]()
+        # Those whose next best candidates are known, by their index.
+        self.listed = [(by, each) for by, each in enumerate(drafters) if each.ranks > 1]
 
     def least(self, lookup: bool) -> float:
         """Returns the seconds of the cheapest candidate: of a `lookup`, or of a drafter."""
@@ -124,6 +127,8 @@ class Candidate(NamedTuple):
     def choices(self) -> list[Choice]:
         """Returns what each text verifies."""
         family, counts = self.family, [self.rows]
+        if len(family.nodes) == 1 and family.kinds[0] is DRAFTS:
+            return [Choice(0, family.drafter, self.rows, 0)]
         if len(family.nodes) > 1:
             counts = [0] * len(family.nodes)
             for _, text in _best_first(family.nodes)[: self.rows]:
@@ -164,7 +169,7 @@ def lookups(offers: Sequence[Offer], steps: Steps) -> Family:
 def chains(offers: Sequence[Offer], by: int, steps: Steps) -> list[Family]:
     """Returns the rounds of chains of a drafter alone: by how deep the deepest is where there are several texts,
     of which the others wait for it."""
-    whole, kinds = [offer.chains[by] for offer in offers], [(("drafts", MAX_ROWS),)] * len(offers)
+    whole, kinds = [offer.chains[by] for offer in offers], [DRAFTS] * len(offers)
     if len(whole) == 1:
         return [Family(whole[0], steps.chains[by], whole, kinds, by)]
     found, taken = list[Family](), list[float]()  # What the drafts lose, the best first.

@@ -52,6 +52,8 @@ class Search:
     """The formula, over rounds whose steps are `steps`. `found` is the best of those that were tried, and `top`
     its rate, or what it has to exceed where it is None."""
 
+    __slots__ = ("found", "steps", "terms", "top")
+
     def __init__(self, steps: Steps, terms: Terms, top: float):
         self.steps, self.terms, self.top = steps, terms, top
         self.found: Candidate | None = None
@@ -60,22 +62,27 @@ class Search:
         """Compares the rounds of a family. More rows never cost less, so it ends where those that are left take
         too long to pay, whatever they gain, or would lose more than they may."""
         scale, floor, turn, turns, feed, stake = self.terms
-        gains, device, least, top = family.gains, family.seconds, family.least, self.top
+        gains, device, _, _, _, _, least, read = family
+        top, rows, best = self.top, least - 1, 0
         tokens: float = self.steps.sequences
-        hoped, waits, bound, best = tokens + sum(gains), (turns + family.read) * turn, floor + stake, None
-        if least > 1:
-            tokens += sum(gains[: least - 1])
-            gains, device = gains[least - 1 :], device[least - 1 :]
-        for rows, (gain, step) in enumerate(zip(gains, device, strict=False), start=least):
+        hoped, waits, bound = tokens + sum(gains), (turns + read) * turn, floor + stake
+        if rows:
+            tokens += sum(gains[:rows])
+            gains, device = gains[rows:], device[rows:]
+        for gain, step in zip(gains, device):  # noqa: B905 (there may be more of either)
+            rows += 1
             tokens += gain
             seconds = scale * (step + feed)
-            seconds = (seconds if seconds > floor else floor) + waits
-            if seconds > bound or hoped <= top * seconds:
+            if seconds < floor:
+                seconds = floor
+            seconds += waits
+            needed = top * seconds
+            if seconds > bound or hoped <= needed:
                 break
-            if tokens > top * seconds:
-                top, best = tokens / seconds, (tokens, step, rows)
+            if tokens > needed:
+                top, best, given, took = tokens / seconds, rows, tokens, step
         if best:
-            self.top, self.found = top, Candidate(*best, family)
+            self.top, self.found = top, Candidate(given, took, best, family)
 
     def tries_each(self, families: Iterable[Family]) -> Candidate | None:
         """Compares the rounds of several families, and returns the best so far."""
@@ -89,8 +96,9 @@ class Search:
         may pay where no chain does."""
         steps = self.steps
         for of in chained:
-            self.tries_each(of)
-        if any(offer.lookup for offer in offers):
+            for family in of:
+                self.tries(family)
+        if any([offer.lookup for offer in offers]):
             looked = lookups(offers, steps)
             self.tries(looked)
             for by, of in enumerate(chained):
@@ -99,10 +107,12 @@ class Search:
                     alone = Search(steps, self.terms._replace(stake=inf), 0.0).tries_each(of)
                     if alone:
                         self.tries(joined(offers, by, alone.depth, steps))
+        if not steps.listed:
+            return self.found
         best = self.found
         taken = [choice.lookup for choice in best.choices] if best else [0] * len(offers)
-        for by, drafter in enumerate(steps.drafters):
-            if drafter.ranks > 1 and (best is None or best.family.drafter == by):
+        for by, drafter in steps.listed:
+            if best is None or best.family.drafter == by:
                 if drafter.conditional:
                     self.tries(grown(offers, by, taken, steps))
                 elif best:

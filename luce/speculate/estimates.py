@@ -49,8 +49,19 @@ class Counts:
         """Adds a trial at a place, of whose earlier ones this part is kept."""
         self.hits[at] = kept * self.hits[at] + hit
         self.trials[at] = kept * self.trials[at] + 1
-        if self.known:
-            self.known.add(at, hit)
+        if known := self.known:
+            known.hits[at] += hit
+            known.trials[at] += 1
+
+    def add_run(self, right: int, trials: int) -> None:
+        """Adds trials at the first places, one each: so many are hits, and the first miss is the last trial."""
+        for counts in (self, self.known) if self.known else (self,):
+            hits, tried = counts.hits, counts.trials
+            for at in range(min(right, trials)):
+                hits[at] += 1
+                tried[at] += 1
+            if right < trials:
+                tried[right] += 1
 
     def share(self, at: int, prior: float, worth: float) -> float:
         """Returns the share of hits at a place, where `prior` is worth so many trials."""
@@ -78,7 +89,7 @@ class Estimates:
 
     def _by_round(self, what: Hashable, n: int) -> Counts:
         """Returns counts of a drafter, which forget with each round, whether or not it drafted."""
-        found = self.of(what, n)
+        found = self._counts.get(what) or self.of(what, n)
         if found.faded < self._rounds:
             found.fade(self._rounds - found.faded)
             found.faded = self._rounds
@@ -90,10 +101,11 @@ class Estimates:
         """Returns the chances that the first 1, 2 .. n drafts are all right. Drafts among a part of the
         vocabulary are right where the head is and the token is of the part."""
         counts, covered = self._by_round(drafter.head, drafter.most), self._covered(drafter)
-        share, worth, chance = HOPE, HOPE_WEIGHT, 1.0
+        share, worth, alike, chance = HOPE, HOPE_WEIGHT, ALIKE, 1.0
         chances: list[float] = []
-        for hits, trials in zip(counts.hits[:n], counts.trials, strict=False):
-            share, worth = (hits + worth * share) / (trials + worth), ALIKE
+        for hits, trials in zip(counts.hits[:n], counts.trials):  # noqa: B905 (strict costs as much as a place does)
+            share = (hits + worth * share) / (trials + worth)
+            worth = alike
             chance *= covered * share
             chances.append(chance)
         return chances
@@ -145,9 +157,7 @@ class Estimates:
     def drafted(self, drafter: Drafter, trials: int, right: int, rank: int | None) -> None:
         """Learns from a round: each depth up to the first wrong draft is one trial. `rank` is that of the
         target's own token among the candidates there, and None where they were not read."""
-        counts = self._by_round(drafter.head, drafter.most)
-        for depth in range(min(right + 1, trials)):
-            counts.add(depth, depth < right)
+        self._by_round(drafter.head, drafter.most).add_run(right, trials)
         if rank is not None:
             counts = self._by_round((drafter.head, "rank"), RANKS)
             for at in range(1, min(drafter.ranks, RANKS)):
@@ -185,14 +195,14 @@ class Estimates:
             counts.fade()
             for token in tokens:
                 counts.add(0, token < part)
-        for token in tokens:
-            if not self._followed:
-                return
-            right = self._followed[self._at] == token
-            self.of("later" if self._at else "first", LENGTHS).add(self._class, right, kept=FADE)
+        followed = self._followed
+        for token in tokens if followed else ():
+            right = followed[self._at] == token
+            self.of("later" if self._at else "first", LENGTHS).add(self._class, right, FADE)
             self._at += 1
-            if not right or self._at == len(self._followed):
+            if not right or self._at == len(followed):
                 self._followed = ()
+                return
 
 
 def _class_of(matched: int) -> int:

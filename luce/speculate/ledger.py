@@ -19,6 +19,7 @@ class Ledger:
 
     def __init__(self, most: int):
         self.most, self.tokens = most, 0
+        self._within = min(HORIZON, most) - 1  # The prompt gives one.
         self.paid = 0.0  # What was paid of what others had lost, below 0 where others paid.
         self._lost = 0.0
         # (seconds, tokens) of rounds before which too few plain ones were seen, and turns of the host.
@@ -37,7 +38,7 @@ class Ledger:
         counts as one of the texts that decoded together then. What a plain round takes is taken as it is known
         when a round is booked, and a turn as it is known now: errors of the one differ from round to round."""
         unsettled = 0.0
-        for key, (seconds, tokens) in list(self._unsettled.items()):
+        for key, (seconds, tokens) in [*self._unsettled.items()] if self._unsettled else ():
             plain, known = prices.least(*key)
             if plain:
                 unsettled += seconds / plain - tokens
@@ -57,7 +58,8 @@ class Ledger:
         plain round was seen, it may take less than steps that were measured alone, and half is kept back."""
         plain = prices.plain(sequences, hidden)
         feeding = fed / plain if plain else 0.0
-        within, beyond = min(HORIZON, self.most) - 1, max(self.tokens - HORIZON, 0)  # The prompt gives one.
-        allowed = sum(max(part - feeding, part / 4) * n for part, n in ((PROMISE, within), (BEYOND, beyond)))
+        allowed = max(PROMISE - feeding, PROMISE / 4) * self._within
+        if self.tokens > HORIZON:
+            allowed += max(BEYOND - feeding, BEYOND / 4) * (self.tokens - HORIZON)
         allowed *= BOOKED
         return (allowed if prices.seen(sequences, hidden) else allowed / 2) - self.lost(prices)

@@ -98,16 +98,25 @@ class Work(NamedTuple):
     hidden: bool = True
 
 
+_LEAST = [max(int(n / 2 - sqrt(n)), 0) for n in range(WINDOW + 1)]
+
+
 class Median:
     """The median of the last WINDOW values, and a lower bound of what it would be of many: `least`. Both are None
     before the first.
 
     Of n values about n / 2 are below the median of all there are, and more than sqrt(n) fewer in one case of fifty."""
 
+    __slots__ = ("_last", "_sorted", "value")
+
     def __init__(self, *values: float) -> None:
         self._last = deque(values, maxlen=WINDOW)
+        self._sorted = list(values)
         self.value: float | None = values[0] if values else None
-        self.least = self.value
+
+    @property
+    def least(self) -> float | None:
+        return self._sorted[_LEAST[len(self._sorted)]] if self._sorted else None
 
     @property
     def full(self) -> bool:
@@ -116,8 +125,8 @@ class Median:
 
     def add(self, value: float) -> None:
         self._last.append(value)
-        values, n = sorted(self._last), len(self._last)
-        self.value, self.least = values[n // 2], values[max(int(n / 2 - sqrt(n)), 0)]
+        self._sorted = sorted(self._last)
+        self.value = self._sorted[len(self._sorted) // 2]
 
 
 class Prices:
@@ -142,9 +151,17 @@ class Prices:
         self._scale = defaultdict[bool, Median](lambda: Median(*[1.0] * TABLE))
         self._floor = defaultdict[tuple[int, bool], Median](Median)
         self._turn = defaultdict[tuple[int, bool], Median](Median)
+        self._terms = dict[tuple[int, bool], tuple[float, float, float]]()  # They hold until something is learned.
 
     def terms(self, sequences: int, hidden: bool) -> tuple[float, float, float]:
         """Returns (scale, floor, turn) of rounds of so many sequences."""
+        key = sequences, hidden
+        found = self._terms.get(key)
+        if found is None:
+            found = self._terms[key] = self._terms_now(sequences, hidden)
+        return found
+
+    def _terms_now(self, sequences: int, hidden: bool) -> tuple[float, float, float]:
         key = sequences, hidden
         turn = self._turn[key].value or 0.0
         if self.paced:
@@ -173,12 +190,18 @@ class Prices:
 
     def seen(self, sequences: int, hidden: bool = True) -> bool:
         """Says whether a plain round was observed, or nothing is."""
-        return self._floor[sequences, hidden].value is not None or self.paced or not self._observes
+        return self.paced or not self._observes or self._floor[sequences, hidden].value is not None
 
     def seconds(self, of: Work) -> float:
         """Returns what a round is expected to take."""
-        scale, floor, turn = self.terms(of.sequences, of.hidden)
-        return max(scale * of.device if of.drafted else 0.0, floor) + of.turns * turn
+        device, sequences, drafted, turns, hidden = of
+        _, floor, turn = self.terms(sequences, hidden)
+        return (self.steps(device, sequences, hidden) if drafted else floor) + turns * turn
+
+    def steps(self, device: float, sequences: int, hidden: bool) -> float:
+        """Returns what a round that drafts is expected to take without turns of the host."""
+        scale, floor, _ = self.terms(sequences, hidden)
+        return max(scale * device, floor)
 
     def learn(self, of: Work, seconds: float) -> None:
         """Learns from what a round took, from the end of the one before it."""
@@ -186,6 +209,7 @@ class Prices:
         scale, floor, _ = self.terms(*key)
         if of.turns > 1 and self._turn[key].value is not None:
             return  # It shows less well what one turn takes.
+        self._terms.clear()
         if of.turns:
             known = max(scale * of.device if of.drafted else 0.0, floor)
             self._turn[key].add((seconds - known) / of.turns)

@@ -20,7 +20,7 @@ from luce.speculate.candidates import Offer, Steps
 from luce.speculate.choose import MARGIN, Search, Terms, chains_of
 from luce.speculate.drafting import Drafter, Limits, Round
 from luce.speculate.estimates import Estimates
-from luce.speculate.prices import Costs
+from luce.speculate.prices import Costs, Prices
 
 # ---- costs
 
@@ -344,14 +344,15 @@ def test_auto_counts_the_plain_rounds_whose_rows_the_head_was_not_fed():
     """Three rows cost a little more than one, but to draft after a hundred plain rounds costs four steps."""
     costs = Costs([Cost(1, 0, 1.0), Cost(64, 0, 1.1), Cost(1, 1, 0.01), Cost(1, 4, 0.04), Cost(100, 4, 4.0)])
     source, sizes = Auto(costs, 200).source(Fresh(), [Drafter(Fresh(), Source.NEXTN, 3)]), []
+    prices, unknown = source.auto.prices, Prices(Costs([]))
     for plain in (0, 2, 100):
         source.begin(256)
         for at in range(plain):
-            source.auto.prices.costs = Costs([])  # So nothing is drafted.
+            source.auto.prices = unknown  # So nothing is drafted.
             assert drafts(source, 3) == 0
             source.learn(Round(0, 0, 0.0, 0.0, 0.0, (1,)))
             assert source.unfed == at + 1
-        source.auto.prices.costs = costs
+        source.auto.prices = prices
         sizes.append(drafts(source, 3))
         source.learn(Round(3, 3, 0.0, 0.0, 0.0, (1, 1, 1, 1)))
     assert sizes == [3, 3, 0]

@@ -9,6 +9,7 @@ a wrong window, scale or angle.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import gguf
@@ -273,6 +274,12 @@ def to_gguf_layout(c: Config, hf: Weights) -> Weights:
 
 
 def layout(c: Config, seed: int) -> Weights:
+    """Returns the weights in GGUF's layout, drawn once for all who ask. They are the caller's own."""
+    return {name: x.copy() for name, x in _drawn(c, seed).items()}
+
+
+@lru_cache(maxsize=16)
+def _drawn(c: Config, seed: int) -> Weights:
     return to_gguf_layout(c, weights(c, seed))
 
 
