@@ -71,11 +71,13 @@ class Auto:
         steps = self._steps.get(n) or self.steps(texts[0].drafters, n)
         scale, floor, turn = prices.terms(n, hidden)
         stake = self._stake(texts, n) * floor if floor else 0.0
-        terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake)
+        scales = prices.scales(hidden, len(steps.drafters))
+        terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake, scales)
         chained: list[list[Family]] = []
         best, rate = None, 0.0
         # Where not even the cheapest drafts may be lost, nothing need be known of any: the host's time counts too.
-        if stake > 0 and scale * steps.least(any([text.found[0] for text in texts])) <= floor + stake:
+        cheapest = min([scale, *scales]) * steps.least(any([text.found[0] for text in texts]))
+        if stake > 0 and cheapest <= floor + stake:
             offers = [text.offer() for text in texts]
             chained = chains_of(offers, steps)
             search = Search(steps, terms, MARGIN * n / terms.plain)
@@ -90,7 +92,8 @@ class Auto:
             now, read, device, drafted = wanted, best.family.read, best.device, True
         if drafted:
             device += terms.feed
-        work = Work(device, n, drafted, int(read), hidden)
+        by = next((choice.drafter for choice in now if choice.drafter is not None), None) if scales else None
+        work = Work(device, n, drafted, int(read), hidden, by)
         first, waits = None, not hidden
         if hidden and floor:
             first, waits = self._next(texts, terms, chained, rate if best else 0.0, work)
@@ -121,7 +124,8 @@ class Auto:
             stake -= BET * max(self.prices.seconds(work) - floor, 0.0)
         first, gain = None, n / floor
         if chained and stake > 0:
-            following = Terms(terms.scale, floor, terms.turn, 0, self._feed(texts, n, work.drafted), stake)
+            feed = self._feed(texts, n, work.drafted)
+            following = Terms(terms.scale, floor, terms.turn, 0, feed, stake, terms.scales)
             search = Search(steps, following, MARGIN * n / floor)
             for of in chained:
                 first = search.tries_each(of)
@@ -267,11 +271,11 @@ class Source:
             return
         if self.ledger.tokens:  # The first round of a text follows its prompt, whatever the others do.
             auto.hidden = done.ahead or done.behind
-        device, sequences, drafted, turned, was_hidden = work = priced.work
+        device, sequences, drafted, turned, was_hidden, by = work = priced.work
         hidden, prices, ledger, seconds = auto.hidden, auto.prices, self.ledger, done.seconds
         turns = (hidden and not done.ahead) + priced.read
         if turns != turned or hidden is not was_hidden:
-            work = Work(device, sequences, drafted, turns, hidden)
+            work = Work(device, sequences, drafted, turns, hidden, by)
         observed, plain = priced.observed, not drafted and not turns
         booked = seconds is not None and observed and not prices.paced and not plain
         price = prices.seconds(work) if booked else 0.0  # Before it learns of this round.
@@ -285,7 +289,7 @@ class Source:
             # What is beyond twice the price is a machine that stood still, and no draft's fault.
             ledger.book(sequences, hidden, min(seconds, 2 * price), 0, came)
         elif drafted:
-            ledger.book(sequences, hidden, prices.steps(device, sequences, hidden), turns, came)
+            ledger.book(sequences, hidden, prices.steps(device, sequences, hidden, by), turns, came)
         else:
             ledger.book(sequences, hidden, 0.0, turns, 0)
         if sequences > 1 and (over := -self.rest(sequences)) > 0:

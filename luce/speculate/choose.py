@@ -34,7 +34,8 @@ MARGIN = 1 + PROMISE  # A gain below what the promise may cost is not worth a be
 class Terms(NamedTuple):
     """What candidates of one round have in common. Its steps take `scale` times what the table of costs says
     but no less than `floor`, which is a plain round; `feed` seconds more where it is not plain; and the device
-    waits `turns` times for the host, `turn` seconds each. At most `stake` may be lost."""
+    waits `turns` times for the host, `turn` seconds each. At most `stake` may be lost. Where there are several
+    drafters, `scales` has a scale for the steps of each."""
 
     scale: float
     floor: float
@@ -42,6 +43,7 @@ class Terms(NamedTuple):
     turns: int = 0
     feed: float = 0.0
     stake: float = inf
+    scales: Sequence[float] = ()
 
     @property
     def plain(self) -> float:
@@ -61,8 +63,10 @@ class Search:
     def tries(self, family: Family) -> None:
         """Compares the rounds of a family. More rows never cost less, so it ends where those that are left take
         too long to pay, whatever they gain, or would lose more than they may."""
-        scale, floor, turn, turns, feed, stake = self.terms
-        gains, device, _, _, _, _, least, read = family
+        scale, floor, turn, turns, feed, stake, scales = self.terms
+        gains, device, _, _, by, _, least, read = family
+        if scales and by is not None:
+            scale = scales[by]
         top, rows, best = self.top, least - 1, 0
         tokens: float = self.steps.sequences
         hoped, waits, bound = tokens + sum(gains), (turns + read) * turn, floor + stake
@@ -121,7 +125,8 @@ class Search:
 
     def _can_pay(self, by: int, depth: int, gain: float) -> bool:
         """Says whether a round of so many drafts that the host reads would pay if it gained so much."""
-        scale, floor, turn, turns, feed, _ = self.terms
+        scale, floor, turn, turns, feed, _, scales = self.terms
+        scale = scales[by] if scales else scale
         seconds = max(scale * (self.steps.deep(by, depth)[depth - 1] + feed), floor) + (turns + 1) * turn
         return self.steps.sequences + gain > self.top * seconds
 

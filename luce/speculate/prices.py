@@ -89,13 +89,14 @@ class Work(NamedTuple):
     """What a round is priced by. `device` counts the seconds of its steps by the table of costs, `drafted` says
     whether it has candidates, and `sequences` share it. `hidden` says that rounds are begun before the one
     before has ended, as far as nothing keeps this one from it: `turns` counts the times that the device waits
-    for the host."""
+    for the host. `by` is the number of what drafted, where there are several drafters."""
 
     device: float
     sequences: int = 1
     drafted: bool = False
     turns: int = 0
     hidden: bool = True
+    by: int | None = None
 
 
 _LEAST = [max(int(n / 2 - sqrt(n)), 0) for n in range(WINDOW + 1)]
@@ -138,7 +139,8 @@ class Prices:
     and a step that follows another at once is begun meanwhile. `floor` is what a plain round takes: the host's
     work for its sequences is hidden behind the steps, unless these are shorter. `turn` is what the device waits
     where the host has to see tokens first. All are medians of what rounds took, by the number of sequences, and
-    where rounds cannot be hidden, theirs.
+    where rounds cannot be hidden, theirs. Several drafters have a scale each, for what the table says of one may be
+    wrong beside what it says of another: a machine that was disturbed while one was measured made that one dearer.
 
     A host that computes the steps itself hides nothing behind them (`paced`). Then plain and drafted rounds have one
     pace, since other programs take its cores for a while from both: `floor` is that pace times a plain step. How much
@@ -148,7 +150,8 @@ class Prices:
         self.costs, self.paced, self._observes = costs, paced, False
         self._pace, self._beside = Median(*[1.0] * TABLE), Median(*[1.0] * TABLE)
         self._before: tuple[bool, float] | None = None
-        self._scale = defaultdict[bool, Median](lambda: Median(*[1.0] * TABLE))
+        # Those of what drafted, and under None that of all rounds together.
+        self._scale = defaultdict[tuple[bool, int | None], Median](lambda: Median(*[1.0] * TABLE))
         self._floor = defaultdict[tuple[int, bool], Median](Median)
         self._turn = defaultdict[tuple[int, bool], Median](Median)
         self._terms = dict[tuple[int, bool], tuple[float, float, float]]()  # They hold until something is learned.
@@ -167,7 +170,7 @@ class Prices:
         if self.paced:
             pace, beside = self._pace.value or 1.0, self._beside.value or 1.0
             return pace * beside, pace * self.costs.verify(sequences), max(turn, 0.0)
-        scale, floor = self._scale[hidden].value or 1.0, self._floor[key].value
+        scale, floor = self._scale[hidden, None].value or 1.0, self._floor[key].value
         if floor is None:
             floor = scale * self.costs.verify(sequences)
         return scale, floor, max(turn, 0.0)
@@ -183,7 +186,7 @@ class Prices:
         if self.paced:
             return self.plain(sequences, hidden), True
         floor = self._floor[sequences, hidden]
-        alone = min(self._scale[hidden].value or 1.0, 1.0) * self.costs.verify(sequences)
+        alone = min(self._scale[hidden, None].value or 1.0, 1.0) * self.costs.verify(sequences)
         if floor.least is None:
             return alone, not self._observes
         return floor.least if floor.full else min(floor.least, alone), floor.full
@@ -194,14 +197,22 @@ class Prices:
 
     def seconds(self, of: Work) -> float:
         """Returns what a round is expected to take."""
-        device, sequences, drafted, turns, hidden = of
+        device, sequences, drafted, turns, hidden, by = of
         _, floor, turn = self.terms(sequences, hidden)
-        return (self.steps(device, sequences, hidden) if drafted else floor) + turns * turn
+        return (self.steps(device, sequences, hidden, by) if drafted else floor) + turns * turn
 
-    def steps(self, device: float, sequences: int, hidden: bool) -> float:
+    def steps(self, device: float, sequences: int, hidden: bool, by: int | None = None) -> float:
         """Returns what a round that drafts is expected to take without turns of the host."""
         scale, floor, _ = self.terms(sequences, hidden)
+        if by is not None and not self.paced:
+            scale = self._scale[hidden, by].value or 1.0
         return max(scale * device, floor)
+
+    def scales(self, hidden: bool, drafters: int) -> list[float]:
+        """Returns the scale of each drafter, where there are several."""
+        if drafters < 2 or self.paced:
+            return []
+        return [self._scale[hidden, by].value or 1.0 for by in range(drafters)]
 
     def learn(self, of: Work, seconds: float) -> None:
         """Learns from what a round took, from the end of the one before it."""
@@ -209,9 +220,12 @@ class Prices:
         scale, floor, _ = self.terms(*key)
         if of.turns > 1 and self._turn[key].value is not None:
             return  # It shows less well what one turn takes.
+        known = self.seconds(of._replace(turns=0)) if of.turns else 0.0
         self._terms.clear()
-        if of.turns:
-            known = max(scale * of.device if of.drafted else 0.0, floor)
+        if of.turns and of.by is not None and seconds < known:
+            # It waited for the host, and took less than its steps alone should: they are dearer by the table.
+            self._scale[of.hidden, of.by].add(seconds / of.device)
+        elif of.turns:
             self._turn[key].add((seconds - known) / of.turns)
         elif self.paced and of.device:
             pace, before = seconds / of.device, self._before
@@ -222,4 +236,5 @@ class Prices:
         elif not of.drafted:
             self._floor[key].add(seconds)
         elif of.device and scale * of.device > floor:
-            self._scale[of.hidden].add(seconds / of.device)
+            for by in {None, of.by}:
+                self._scale[of.hidden, by].add(seconds / of.device)
