@@ -209,7 +209,7 @@ def test_what_attention_leaves_by_chunk_is_counted_by_the_type_of_its_cells(
     """On a GPU the means of a step's chunks take most of its memory where a context is long: D values a
     chunk, row and head, in F32 for F32 cells and in F16 for all others, beside two sums. What a prompt's rows
     leave by range, 256 MiB at most, is less. A CPU leaves none."""
-    rows, heads, dim, n_ctx = 64, 128, 64, 260_000
+    rows, heads, dim, n_ctx = 64, 128, 128, 260_000
     config = tiny.Config(n_head=heads, n_head_kv=1, head_dim=dim, n_ctx=n_ctx)
     path = tiny.write(tmp_path / "heads.gguf", config, tiny.layout(config, seed=82))
     with File(path, native) as file:
