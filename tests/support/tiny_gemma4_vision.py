@@ -26,7 +26,7 @@ TOWERS = {"large": (LARGE, 5), "small": (SMALL, 6)}
 TEXTS = {
     "per-layer": ((tiny_gemma4.CASES["per-layer"][0], 17), TOWERS["small"]),
     "dense": (tiny_gemma4.CASES["dense"], TOWERS["large"]),
-    "experts": ((tiny_gemma4.CASES["experts"][0], 118), TOWERS["large"]),
+    "experts": ((tiny_gemma4.CASES["experts"][0], 7), TOWERS["large"]),
 }
 # Assistants of the model "per-layer", each with its seed.
 ASSISTANTS = {
