@@ -38,7 +38,7 @@ def machine(verify: str, block: float, turn: float) -> Machine:
     return Machine(Costs([*(Cost(rows, 0, cost) for rows, cost in widths.items()), Cost(1, 2, block)]), turn)
 
 
-# The first is of oracle-27b-dflash2-*-h200.json of 2026-11-29 and replay's table of that GPU. The second has cheaper rows.
+# The first is of oracle-27b-dflash2-*-h200 of 2026-11-29 and replay's table of that GPU. The second has cheaper rows.
 MACHINES = {
     "27b on an H200": machine("1:1 2:1.03 4:1.05 8:1.07 9:1.25 13:1.29 16:1.32 20:1.46 24:1.49 32:1.58", 0.25, 0.04),
     "cheap rows": machine("1:1 2:1.02 8:1.06 16:1.12 32:1.3", 0.2, 0.03),
