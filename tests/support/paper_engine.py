@@ -22,7 +22,7 @@ class PaperEngine:
     """Stands in for decode.engine.Engine, and for its native one. `n_pages` None is the core's default."""
 
     def __init__(self, tokenizer, n_ctx, n_sequences, n_checkpoints, n_chunk, n_pages=None, n_cut=64):
-        self.tokenizer, self.native, self.ahead = tokenizer, self, False
+        self.tokenizer, self.native, self.ahead, self.experts = tokenizer, self, False, None
         full = n_ctx // PAGE
         self.sizes = {"n_ctx": n_ctx, "n_sequences": n_sequences, "n_checkpoints": n_checkpoints, "n_rows": 8,
                       "n_chunk": n_chunk, "n_cut": n_cut, "whole_images": False,
