@@ -1,8 +1,9 @@
 """Decides which experts have slots on the device, where the others are read in host memory: those that steps have used
 most of late. No token depends on it, so nothing is at stake but time.
 
-Between requests the counts of what steps have read since are added to scores, which fade: what lies HALF_LIFE choices
-of a layer back counts half. Then the experts whose scores are largest move into slots, a bounded number at a time."""
+As a request begins, beside others or not, the counts of what steps have read since are added to scores, which fade:
+what lies HALF_LIFE choices of a layer back counts half. Then the experts whose scores are largest move into slots, a
+bounded number at a time."""
 
 from __future__ import annotations
 

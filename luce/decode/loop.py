@@ -88,7 +88,7 @@ class Loop:
                 size = sum(len(chunk.tokens) for chunk in chunks)
                 timed = not alone or not self._sizes.knows(size)
                 self._tell(self._pipeline.read(chunks, wait=timed))
-                took = self._clock() - began
+                took = self._clock() - self._pipeline.read_since
                 if timed:
                     self._sizes.took(size, took)
                 self._owed = self._rounds_for * took

@@ -87,6 +87,7 @@ class Pipeline:
         self._engine, self._clock = engine, clock
         self._rounds = deque[_Round]()
         self._last: tuple[float, list[_native.Sequence]] = 0.0, []  # When the last round landed, and whose it was.
+        self.read_since = 0.0  # The last pass over prompts began then.
 
     @property
     def pending(self) -> bool:
@@ -100,6 +101,9 @@ class Pipeline:
         Cancelled where nothing was done."""
         self._last = 0.0, []  # It comes between two rounds.
         try:
+            if wait:  # Else it is not known what this pass takes.
+                self._engine.finish_prompts()
+            self.read_since = self._clock()
             found: Sequence[int | None | Exception] = self._engine.prefill(items)
             if wait:
                 self._engine.finish_prompts()

@@ -16,7 +16,8 @@ from luce.planning.plan import Options
 
 MAX_DEFAULT_CTX = 32768
 GPU_CHUNK, CPU_CHUNK = 1024, 256  # A step has so many prompt tokens.
-CORE_GPU_CHUNK, CORE_CPU_CHUNK = 2048, 512  # The same where luce.h chooses: as many as are read fastest.
+# The same where luce.h chooses: as many as are read fastest, of several GPUs one after the other.
+CORE_GPU_CHUNK, CORE_GPUS_CHUNK, CORE_CPU_CHUNK = 2048, 1024, 512
 # Qwen recommends these for precise tasks.
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0}
 # These keys give these options, of which each has at most so much.
@@ -48,7 +49,9 @@ def with_defaults(files: Files, options: Options, shrink: bool, image: int = 0) 
 
 def with_room(options: Options, image: int) -> Options:
     """Makes chunks longer that the core would choose, where they have no room for an image of so many tokens."""
-    if options.chunk is not None or image <= (CORE_GPU_CHUNK if _on_gpu(options) else CORE_CPU_CHUNK):
+    several = options.split is not None or "," in (options.device or "")
+    on_gpu = CORE_GPUS_CHUNK if several else CORE_GPU_CHUNK
+    if options.chunk is not None or image <= (on_gpu if _on_gpu(options) else CORE_CPU_CHUNK):
         return options
     return replace(options, chunk=_pages(image))
 

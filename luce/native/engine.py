@@ -184,7 +184,8 @@ class Engine(Handle):
 
     def move_experts(self, moves: collections.abc.Sequence[ExpertMove]) -> None:
         """Gives slots to experts that have none, in place of those that had them. No bit of any step depends on it.
-        Raises DeviceError where a copy failed; the experts that were to move are then read in host memory."""
+        Raises DeviceError where a copy failed: an expert of the moves has its new slot or is read in host memory, and
+        who had such a slot is read there."""
         made = self.library.ffi.new("luce_expert_move[]", [tuple(move) for move in moves] or 1)
         self.library.check(self.library.lib.luce_engine_move_experts(self.handle, made, len(moves)))
 
@@ -531,7 +532,8 @@ class Checkpoint(Handle):
         return self.library.read(CheckpointInfo, lambda out: get_info(self.handle, out, tokens, n))
 
     def to_host(self) -> None:
-        """Moves the checkpoint to host memory, beside the engine's steps."""
+        """Moves the checkpoint to host memory, beside the engine's steps. Raises OutOfMemory where the host lacks it.
+        Where the copy fails later, all calls raise StateError."""
         self.library.check(self.library.lib.luce_checkpoint_move(self.handle, 0))
 
     def to_device(self) -> None:

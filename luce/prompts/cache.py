@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from luce.errors import Error, OutOfMemory
+from luce.errors import Error, OutOfMemory, StateError
 from luce.files.tokenizer import Tokenizer
 from luce.native import Checkpoint, Engine, Sequence
 from luce.native.structs import PAGE
@@ -176,6 +176,9 @@ class PrefixCache:
         for kept in sorted(self._fitting(asked), key=lambda each: len(each.tokens), reverse=True):
             try:
                 self._restore(kept, sequence)
+            except StateError:  # Its copy to host memory has failed.
+                self._free(kept)
+                continue
             except Error:
                 # The file is damaged, or there is no room for it: the next shorter one is tried.
                 continue

@@ -222,8 +222,8 @@ class Prices:
             return  # It shows less well what one turn takes.
         known = self.seconds(of._replace(turns=0)) if of.turns else 0.0
         self._terms.clear()
-        if of.turns and of.by is not None and seconds < known:
-            # It waited for the host, and took less than its steps alone should: they are dearer by the table.
+        if of.turns and of.by is not None and floor < known and seconds < known:
+            # The round waited for the host, and took less than its steps alone should: the table has these dearer.
             self._scale[of.hidden, of.by].add(seconds / of.device)
         elif of.turns:
             self._turn[key].add((seconds - known) / of.turns)

@@ -250,8 +250,9 @@ typedef struct luce_engine_params {
     /* 1: verifies also keep what their rows give each position (luce_sequence_get_scores); n_sequences is then 1. E_UNSUPPORTED:
      * no layer sees all positions, or the model's device has no such kernel. */
     int32_t scores;
-    /* Of models whose experts are at home: slots on the device for so many of the experts of each layer, which the first ones have
-     * first (luce_engine_move_experts). */
+    /* Of models whose experts are at home (experts_at_home): slots on the device for so many of the experts of each layer, at most
+     * all, which the first ones have first (luce_engine_move_experts). 0: all are read at home. E_ARG: the experts of other models
+     * have no home. */
     uint32_t n_expert_slots;
 } luce_engine_params;
 
@@ -393,16 +394,20 @@ LUCE_API luce_status luce_engine_get_info(luce_engine *engine, luce_engine_info 
 /* An entry of the engine's list of drafters. E_ARG: there is none of this index. */
 LUCE_API luce_status luce_engine_get_drafter(luce_engine *engine, uint32_t index, luce_drafter_info *out);
 
-/* Reads for each expert of n_expert_layers layers, of which each has n_experts, how often rows of steps have had it since the opening
- * (it wraps around; prompts are not counted), and its slot, or -1 where it is read at home. n counts all. It lets rounds end. */
+/* Reads for each expert of n_expert_layers layers, of which each has n_experts, how often rows of steps have had it since the
+ * opening (it wraps around; prompts are not counted), and its slot, or -1 where it is read at home. n counts all: E_ARG where it
+ * is another number. It lets rounds end. E_DEVICE: a step failed. */
 LUCE_API luce_status luce_engine_get_experts(luce_engine *engine, int32_t *counts, int32_t *slots,
                                              uint32_t n);
+/* One expert's move into a slot. */
+typedef struct luce_expert_move {
+    uint32_t layer; /* which of the n_expert_layers, from 0 */
+    uint32_t expert; /* of n_experts, one that has no slot */
+    uint32_t slot; /* of n_expert_slots */
+} luce_expert_move;
 /* Gives slots to experts that have none; who had such a slot is read at home then. It lets rounds end and waits for the copies. No
  * bit of any step depends on it. E_ARG: nothing was done. E_DEVICE: each expert that was to move is at home or has its new slot,
- * and others have theirs. */
-typedef struct luce_expert_move {
-    uint32_t layer, expert, slot;
-} luce_expert_move;
+ * and who had such a slot is at home. */
 LUCE_API luce_status luce_engine_move_experts(luce_engine *engine, const luce_expert_move *moves, uint32_t n);
 
 /* The engine's next prefill, draft or verify does nothing and returns E_CANCELLED; one that is running ends first, which
@@ -449,9 +454,9 @@ LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const l
 LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_t *tokens, uint32_t n,
                                            int32_t *choice);
 
-/* Rows of one image among the tokens of a prompt, which may be cut anywhere; but where the model's rows of an image see each other
- * (luce_engine_info: whole_images) one call has all of them, and the prompt may be cut ahead of and behind them too. Each has a name below -1 in the place of a token:
- * rows with one name are taken for the same, so names tell images and their rows apart. An image of height x width rows takes
+/* Rows of one image among the tokens of a prompt, which may be cut anywhere; but where the model's rows of an image see each
+ * other (luce_engine_info: whole_images) one call has all of them, and an image that lies over a multiple of n_cut may have a cut
+ * ahead of it or behind it instead. Each has a name below -1 in the place of a token: rows with one name are taken for the same, so names tell images and their rows apart. An image of height x width rows takes
  * as many tokens, and max(height, width) of RoPE's positions. No row of one is ever looked up, drafted or penalised. */
 typedef struct luce_image_span {
     const float *rows; /* (n, n_embd) F32: luce_tower_encode */
@@ -483,9 +488,8 @@ typedef struct luce_prompt_item {
 } luce_prompt_item;
 
 /* Does luce_sequence_prefill of 1..LUCE_MAX_ROWS sequences, with the same bits, and waits, but for steps of a model
- * on several GPUs that end no prompt: the next ones follow them from GPU to GPU, and the next call that waits tells their E_DEVICE.
- * They share steps, each of which
- * reads all weights: a step has rows of up to 16 sequences, n_chunk in all, and there may be several. Where the engine's n_cut
+ * on several GPUs that end no prompt: the next ones follow them from GPU to GPU, and the next call that waits tells their
+ * E_DEVICE. They share steps, each of which reads all weights: a step has rows of up to 16 sequences, n_chunk in all, and there may be several. Where the engine's n_cut
  * is n_chunk, rows' bits depend on how many a step has, and each item has steps of its own.
  *
  * choices (n_items) gets the token after each item that is the last of its prompt. status (n_items) says of each item LUCE_OK,
@@ -703,7 +707,8 @@ LUCE_API luce_status luce_checkpoint_get_info(luce_checkpoint *checkpoint, luce_
                                               int32_t *tokens, uint32_t n);
 
 /* Moves a checkpoint to host memory (on_device 0; pinned on a GPU) or to the device (1). The copy runs beside the
- * engine's steps; what needs its result waits for it. To the device: E_MEMORY when pages or slots lack. */
+ * engine's steps; what needs its result waits for it. To the device: E_MEMORY when pages or slots lack. To the host: E_MEMORY
+ * when the host lacks memory; where the copy fails later, the checkpoint is lost, and each call on it says so with E_STATE. */
 LUCE_API luce_status luce_checkpoint_move(luce_checkpoint *checkpoint, int32_t on_device);
 
 /* Write a checkpoint as bytes, and load it, into host memory, in any engine of the same model, kv_type, n_cut and

@@ -160,7 +160,8 @@ class FakeEngine:
 
     def finish_prompts(self):
         """Takes what a pass over prompts takes behind the call that began it, as on several GPUs."""
-        self.called("finish_prompts")
+        if self.count("finish_prompts") < self.count("prefill"):
+            self.called("finish_prompts")
 
     def draft(self, items):
         self.called("draft", [(item.anchor, item.n) for item in items])

@@ -87,6 +87,26 @@ void cuda::capture_abandon(void *stream) {
     cudaGetLastError(); // the caller knows what failed, and the next launch must not report it again
 }
 
+int cuda::leave_beside(const void *device, void *host, int64_t bytes, void *stream) {
+    const cudaError_t error = cudaMemcpyAsync(host, device, size_t(bytes), cudaMemcpyDeviceToHost,
+                                              static_cast<cudaStream_t>(stream));
+    cudaGetLastError(); // it is reported here, and the next launch must not report it again
+    return int(error);
+}
+
+int cuda::record(void *event, void *stream) {
+    const cudaError_t error =
+        cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream));
+    cudaGetLastError();
+    return int(error);
+}
+
+int cuda::failed(void *stream) {
+    const cudaError_t error = cudaStreamQuery(static_cast<cudaStream_t>(stream));
+    cudaGetLastError(); // so does a stream that is busy
+    return error == cudaErrorNotReady ? 0 : int(error);
+}
+
 bool cuda::pin(void *host, size_t bytes) {
     const bool done = cudaHostRegister(host, bytes, cudaHostRegisterPortable) == cudaSuccess;
     cudaGetLastError(); // without it copies are slower, and nothing else

@@ -636,10 +636,14 @@ int bring_beside(const void *pinned, void *device, int64_t bytes, void *stream);
 bool peers(int device, int other);
 // Records `event`, of the device of `ahead`, where that stream is now, and lets `stream` wait for it there.
 int follow(void *ahead, void *event, void *stream);
+// The other way, and a mark behind it.
+int leave_beside(const void *device, void *host, int64_t bytes, void *stream);
+int record(void *event, void *stream);
 // Pins host memory that was allocated otherwise, for all devices, and says whether that worked. unpin() undoes it.
 bool pin(void *host, size_t bytes);
 void unpin(void *host);
 bool is_pinned(void *host); // it says whether kernels reach this host memory at its own address
+int failed(void *stream); // it returns what a stream's work has failed with so far, or 0
 // Returns 0 while a stream has work to do, then what it failed with, or cudaErrorUnknown.
 int stopped(void *stream);
 

@@ -3,6 +3,8 @@
 #include "graph/drafter.h"
 #include "luce_build.h" // CMake writes it
 
+#include <ggml-backend-impl.h> // it says what an event is
+
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -109,6 +111,28 @@ void fetch(Stream stream, const std::vector<Cache::Piece> &pieces, uint8_t *to) 
     fetch(stream, pieces, to, 0, total(pieces));
 }
 
+// Copies the pieces on the streams beside the steps, and marks the end there. ggml would end the process where a device has
+// failed meanwhile, so it is not asked.
+void leave([[maybe_unused]] const std::deque<Stage> &stages,
+           [[maybe_unused]] const std::vector<Event> &events,
+           [[maybe_unused]] const std::vector<Cache::Piece> &pieces, [[maybe_unused]] uint8_t *to) {
+#ifdef LUCE_USE_CUDA
+    const auto check = [](int error) {
+        if (error != 0) {
+            fail(LUCE_E_DEVICE, "its copy to the host failed: %s", cuda::error_text(error));
+        }
+    };
+    for (const Cache::Piece &p : pieces) {
+        const auto *from = static_cast<const uint8_t *>(p.tensor->data) + p.offset;
+        check(cuda::leave_beside(from, to, int64_t(p.size), Stage::stream(p.stage->copies)));
+        to += p.size;
+    }
+    for (size_t i = 0; i < events.size(); i++) {
+        check(cuda::record(events[i]->context, Stage::stream(stages[i].copies)));
+    }
+#endif
+}
+
 // Copies the pieces on the CPU. It reads what no step writes: pages that a checkpoint shares, and its own slot.
 void copy_out(const std::vector<Cache::Piece> &pieces, uint8_t *to) {
     for (const Cache::Piece &p : pieces) {
@@ -132,10 +156,11 @@ void copy(const std::vector<Cache::Piece> &from, const std::vector<Cache::Piece>
     }
 }
 
-void check_devices(const Engine &engine) {
+void check_devices(Engine &engine) {
     for (const Stage &stage : engine.cache().stages()) {
         check_works(stage.device);
     }
+    engine.step().check_chunks();
 }
 
 uint64_t header_and_tokens(uint32_t n_past) {
@@ -269,8 +294,8 @@ bool Checkpoint::finish_copying() {
     try {
         copying_.get();
         return true;
-    } catch (
-        const std::exception &) { // the host has no memory, or a device has failed, which its next step tells
+    } catch (const std::exception &e) { // a device that has failed tells so in its next step too
+        why_closed_ = e.what();
         return false;
     }
 }
@@ -287,9 +312,8 @@ void Checkpoint::let_steps_wait() const {
 
 void Checkpoint::close() {
     const bool begun = finish_copying(); // what copies reads what is given back here
-    if (begun && engine_->model().gpu() &&
-        (leaving_ || arriving_)) { // nobody waits for the copy here: the engine's next step comes after it
-        let_steps_wait();
+    if (begun && engine_->model().gpu() && (leaving_ || arriving_)) {
+        let_steps_wait(); // nobody waits for the copy here: the engine's next step comes after it
         engine_->step().keep(host_);
     }
     leaving_ = arriving_ = false;
@@ -299,7 +323,9 @@ void Checkpoint::close() {
 
 void Checkpoint::check_open() const {
     if (slot_ < 0 && !host_) {
-        fail(LUCE_E_STATE, "the checkpoint was closed meanwhile");
+        fail(LUCE_E_STATE,
+             why_closed_.empty() ? "the checkpoint was closed meanwhile" : "the checkpoint is lost: %s",
+             why_closed_.c_str());
     }
 }
 
@@ -395,9 +421,7 @@ void Checkpoint::to_host() {
         begin_beside_steps();
         copies = [this, list, memory] {
             memory->pin();
-            check_devices(*engine_);
-            fetch(&Stage::copies, list, memory->data());
-            end_beside_steps();
+            leave(engine_->cache().stages(), events_, list, memory->data());
         };
     }
     try {

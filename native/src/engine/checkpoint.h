@@ -71,6 +71,7 @@ private:
     // It holds the body, which nothing changes. It is null while the body is not in host memory.
     HostMemory host_;
     bool leaving_ = false, arriving_ = false; // a copy is on its way
+    std::string why_closed_; // what a copy to the host failed with
     std::vector<Event> events_; // by stage: they mark the copy's end there, and are null on the CPU
     std::future<void>
         copying_; // of one that leaves: on a CPU it copies, for a GPU it pins host memory and enqueues copies

@@ -26,8 +26,8 @@ struct ExpertSlots {
     void read(int32_t *to) const; // the counts (n_expert)
     int64_t row_of(const ggml_tensor *weight) const; // of the tables
 
-    // Gives slots to experts that have none. Who had them has none then. Where it throws, an expert that was to move is at home,
-    // and all others are where they were: each can be read.
+    // Gives slots to experts that have none. Who had them has none then, also where it throws: an expert that was to move is
+    // at home then, and each can be read.
     void move(const ExpertMove *moves, size_t n);
 
     void arrived() { tables_.clear(); }

@@ -253,6 +253,7 @@ void Sequence::resume(const Checkpoint &checkpoint) {
         fail(LUCE_E_CONTEXT, "a checkpoint of %u tokens leaves no room in a context of %u",
              checkpoint.n_past(), c.n_ctx);
     }
+    engine_->need_pages(checkpoint.pages_wanted()); // it may wait for this very one to leave
     checkpoint.check_open();
     engine_->need_pages(checkpoint.pages_wanted());
     engine_->in_step([&] {

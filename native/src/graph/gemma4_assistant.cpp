@@ -145,7 +145,11 @@ std::optional<Clusters> read_clusters(WeightReader &r, int64_t e, int64_t V) {
     Clusters c = {};
     c.centroids = r.matrix(given == nullptr ? CENTROIDS[0] : centroids, e, n);
     c.order = r.order(order == nullptr ? ORDERS[0] : order, V);
-    if (n < 1 || V % n != 0 || n > TOPK_MAX_N) {
+    if (n > TOPK_MAX_N) {
+        fail(LUCE_E_UNSUPPORTED, "%s: tensor %s has %lld centroids: luce looks at %d at most",
+             file.path().c_str(), centroids, (long long) n, int(TOPK_MAX_N));
+    }
+    if (n < 1 || V % n != 0) {
         fail(LUCE_E_FILE, "%s: tensor %s has %lld centroids, which do not share out %lld tokens",
              file.path().c_str(), centroids, (long long) n, (long long) V);
     }

@@ -8,9 +8,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <system_error>
 #include <thread>
-#include <vector>
 
 namespace luce {
 namespace {
@@ -38,6 +36,7 @@ HostPages::HostPages(const Device &device, size_t size, const char *what) : devi
         data_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(plain_.get()));
         return;
     }
+    check_memory(find_device("cpu"), size, what);
     size_ = round_up(std::max<size_t>(size, 1), HUGE_PAGE);
     mapped_size_ = size_ + HUGE_PAGE; // some of it is left before a place that is aligned
     mapped_ = mmap(nullptr, mapped_size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -51,11 +50,11 @@ HostPages::HostPages(const Device &device, size_t size, const char *what) : devi
 
 HostPages::~HostPages() {
 #ifdef LUCE_USE_CUDA
-    if (pinned_) {
+    if (pinned_ && works(device_)) {
         cuda::unpin(data_);
     }
 #endif
-    if (mapped_ != nullptr) {
+    if (mapped_ != nullptr && (!pinned_ || works(device_))) { // a GPU that failed may still be given it
         munmap(mapped_, mapped_size_);
     }
 }
@@ -67,17 +66,8 @@ void HostPages::pin() {
     const size_t cores = std::max(1u, std::thread::hardware_concurrency());
     const size_t n = std::max<size_t>(1, std::min({MOST_THREADS, cores, size_ / WORTH_A_THREAD}));
     const size_t part = round_up(size_ / n, HUGE_PAGE);
-    std::vector<std::thread> threads;
-    try {
-        for (size_t begin = part; begin < size_; begin += part) {
-            threads.emplace_back(touch, data_ + begin, data_ + std::min(size_, begin + part));
-        }
-    } catch (const std::system_error &) { // no more threads are to be had: pinning touches the rest
-    }
-    touch(data_, data_ + std::min(size_, part));
-    for (std::thread &thread : threads) {
-        thread.join();
-    }
+    run_parts((size_ + part - 1) / part,
+              [&](size_t i) { touch(data_ + i * part, data_ + std::min(size_, (i + 1) * part)); });
 #ifdef LUCE_USE_CUDA
     make_current(device_); // the thread's own may be a GPU that luce does not use
     pinned_ = cuda::pin(data_, size_);

@@ -857,18 +857,22 @@ void Model::load(const std::function<bool(float)> &progress) {
 uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)> &progress) {
     const Device &device = *placements_[stage].device;
     // A packed matrix passes through staging, and what goes home once more.
-    uint64_t staging_size = 0, home_size = 0, need = 0, total = 0;
+    uint64_t staging_size = 0, home_size = 0, need = 0, total = 0, at_home = 0;
     for (auto &[tensor, source] : tensors_) {
         if (luce::stage_of(tensor) == stage && !is_in_ram(tensor)) {
             need += bytes_of(tensor, true) + nbytes_or_0(copy_of(tensor));
             staging_size =
                 is_packed(tensor) ? std::max<uint64_t>(staging_size, ggml_nbytes(tensor)) : staging_size;
             home_size = is_at_home(tensor) ? std::max(home_size, packed_bytes(tensor)) : home_size;
+            at_home += is_at_home(tensor) ? packed_bytes(tensor) : 0;
         }
     }
     staging_size = (staging_size + 255) / 256 * 256;
     check_memory(device, need + staging_size + home_size, "loading the model's weights");
     place_packed(stage, false);
+    if (at_home > 0) {
+        check_memory(find_device("cpu"), at_home, "keeping all experts in host memory");
+    }
     place_packed(stage, true);
     place_copies(stage);
     ggml_context *context = contexts_[stage].get();

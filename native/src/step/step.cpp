@@ -488,7 +488,20 @@ void Step::end_chunks() {
     }
 }
 
+// What is enqueued behind chunks that nobody has waited for meets a device that may have failed, where ggml would end the process.
+void Step::check_chunks() const {
+#ifdef LUCE_USE_CUDA
+    for (const Stage &stage : cache_.stages()) {
+        const bool asked = stage.device.gpu && cache_.stages().size() > 1;
+        if (const int error = asked ? cuda::failed(Stage::stream(stage.steps)) : 0; error != 0) {
+            fail_device(stage.device, "a step failed", error);
+        }
+    }
+#endif
+}
+
 Region::Host Step::prefill_host() {
+    check_chunks();
     Chunk &chunk = chunks_[chunk_];
     if (chunk.graph && chunk.ended) {
         wait(chunk.ended);

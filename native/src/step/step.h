@@ -91,14 +91,15 @@ public:
     // inputs), and draft_host() waits where an earlier draft may still be read.
     Region::Host prefill_host(); // it waits where the chunk that had this mirror has not ended
     void finish_chunks(); // it waits for chunks of prompts that are under way
+    void check_chunks() const; // it fails with E_DEVICE where a device has failed under one of them
     Region::Host verify_host() { return in_.verify.host(turn_); }
     Region::Host draft_host(uint32_t index);
     // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
     Region::Host feed_host(int32_t slot);
 
     // Runs rows of prompts, and waits. Where there are several stages it does not wait for chunks that no prompt ends with:
-    // the next chunk then follows through the stages (run_segments), and what fails is told by the call that waits. In a step of prompts' ends, prefill_last or prefill_tail, it gives choices() and
-    // logits of the last row of each.
+    // the next chunk then follows through the stages (run_segments), and what fails is told by the call that waits.
+    // In a step of prompts' ends, prefill_last or prefill_tail, it gives choices() and logits of the last row of each.
     void prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages,
                  bool images = false);
     // Begins a step of this width, whose first n_rows rows are wanted, and returns its number for finish_verify(), which

@@ -10,14 +10,13 @@ import drive
 import op_run
 import pytest
 import tiny
+from cut_models import DENSE
 from op_run import Fault
 from split import held, stages, two_stages
 
 from luce.errors import DeviceError
 from luce.native import Library, Prompt
 
-DENSE = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128, n_layer=4,
-                    recurrent=(True, False, True, False), n_nextn=1)  # fmt: skip
 CHUNK = 64
 PROMPT = [7 + 3 * i % 200 for i in range(9 * CHUNK + 5)]
 LAYERS = {2: (2, 2), 3: (1, 2, 1)}
