@@ -36,4 +36,6 @@ def test_the_core_s_chunks_are_made_longer_where_they_have_no_room():
     assert with_room(on_cpu, 0) == with_room(on_cpu, 280) == on_cpu, "512 are enough"
     assert with_room(on_cpu, 560).chunk == 768 and with_room(on_cpu, 1120).chunk == 1280
     assert with_room(Options(device="cuda:0"), 1120).chunk is None
+    assert with_room(Options(device="cuda:0,cuda:1"), 1120).chunk == 1280, "several GPUs read 1024"
+    assert with_room(Options(device="cuda", split=()), 1120).chunk == 1280
     assert with_room(Options(device="cpu", chunk=256), 1120).chunk == 256, "what was asked for is kept"
