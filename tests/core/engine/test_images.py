@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import drive
 import numpy as np
+import op_run
 import pytest
 import tiny
 import tiny_dflash
@@ -12,10 +13,11 @@ import tiny_vision
 from checkout import GOLDENS
 from hf_checkpoint import tensors_of
 from image_prompts import Mixed, decoded, open_engine
+from op_run import Fault
 from saved_bytes import HEADER
 from tiny_vision import IMAGE_PAD, TEXT, TINY
 
-from luce.errors import ArgumentError, UnsupportedError
+from luce.errors import ArgumentError, DeviceError, InternalError, UnsupportedError
 from luce.images.pixels import Picture, Processor
 from luce.native import File, ImageSpan, Prompt, Source, Tower
 from luce.native.structs import Sampling
@@ -152,6 +154,40 @@ def test_neighbours_with_and_without_images_change_no_bit(model):
         prompts = (text, LONG, text)
         engine.prefill([m.prompt(s, 0, len(m.tokens)) for s, m in zip(sequences, prompts, strict=True)])
         assert [sequence.dump() for sequence in sequences] == alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(Fault.GRAPH, DeviceError), (Fault.SIZE, InternalError), (Fault.OP, DeviceError)]
+)
+def test_a_step_with_images_that_fails_fails_alone(native, model, kind, error):
+    """A neighbour behind images has what it had, and the prompt is read anew with the bits that it has elsewhere."""
+    with open_engine(model, n_sequences=2, n_draft=4) as engine:
+        one, other = engine.sequence(), engine.sequence()
+        cold = decoded(one, LONG, gamma=3).tokens
+        LONG.read(other)
+        first = drive.verify(other, [5, 6])
+        for after in {Fault.OP: (0, 1, 7, 20)}.get(kind, (0,)):
+            one.reset()
+            with op_run.fault(native, kind, after), pytest.raises(error):
+                LONG.read(one)
+            assert one.info.failed and not other.info.failed
+            assert drive.verify(other, [5, 6]) == first
+        one.reset()
+        assert decoded(one, LONG, gamma=3).tokens == cold
+
+
+def test_a_round_behind_images_that_fails_fails_its_sequences_alone(native, model):
+    with open_engine(model, n_checkpoints=1, n_draft=4) as engine, engine.sequence() as sequence:
+        cold = decoded(sequence, LONG, gamma=3).tokens
+        sequence.reset()
+        sequence.engine.prefill([LONG.prompt(sequence, 0, 2 * engine.info.n_cut)])
+        with sequence.checkpoint() as kept:
+            LONG.read(sequence)
+            with op_run.fault(native, Fault.WAIT, 0), pytest.raises(DeviceError):
+                drive.verify(sequence, [5, 6])
+            assert sequence.info.failed
+            sequence.resume(kept)  # It heals the sequence.
+            assert decoded(sequence, LONG, gamma=3).tokens == cold
 
 
 @pytest.mark.parametrize("times", [1, 2])  # The first lies within the first image.
