@@ -51,7 +51,8 @@ uint64_t available_memory() {
     return 0;
 }
 
-// Bytes that the control group of this process may still take; UINT64_MAX where it has no limit.
+// Bytes that the control group of this process may still take; UINT64_MAX where it has no limit. Of the files that it has
+// read, the kernel gives up those that nobody read again: they count as free.
 uint64_t group_memory() {
     const auto number = [](const char *path) {
         std::ifstream file(path);
@@ -61,7 +62,15 @@ uint64_t group_memory() {
     };
     const uint64_t limit = number("/sys/fs/cgroup/memory.max"),
                    taken = number("/sys/fs/cgroup/memory.current");
-    return limit == UINT64_MAX || taken == UINT64_MAX ? UINT64_MAX : limit - std::min(limit, taken);
+    if (limit == UINT64_MAX || taken == UINT64_MAX) {
+        return UINT64_MAX;
+    }
+    std::ifstream stat("/sys/fs/cgroup/memory.stat");
+    uint64_t given_up = 0, value = 0;
+    for (std::string name; stat >> name >> value;) {
+        given_up = name == "inactive_file" ? value : given_up;
+    }
+    return limit - std::min(limit, taken - std::min(taken, given_up));
 }
 
 std::deque<Device> list_devices() {
