@@ -112,22 +112,17 @@ def shares(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     return tuple(int(share) for share in value.split(","))
 
 
-def experts_in_ram(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
-    """Checks a number of layers, or auto."""
-    if value is None or value == "auto":
-        return value
-    if not re.fullmatch(r"\d{1,4}", value):
-        raise click.BadParameter(f"{value!r} is neither a number of layers nor auto.", ctx, param)
-    return int(value)
+def number_or_auto(of: str, digits: int) -> Callable[..., int | str | None]:
+    """Returns what checks a number of something, of at most so many digits, or auto."""
 
+    def checked(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+        if value is None or value == "auto":
+            return value
+        if not re.fullmatch(rf"\d{{1,{digits}}}", value):
+            raise click.BadParameter(f"{value!r} is neither a number of {of} nor auto.", ctx, param)
+        return int(value)
 
-def slots_of_experts(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
-    """Checks a number of experts, or auto."""
-    if value is None or value == "auto":
-        return value
-    if not re.fullmatch(r"\d{1,5}", value):
-        raise click.BadParameter(f"{value!r} is neither a number of experts nor auto.", ctx, param)
-    return int(value)
+    return checked
 
 
 MODEL = (
@@ -169,14 +164,14 @@ THREADS = (
 )  # fmt: skip
 QUIET = (click.option("--quiet", is_flag=True, help="Print nothing on stderr but errors."),)
 SLOTS = (
-    click.option("--expert-slots", callback=slots_of_experts, metavar="N|auto",
+    click.option("--expert-slots", callback=number_or_auto("experts", 5), metavar="N|auto",
                  help="Keep all experts in host memory, where the GPU reads them, and on the GPU those N of each "
                  "layer that were used most of late: they move between requests. auto takes as many as there is room "
                  "for, and leaves host memory alone where all have. No token depends on it."),
 )  # fmt: skip
 EXPERTS = (
     *SLOTS,
-    click.option("--cpu-experts", callback=experts_in_ram, metavar="N|auto",
+    click.option("--cpu-experts", callback=number_or_auto("layers", 4), metavar="N|auto",
                  help="Keep the experts of the first N layers in host memory, where the CPU multiplies them, "
                  "and the rest of the model on the GPU; auto keeps those that the GPU has no room for. One N "
                  "has the same tokens in every mode; another N may have others."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -395,17 +396,19 @@ def with_room(chosen: Plan, layers: int, memory: Callable[[Plan], Memory]) -> Pl
     if needed.fits:
         return chosen
 
-    def at(n: int) -> Plan:
-        why = f"with all experts on the device {needed.total:,} bytes would be needed"
-        free = f"{needed.device_free:,} are free"
-        return chosen.because("cpu_experts", f"{why}, {free}", cpu_experts=n)
-
+    at = partial(_lacking, chosen, needed, "cpu_experts")
     low, high = 0, layers  # With `low` layers it does not fit.
     while high - low > 1:
         middle = (low + high) // 2
         found = memory(at(middle))
         low, high = (low, middle) if found.fits else (middle, high)
     return at(high)
+
+
+def _lacking(chosen: Plan, needed: Memory, name: str, n: int) -> Plan:
+    """Returns the plan with `name` n, and the reason: all experts on the device would have needed so much."""
+    why = f"with all experts on the device {needed.total:,} bytes would be needed"
+    return chosen.because(name, f"{why}, {needed.device_free:,} are free", **{name: n})
 
 
 def with_slots(chosen: Plan, experts: int, memory: Callable[[Plan], Memory]) -> Plan:
@@ -415,11 +418,7 @@ def with_slots(chosen: Plan, experts: int, memory: Callable[[Plan], Memory]) -> 
     if needed.fits:
         return chosen
 
-    def at(n: int) -> Plan:
-        why = f"with all experts on the device {needed.total:,} bytes would be needed"
-        free = f"{needed.device_free:,} are free"
-        return chosen.because("expert_slots", f"{why}, {free}", expert_slots=n)
-
+    at = partial(_lacking, chosen, needed, "expert_slots")
     low, high = 0, experts  # With `high` slots it does not fit.
     while high - low > 1:
         middle = (low + high) // 2

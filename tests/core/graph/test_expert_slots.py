@@ -4,14 +4,12 @@ one moves: answers are those of a model with all experts on the device."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import drive
 import numpy as np
 import pytest
-import tiny
-from mixture import CONFIG, FUSED
+from mixture import CASES, CONFIG, tokens_of, written
 from op_run import Fault, fault, poison, poison_experts
 
 from luce.errors import ArgumentError, DeviceError, NumericError, UnsupportedError
@@ -19,26 +17,12 @@ from luce.native import Engine, Library
 from luce.native.engine import ExpertMove
 from luce.native.structs import Sampling
 
-CASES = {"F32": CONFIG, "Q4_K": CONFIG, "Q6_K": FUSED}
-SMALL = replace(CONFIG, n_layer=1, n_expert=2, n_expert_used=1, n_ff_shared=0, n_nextn=0)
 N = CONFIG.n_expert
 
 
 @pytest.fixture(scope="module")
 def path_of(native: Library, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("slots")
-
-    def make(kind: str) -> Path:
-        path, c = folder / f"{kind}.gguf", CASES.get(kind, SMALL)
-        if not path.exists():
-            tiny.write(path, c, tiny.layout(c, seed=5), drive.type_of(kind), quantize=native.quantize)
-        return path
-
-    return make
-
-
-def tokens_of(seed: int, n: int) -> list[int]:
-    return [int(t) for t in np.random.default_rng(seed).integers(0, CONFIG.n_vocab, n)]
+    return written(native, tmp_path_factory.mktemp("slots"))
 
 
 def any_moves(engine: Engine, rng: np.random.Generator) -> list[ExpertMove]:
