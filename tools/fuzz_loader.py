@@ -38,13 +38,16 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
 import tiny
+import tiny_gemma4_unified
+import tiny_gemma4_vision
+import tiny_vision
 
 from luce import native as _native
 from luce.bench.origin import checkout_commit
 from luce.errors import Error, InternalError
 from luce.files.probe import probe
 from luce.files.tokenizer import Tokenizer
-from luce.native import File, Library
+from luce.native import File, Library, Tower
 
 ROOT = Path(__file__).resolve().parent.parent
 HANG_SECONDS = 60
@@ -131,6 +134,18 @@ def make_seeds(folder: Path) -> list[Seed]:
         take_apart(first, tuple(path for path in parts if path != first)),
         take_apart(second, tuple(path for path in parts if path != second)),
         take_apart(ROOT / "luce/data/box-dflash.gguf"),
+    ]
+
+
+def make_tower_seeds(folder: Path) -> list[Seed]:
+    """Makes a tower of each kind, which are opened as towers."""
+    qwen = tiny_vision.layout(tiny_vision.TINY, tiny_vision.weights(tiny_vision.TINY, 5))
+    gemma, seed = tiny_gemma4_vision.TOWERS["small"]
+    laid = tiny_gemma4_vision.layout(gemma, tiny_gemma4_vision.weights(gemma, seed))
+    return [
+        take_apart(tiny_vision.write(folder / "mmproj-qwen.gguf", tiny_vision.TINY, qwen)),
+        take_apart(tiny_gemma4_vision.write(folder / "mmproj-gemma4.gguf", gemma, laid)),
+        take_apart(tiny_gemma4_unified.write(folder / "mmproj-unified.gguf")),
     ]
 
 
@@ -311,7 +326,10 @@ class Case:
                 if number % PROBE_EVERY == 0:
                     probe(file, device="cpu")
                     Tokenizer(file.kv)
-                file.plan_memory("cpu")
+                if path.name.startswith("mmproj"):
+                    Tower(file, "cpu").close()
+                else:
+                    file.plan_memory("cpu")
         except InternalError:
             raise
         except Error as error:

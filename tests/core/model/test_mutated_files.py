@@ -22,6 +22,15 @@ def test_mutated_files_are_opened_or_refused_in_words(native, tmp_path):
     assert len(set(found)) > 50, "many checks were met"
 
 
+@pytest.mark.sanitize
+def test_mutated_towers_are_opened_or_refused_in_words(native, tmp_path):
+    (tmp_path / "seeds").mkdir()
+    case = fuzz_loader.Case(native, tmp_path, fuzz_loader.make_tower_seeds(tmp_path / "seeds"), seed=1)
+    found = [case.run(number) for number in range(400)]
+    assert {"opened", "FileError"} <= Counter(outcome for outcome, _ in found).keys(), Counter(o for o, _ in found)
+    assert len(set(found)) > 30, "many checks were met"
+
+
 def test_a_case_is_made_again_from_its_number(tmp_path):
     seeds = fuzz_loader.make_seeds(tmp_path)
     for number in range(50):
