@@ -186,11 +186,16 @@ uint64_t expert_bytes(const ggml_tensor *weight) {
     return is_packed(weight) ? packed_bytes(weight) / uint64_t(weight->ne[2]) : weight->nb[2];
 }
 
+// A GPU's tables of pinned pages take 2 MiB of its memory for each GiB that it reaches (measured on an H200).
+constexpr uint64_t PINNED_BY_TABLES = 512;
+
 // The bytes of a weight on its device, or where weights are not copied there (`holds`) in the mapping.
 static uint64_t bytes_of(const ggml_tensor *weight, bool holds) {
-    return (is_in_ram(weight) || is_at_home(weight)) && holds ? 0
-           : is_packed(weight)                                ? packed_bytes(weight)
-                                                              : ggml_nbytes(weight);
+    if (holds && is_in_ram(weight)) {
+        return 0;
+    }
+    const uint64_t bytes = is_packed(weight) ? packed_bytes(weight) : ggml_nbytes(weight);
+    return holds && is_at_home(weight) ? bytes / PINNED_BY_TABLES : bytes;
 }
 static uint64_t nbytes_or_0(const ggml_tensor *tensor) {
     return tensor == nullptr ? 0 : ggml_nbytes(tensor);

@@ -217,8 +217,8 @@ def test_what_attention_leaves_by_chunk_is_counted_by_the_type_of_its_cells(
             kind: file.plan_memory(device, EngineParams(n_ctx=n_ctx, n_rows=rows, n_chunk=256, kv_type=kind))
             for kind in ("f32", "f16", "q8_0", "q4_0")
         }
-    # Chunks have 128 positions up to 4096, 256 up to 16384, 512 up to 32768, then 1024; pages have 256.
-    chunks = 32 + 48 + 32 + -(-(n_ctx + rows - 32768) // 1024)
+    # Chunks have 128 positions up to 4096, 256 up to 16384, 512 up to 32768, 1024 up to 81920, then 2048.
+    chunks = 32 + 48 + 32 + 48 + -(-(n_ctx + rows - 81920) // 2048)
     halves = rows * heads * chunks * dim // 2 * 4
     if device.startswith("cpu"):
         assert plans["f16"].compute < rows * heads * chunks * (dim // 2 + 2) * 4
