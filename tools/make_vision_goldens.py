@@ -32,7 +32,6 @@ PIXELS = [(64, 64), (33, 47), (300, 200), (80, 80), (112, 48), (10, 90), (150, 3
           (1000, 20), (77, 130)]  # fmt: skip
 GRIDS = [(64, 64), (96, 64), (32, 288)]  # sizes of images: width, height
 SEED = 5
-PICTURES = [(100, 40), (50, 110)]  # Two in a prompt, with text before, between and behind them.
 TEXTS = (5, 7, 9)  # tokens
 N_GREEDY = 32
 
@@ -89,17 +88,15 @@ def rows() -> dict[str, np.ndarray]:
     return made
 
 
-def text() -> dict[str, np.ndarray]:
+def asked():  # type: ignore[no-untyped-def]
+    """Returns transformers' model with its tower, and the arguments of its forward for a prompt with two images."""
     import torch
     import transformers
     from PIL import Image
 
     c, tower_config = tiny_vision.TEXT, tiny_vision.hf_config(tiny_vision.TINY)
-    text_config = tiny.hf_config(c)
-    sections = (6, 5, 5)
-    text_config["rope_parameters"] |= {"mrope_section": list(sections), "mrope_interleaved": True}
     config = transformers.Qwen3_5Config(
-        text_config=text_config, vision_config=tower_config, image_token_id=tiny_vision.IMAGE_PAD,
+        text_config=tiny_vision.hf_text_config(), vision_config=tower_config, image_token_id=tiny_vision.IMAGE_PAD,
         vision_start_token_id=tiny_vision.VISION_START, vision_end_token_id=tiny_vision.VISION_END,
     )  # fmt: skip
     kind = transformers.Qwen3_5ForConditionalGeneration
@@ -108,7 +105,7 @@ def text() -> dict[str, np.ndarray]:
     state = {f"model.visual.{k}": v for k, v in tiny_vision.weights(tiny_vision.TINY, SEED).items()}
     state |= {k.replace("model.", "model.language_model.", 1): v for k, v in language.items() if "mtp." not in k}
     model.load_state_dict({k: torch.from_numpy(v) for k, v in state.items()}, strict=True)
-    images = [Image.fromarray(tiny_vision.image(*size, 20 + i)) for i, size in enumerate(PICTURES)]
+    images = [Image.fromarray(image) for image in tiny_vision.pictures()]
     seen = processor(PUBLISHED)(images, return_tensors="pt")
     words = iter((np.random.PCG64(77).random_raw(sum(TEXTS)) % np.uint64(26) + np.uint64(65)).tolist())  # A to Z
     prompt = [next(words) for _ in range(TEXTS[0])]
@@ -118,8 +115,16 @@ def text() -> dict[str, np.ndarray]:
     ids = torch.tensor([prompt])
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **seen,
              "mm_token_type_ids": (ids == tiny_vision.IMAGE_PAD).int()}  # fmt: skip
+    return model, given
+
+
+def text() -> dict[str, np.ndarray]:
+    import torch
+
+    model, given = asked()
+    ids, prompt = given["input_ids"], given["input_ids"][0].tolist()
     with torch.no_grad():
-        positions, _ = model.model.get_rope_index(ids, given["mm_token_type_ids"], seen["image_grid_thw"])
+        positions, _ = model.model.get_rope_index(ids, given["mm_token_type_ids"], given["image_grid_thw"])
         logits = model(**given).logits[0].numpy()
         out = model.generate(**given, max_new_tokens=N_GREEDY, do_sample=False, eos_token_id=None, pad_token_id=0,
                              return_dict_in_generate=True, output_logits=True)  # fmt: skip

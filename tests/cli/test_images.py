@@ -18,7 +18,6 @@ from luce.errors import Cancelled
 from luce.native import Tower
 
 Image = pytest.importorskip("PIL.Image")
-PICTURES = [(100, 40), (50, 110)]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +25,8 @@ def folder(tmp_path_factory):
     """A model, its tower, and the golden's two images."""
     made = tmp_path_factory.mktemp("seen")
     tiny_vision.write_both(made)
-    for i, size in enumerate(PICTURES):
-        Image.fromarray(tiny_vision.image(*size, 20 + i)).save(made / f"{i}.png")
+    for i, picture in enumerate(tiny_vision.pictures()):
+        Image.fromarray(picture).save(made / f"{i}.png")
     return made
 
 

@@ -12,7 +12,6 @@ import tiny_vision
 from checkout import GOLDENS
 
 Image = pytest.importorskip("PIL.Image")
-PICTURES = [(100, 40), (50, 110)]
 ROW = vision.VOCABULARY_SIZE - 1
 
 
@@ -30,15 +29,15 @@ def folder(tmp_path_factory, name):
     vision.write_assistant_of(made / "assistant.gguf", text)
     if name == "unified":
         tiny_gemma4_unified.write(made / "mmproj.gguf")
-    for i, size in enumerate(PICTURES):
-        Image.fromarray(tiny_vision.image(*size, 20 + i)).save(made / f"{i}.png")
+    for i, picture in enumerate(tiny_vision.pictures()):
+        Image.fromarray(picture).save(made / f"{i}.png")
     return made
 
 
 @pytest.fixture
 def generate(luce_, folder, device):
     def run(*words, **how):
-        shown = [word for i in range(len(PICTURES)) for word in ("--image", folder / f"{i}.png")]
+        shown = [word for name in ("0.png", "1.png") for word in ("--image", folder / name)]
         files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf", "--device", device)
         return luce_("generate", *files, *shown, "--image-tokens", "70", *words, **how)
 

@@ -22,8 +22,8 @@ HOW = {"max_tokens": 8, "temperature": 0}
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("seen")
     tiny_vision.write_both(made)
-    for i, size in enumerate([(100, 40), (50, 110)]):
-        Image.fromarray(tiny_vision.image(*size, 20 + i)).save(made / f"{i}.png")
+    for i, picture in enumerate(tiny_vision.pictures()):
+        Image.fromarray(picture).save(made / f"{i}.png")
     return made
 
 

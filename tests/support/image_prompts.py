@@ -1,10 +1,12 @@
-"""Prompts of text and rows of images for an engine, read in pieces."""
+"""Prompts of text and rows of images for an engine, read in pieces, and drafts behind them."""
 
 from __future__ import annotations
 
 import drive
 import numpy as np
+import tiny_vision
 
+from luce.images.pixels import Picture
 from luce.native import ImageSpan, Prompt
 
 N = 32
@@ -41,6 +43,42 @@ class Mixed:
         for end in ends:
             (choice,) = sequence.engine.prefill([self.prompt(sequence, sequence.info.n_past, end)])
         return choice
+
+
+def of_golden(tokens, row, tower, processor):
+    """Returns a prompt of a golden, whose tokens `row` stand in the places of rows of images, with those that luce's
+    own tower makes of tiny_vision.PICTURES."""
+    from PIL import Image
+
+    parts, pictures, at = [[]], iter(tiny_vision.pictures()), 0
+    while at < len(tokens):
+        if tokens[at] != row:
+            parts[-1].append(tokens[at])
+            at += 1
+            continue
+        image = Image.fromarray(next(pictures))
+        stretched = image.resize(processor.size_of(*image.size), Image.Resampling.BICUBIC)
+        picture = Picture(np.asarray(stretched), processor)
+        height, width = (side // processor.merge for side in picture.grid)
+        parts += [tower.encode(picture.patches(), picture.grid, 1).reshape(height, width, -1), []]
+        at += picture.rows
+    assert next(pictures, None) is None
+    return Mixed(parts)
+
+
+def check_chain(sequence, drafts, logits, bound):
+    """Compares the last draft, of an engine with lists, with the best tokens `drafts` (n,) of logits (n, V), of which
+    each stands behind those before it: the tokens, and of the lists' tokens the chances. A draft is compared where
+    those before it are ahead by more than may be off. Returns how many were."""
+    n, best = len(drafts), np.sort(logits, -1)
+    sure = [*(best[:, -1] - best[:, -2] > 2 * bound), False].index(False)
+    assert sequence.drafted(n)[:sure] == drafts[:sure].tolist()
+    ranks, compared = sequence.engine.info.n_top, min(sure + 1, n)
+    lists = sequence.lists(n, ranks)
+    ids, scores = (np.array(list(part)).reshape(n, ranks)[:compared] for part in (lists.ids, lists.scores))
+    chances = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    assert np.abs(scores - np.take_along_axis(chances[:compared], ids, -1)).max() <= bound
+    return compared
 
 
 def open_engine(model, **params):

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import tiny
 import tiny_gemma4
+import tiny_vision
 from tiny import Config, Weights
 
 from luce.bench.oracle_tokenizer import add_gemma4_tokenizer, add_tokenizer
@@ -77,6 +78,11 @@ GEMMA4: dict[str, Case] = {
                    ("token_embd.weight",)),
 }  # fmt: skip
 
+# A drafter of the model that takes images. One layer sees all before a block, and the other the last of it.
+VISION = Case(
+    tiny_vision.TEXT, drafter(tiny_vision.TEXT, rope_base=1e4, block_size=6, target_layer_ids=(0, 1, 3), window=20,
+                              sliding=(True, False), causal=(True, False)), tiny_vision.TEXT_SEED)  # fmt: skip
+
 # This is the drafter in the box, as its file says (test_dflash_goldens).
 BOX = drafter(
     box_model.CONFIG, n_layer=4, n_ff=768, n_head=4, n_head_kv=2, target_layer_ids=(1, 4, 6, 9),
@@ -100,6 +106,11 @@ def weights(case: Case) -> Weights:
     if isinstance(case.target, Gemma4):
         _suit(made, case.target)
     return made
+
+
+def sharp(tensors: Weights) -> Weights:
+    """Returns a drafter's weights with a sharp attention."""
+    return {name: x * tiny_vision.SHARP if "attn_q_norm" in name else x for name, x in tensors.items()}
 
 
 def _suit(made: Weights, target: Gemma4) -> None:

@@ -14,11 +14,15 @@ from luce.convert.qwen35_tower import Config, add_keys, hf_name, shapes, type_of
 __all__ = ["Config", "hf_config", "image", "weights", "write", "write_both"]
 
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")  # The last ids before the three of every tiny model.
-# A model that takes images: M-RoPE of 16 pairs in the sections 6, 5, 5.
+# A model that takes images: M-RoPE of 16 pairs, in SECTIONS.
 TEXT = tiny.Config(n_layer=4, n_vocab=400, head_dim=64, rope_dim=32, n_head=2, n_head_kv=1, n_nextn=1)
 NAME = "tiny"
+SECTIONS = (6, 5, 5)
 TEXT_SEED = 32
+# Q of a drafter is so much larger than else: its scores then show where keys stand, and drafts what they are.
+SHARP = np.float32(3)
 VISION_START, VISION_END, IMAGE_PAD = (TEXT.n_vocab - 6 + i for i in range(3))
+PICTURES = [(100, 40), (50, 110)]  # Sizes of two images in a golden's prompt, with text before, between and behind them.
 TINY = Config(n_layer=3, n_embd=72, n_ff=100, n_head=2, n_out=64, table_side=6)  # heads of 36
 
 
@@ -49,6 +53,13 @@ def hf_config(c: Config) -> dict[str, object]:
         "temporal_patch_size": 2, "in_channels": 3, "num_position_embeddings": c.table_side**2,
         "hidden_act": "gelu_pytorch_tanh",
     }  # fmt: skip
+
+
+def hf_text_config() -> dict[str, object]:
+    """Returns the arguments of transformers' Qwen3_5TextConfig of the model that takes images."""
+    keys = tiny.hf_config(TEXT)
+    keys["rope_parameters"] |= {"mrope_section": list(SECTIONS), "mrope_interleaved": True}  # type: ignore[operator]
+    return keys
 
 
 def layout(c: Config, hf: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -89,6 +100,20 @@ def write_text(path: Path, **options: object) -> Path:
     return tiny.write(path, TEXT, tiny.layout(TEXT, TEXT_SEED), marks=MARKS, **options)
 
 
+def head_weights() -> tiny.Weights:
+    """Returns the weights of the model's NextN head with a sharp attention, by their names behind `mtp.`."""
+    hf = tiny.weights(TEXT, TEXT_SEED)
+    made = {name.removeprefix("mtp."): x for name, x in hf.items() if name.startswith("mtp.")}
+    made["layers.0.self_attn.q_norm.weight"] = SHARP * (1 + made["layers.0.self_attn.q_norm.weight"]) - 1
+    return made
+
+
+def write_sharp(path: Path) -> Path:
+    """Writes the model that takes images, whose NextN head has the weights of head_weights()."""
+    hf = tiny.weights(TEXT, TEXT_SEED) | {f"mtp.{name}": x for name, x in head_weights().items()}
+    return tiny.write(path, TEXT, tiny.to_gguf_layout(TEXT, hf), marks=MARKS)
+
+
 def image(width: int, height: int, seed: int = 0) -> np.ndarray:
     """Returns RGB uint8 (height, width, 3): waves, edges and some noise, of integers alone."""
     y, x = np.mgrid[0:height, 0:width].astype(np.int64)
@@ -97,6 +122,11 @@ def image(width: int, height: int, seed: int = 0) -> np.ndarray:
     green = np.where((x // 9 + y // 5) % 2, 230, 20) + noise
     blue = (x * x // 11 + y * y // (7 + seed)) % 200 + noise
     return np.stack([red, green, blue], -1).clip(0, 255).astype(np.uint8)
+
+
+def pictures() -> list[np.ndarray]:
+    """Returns those of PICTURES."""
+    return [image(*size, 20 + i) for i, size in enumerate(PICTURES)]
 
 
 def write_both(folder: Path) -> None:

@@ -12,18 +12,17 @@ import tiny_dflash
 import tiny_vision
 from checkout import GOLDENS
 from hf_checkpoint import tensors_of
-from image_prompts import Mixed, decoded, open_engine
+from image_prompts import Mixed, decoded, of_golden, open_engine
 from op_run import Fault
 from saved_bytes import HEADER
 from tiny_vision import IMAGE_PAD, TEXT, TINY
 
 from luce.errors import ArgumentError, DeviceError, InternalError, UnsupportedError
-from luce.images.pixels import Picture, Processor
+from luce.images.pixels import Processor
 from luce.native import File, ImageSpan, Prompt, Source, Tower
 from luce.native.structs import Sampling
 
-Image = pytest.importorskip("PIL.Image")
-PICTURES = [(100, 40), (50, 110)]
+pytest.importorskip("PIL.Image")
 PROCESSOR = Processor()
 N = 32
 
@@ -52,22 +51,7 @@ def golden():
 @pytest.fixture(scope="module")
 def asked(golden, tower):
     """The golden's prompt, with rows of luce's own tower."""
-    tokens, parts, pictures = golden["prompt"].tolist(), [[]], []
-    for i, size in enumerate(PICTURES):
-        image = Image.fromarray(tiny_vision.image(*size, 20 + i))
-        stretched = image.resize(PROCESSOR.size_of(*size), Image.Resampling.BICUBIC)
-        pictures.append(Picture(np.asarray(stretched), PROCESSOR))
-    at = 0
-    while at < len(tokens):
-        if tokens[at] == IMAGE_PAD:
-            picture = pictures.pop(0)
-            rows = tower.encode(picture.patches(), picture.grid, 1)
-            parts += [rows.reshape(picture.grid[0] // 2, picture.grid[1] // 2, -1), []]
-            at += picture.rows
-        else:
-            parts[-1].append(tokens[at])
-            at += 1
-    return Mixed(parts)
+    return of_golden(golden["prompt"].tolist(), IMAGE_PAD, tower, PROCESSOR)
 
 
 def words(n, seed):
