@@ -42,17 +42,19 @@ def rounded(kind: str) -> Iterator[None]:
         yield
 
 
-def run(model, text: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:  # type: ignore[no-untyped-def]
-    """Returns the logits (T, V) of a whole text, and of each layer's router, if it has one, its own (T, experts)."""
+def run(model, given) -> tuple[np.ndarray, list[np.ndarray]]:  # type: ignore[no-untyped-def]
+    """Returns the logits (T, V) of a whole text, which is the arguments of the model's forward, and of each layer's
+    router, if it has one, its own (T, experts)."""
     routed: list[np.ndarray] = []
 
     def keep(module, read, logits):  # type: ignore[no-untyped-def]
         routed.append(logits.reshape(-1, logits.shape[-1]).numpy())
 
-    routers = [layer.router.proj for layer in model.model.layers if hasattr(layer, "router")]
+    layers = getattr(model.model, "language_model", model.model).layers
+    routers = [layer.router.proj for layer in layers if hasattr(layer, "router")]
     hooks = [router.register_forward_hook(keep) for router in routers]
     with torch.no_grad():
-        logits = model(torch.from_numpy(text).long()[None], use_cache=False).logits[0].numpy()
+        logits = model(**given).logits[0].numpy()
     for hook in hooks:
         hook.remove()
     return logits, routed
@@ -69,13 +71,14 @@ class Moved:
 
 
 def moved(model, text: np.ndarray) -> Moved:  # type: ignore[no-untyped-def]
-    logits, routed = run(model, text)
+    given = {"input_ids": torch.from_numpy(text).long()[None], "use_cache": False}
+    logits, routed = run(model, given)
     gaps = [_gaps(x, x, model.config.top_k_experts) for x in routed]
     most = [drive.ROUTER_GAP] * len(gaps)
     found = {}
     for kind in PRODUCTS:
         with rounded(kind):
-            other, rerouted = run(model, text)
+            other, rerouted = run(model, given)
         found[kind] = np.abs(other - logits)
         for layer, (x, y) in enumerate(zip(routed, rerouted, strict=True)):
             most[layer] = max(most[layer], np.abs(_gaps(x, y, model.config.top_k_experts) - gaps[layer]).max())
@@ -83,6 +86,21 @@ def moved(model, text: np.ndarray) -> Moved:  # type: ignore[no-untyped-def]
     for gap, by in zip(gaps, most, strict=True):
         doubtful |= gap < by
     return Moved(found, doubtful)
+
+
+def margins(model, given) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[no-untyped-def]
+    """Returns of each layer with experts by how much the logit of the last expert that is chosen is above that of the
+    first one left out, in the row where they are closest, and by how much rounding moves any such pair at most. Of what
+    run() takes; the model's config is that of a text model with others."""
+    n_used = model.config.text_config.top_k_experts
+    routed = run(model, given)[1]
+    gaps, most = [_gaps(x, x, n_used) for x in routed], [0.0] * len(routed)
+    for kind in PRODUCTS:
+        with rounded(kind):
+            rerouted = run(model, given)[1]
+        for layer, (x, y) in enumerate(zip(routed, rerouted, strict=True)):
+            most[layer] = max(most[layer], float(np.abs(_gaps(x, y, n_used) - gaps[layer]).max()))
+    return np.array([gap.min() for gap in gaps]), np.array(most)
 
 
 def _gaps(x: np.ndarray, y: np.ndarray, n_used: int) -> np.ndarray:

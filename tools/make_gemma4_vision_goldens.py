@@ -11,8 +11,11 @@ gemma4-vision-unified.npz: the same as `i` of the tower of tiny_gemma4_unified, 
 is below.
 gemma4-vision-NAME.npz, of each model of TEXTS: a prompt of text and two images: `prompt` (image tokens in the
 places of rows), the `logits` of the rows of text, which are `at`, `greedy` tokens behind it and their `gap`. Of models
-whose rows of an image see each other there is also `causal`: logits of the same rows where these do not. A seed whose
-logits a GPU's rounding may move too far is refused (gemma4_rounding.py).
+whose rows of an image see each other there is also `causal`: logits of the same rows where these do not. Of mixtures
+there are, for each layer, `router-margin`: how far the logits of the last expert that is chosen and the first one left
+out are apart where they are closest, over all rows of the prompt and of `greedy`, in F32; and `router-moved`: how far a
+GPU's rounding moves any such pair. A seed whose logits rounding may move too far, or whose experts it might exchange,
+is refused (gemma4_rounding.py).
 gemma4-vision-assistant.npz and gemma4-vision-assistant-ordered.npz: of the prompt of "per-layer" the lengths `at` of
 beginnings whose last token is one of text behind the first image, and behind each the greedy `drafts` (lengths, 4) of
 an assistant and their `logits` (lengths, 4, vocab), as make_gemma4_goldens.py has them of text.
@@ -40,9 +43,11 @@ GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 BUDGETS = (70, 140, 280, 560, 1120)
 PIXELS = [(100, 40), (333, 517), (64, 64), (900, 30), (31, 640), (480, 336)]
 GRIDS = [(96, 48), (48, 144), (144, 144)]  # sizes of images: width, height
-PICTURES = [(100, 40), (50, 110)]  # Two in a prompt, with text before, between and behind them.
 WORDS = (5, 7, 9)  # tokens
 N_GREEDY = 32
+# In each layer of a mixture the experts' logits that decide which are chosen are so many times as far apart as rounding
+# moves any of them.
+ROUTER_MARGIN = 2
 BOS, ENDS = 2, (1, 50, 106)
 
 
@@ -167,8 +172,8 @@ def unified() -> dict[str, np.ndarray]:
     most, prompt, pixels, places = BUDGETS[0], [BOS], [], []
     words = iter(int(i) for i in np.random.PCG64(77).random_raw(sum(WORDS)) % np.uint64(26))
     prompt += [vision.LETTERS[next(words)] for _ in range(WORDS[0])]
-    for i, size in enumerate(PICTURES):
-        (patches,), (at,) = patches_of(stretched_picture(i, size))
+    for i, picture in enumerate(tiny_vision.pictures()):
+        (patches,), (at,) = patches_of(stretched(picture))
         rows = len(patches)
         for found, padded in zip((pixels, places), pad_along_first_dim(patches, at, most), strict=True):
             found.append(padded[None])
@@ -185,14 +190,13 @@ def unified() -> dict[str, np.ndarray]:
         return made | answered(model, given, sees_ahead=True)
 
 
-def stretched_picture(i: int, size: tuple[int, int]) -> np.ndarray:
-    """Returns image i of PICTURES, stretched for the least budget: uint8 (height, width, 3)."""
+def stretched(picture: np.ndarray) -> np.ndarray:
+    """Returns an image, stretched for the least budget: uint8 (height, width, 3)."""
     from PIL import Image
     from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
-    height, width = get_aspect_ratio_preserving_size(size[1], size[0], 16, 9 * BUDGETS[0], 3)
-    image = Image.fromarray(tiny_vision.image(*size, 20 + i))
-    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    height, width = get_aspect_ratio_preserving_size(*picture.shape[:2], 16, 9 * BUDGETS[0], 3)
+    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def text(name: str) -> dict[str, np.ndarray]:
@@ -226,11 +230,30 @@ def answered(model, given, sees_ahead: bool) -> dict[str, np.ndarray]:  # type: 
     if unwanted:  # transformers takes an image's token for a pad, and luce's command line ends at the others.
         raise RuntimeError(f"tokens {unwanted} are greedy ones: take another seed")
     made = {"prompt": prompt.astype(np.int32), "at": at, "logits": logits[at], **choices(rows)}
+    if model.config.text_config.enable_moe_block:
+        made |= routing(model, given, made["greedy"])
     if sees_ahead:
         given = {name: x for name, x in given.items() if name != "mm_token_type_ids"}  # Nothing says what is an image.
         with torch.no_grad():
             made["causal"] = model(**given).logits[0].numpy()[at]
     return made
+
+
+def routing(model, given, greedy: np.ndarray) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
+    """Returns `router-margin` and `router-moved` of all rows of a prompt and the greedy tokens behind it. An expert that
+    a GPU's rounding might exchange for another is an error."""
+    import gemma4_rounding
+    import torch
+
+    behind = torch.from_numpy(greedy[:-1]).long()[None]
+    given = given | {"input_ids": torch.cat([given["input_ids"], behind], 1)}
+    for name, value in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+        given[name] = torch.cat([given[name], torch.full_like(behind, value)], 1)
+    margin, moved = gemma4_rounding.margins(model, given)
+    print(f"experts are {np.round(margin, 4)} apart, and rounding moves them by {np.round(moved, 4)}", end="; ")
+    if (margin < ROUTER_MARGIN * moved).any():
+        raise RuntimeError(f"that is less than {ROUTER_MARGIN} times as much: take another seed")
+    return {"router-margin": margin, "router-moved": moved}
 
 
 def prompted(name: str):  # type: ignore[no-untyped-def]
@@ -240,7 +263,7 @@ def prompted(name: str):  # type: ignore[no-untyped-def]
 
     case, (c, seed) = vision.TEXTS[name]
     model, n = model_of(case, c, seed), case[0].n_vocab
-    images = [Image.fromarray(tiny_vision.image(*size, 20 + i)) for i, size in enumerate(PICTURES)]
+    images = [Image.fromarray(image) for image in tiny_vision.pictures()]
     seen = processor()(images, return_tensors="pt")
     chosen = np.random.PCG64(77).random_raw(sum(WORDS)) % np.uint64(26)
     words = iter([vision.LETTERS[int(i)] for i in chosen])

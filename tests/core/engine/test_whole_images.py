@@ -12,18 +12,16 @@ import tiny_gemma4_unified
 import tiny_gemma4_vision as vision
 import tiny_vision
 from checkout import GOLDENS
-from image_prompts import Mixed, decoded, open_engine
+from image_prompts import Mixed, decoded, of_golden, open_engine
 from saved_bytes import HEADER
 from split import two_stages
 
 from luce.errors import ArgumentError, StateError
 from luce.images.gemma4 import BudgetProcessor
-from luce.images.pixels import Picture
 from luce.native import File, Source, Tower
 from luce.native.structs import Sampling
 
-Image = pytest.importorskip("PIL.Image")
-PICTURES = [(100, 40), (50, 110)]
+pytest.importorskip("PIL.Image")
 PROCESSOR = BudgetProcessor(mean=(0.5,) * 3, std=(0.5,) * 3, budget=70)
 UNIFIED = BudgetProcessor(patch=48, merge=1, mean=(0.0,) * 3, std=(1.0,) * 3, budget=70)
 N = 32
@@ -68,25 +66,7 @@ def tower(native, golden, tmp_path_factory, device):
 @pytest.fixture(scope="module")
 def asked(golden, tower):
     """The golden's prompt, with rows of luce's own tower."""
-    tokens, parts, pictures = golden["prompt"].tolist(), [[]], []
-    processor = PROCESSOR if tower.info.merge == 3 else UNIFIED
-    for i, size in enumerate(PICTURES):
-        image = Image.fromarray(tiny_vision.image(*size, 20 + i))
-        stretched = image.resize(processor.size_of(*size), Image.Resampling.BICUBIC)
-        pictures.append(Picture(np.asarray(stretched), processor))
-    at, row = 0, vision.VOCABULARY_SIZE - 1
-    while at < len(tokens):
-        if tokens[at] == row:
-            picture = pictures.pop(0)
-            rows = tower.encode(picture.patches(), picture.grid, 1)
-            height, width = (side // processor.merge for side in picture.grid)
-            parts += [rows.reshape(height, width, -1), []]
-            at += picture.rows
-        else:
-            parts[-1].append(tokens[at])
-            at += 1
-    assert not pictures
-    return Mixed(parts)
+    return of_golden(golden["prompt"].tolist(), vision.VOCABULARY_SIZE - 1, tower, PROCESSOR if tower.info.merge == 3 else UNIFIED)
 
 
 def words(n, seed):
@@ -157,6 +137,16 @@ def test_logits_of_each_text_row_are_those_of_transformers(model, golden, asked,
             if at > asked.spans[0][0]:
                 apart.append(np.abs(sequence.logits(0) - causal).max())
     assert min(apart) > 2 * drive.CUDA_BOUND
+
+
+def test_no_rounding_chooses_other_experts():
+    """So that each logit of the mixture's golden may be held to its bound on any GPU: of all rows in all layers the
+    experts that are chosen are ahead of the others by twice what rounding to F16 moves such a distance, or more."""
+    with np.load(GOLDENS / "gemma4-vision-experts.npz") as golden:
+        margin, moved = golden["router-margin"], golden["router-moved"]
+    config = vision.TEXTS["experts"][0][0]
+    assert len(margin) == config.n_layer and config.n_expert > config.n_expert_used > 1
+    assert (moved > 0).all() and (margin > 2 * moved).all() and margin.min() > drive.ROUTER_GAP
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 8, (0, 0, 3)])
@@ -237,8 +227,11 @@ def test_no_checkpoint_is_within_an_image_or_beside_one(model):
 def test_several_stages_have_the_bits_of_one(native, name, tmp_path, device):
     """Each stage has what its rows see, since each has sliding layers."""
     path, found = vision.write_text(tmp_path / "m.gguf", name), []
-    for where in (device.split(",")[0], two_stages(device)):
-        with drive.open_model(native, path, where) as model, open_engine(model, kv_type="f16") as engine:
+    n, sliding = vision.TEXTS[name][0][0].n_layer, vision.TEXTS[name][0][0].sliding
+    layers = (n // 2, n - n // 2)
+    assert any(sliding[: layers[0]]) and any(sliding[layers[0] :])
+    for where, cut in ((device.split(",")[0], ()), (two_stages(device), layers)):
+        with drive.open_model(native, path, where, layers=cut) as model, open_engine(model, kv_type="f16") as engine:
             sequence = engine.sequence()
             tokens = decoded(sequence, LONG, n=4).tokens
             found.append((tokens, sequence.dump()[HEADER:]))
