@@ -240,8 +240,8 @@ def answered(model, given, sees_ahead: bool) -> dict[str, np.ndarray]:  # type: 
 
 
 def routing(model, given, greedy: np.ndarray) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
-    """Returns `router-margin` and `router-moved` of all rows of a prompt and the greedy tokens behind it. An expert that
-    a GPU's rounding might exchange for another is an error."""
+    """Returns `router-margin` and `router-moved` of all rows of a prompt and the greedy tokens behind it. An expert
+    that a GPU's rounding might exchange for another is an error."""
     import gemma4_rounding
     import torch
 

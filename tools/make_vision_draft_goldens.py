@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes tests/goldens/vision-nextn.npz and vision-dflash.npz: what drafters keep of a prompt with images, and what they
-draft behind these, F32 on the CPU. Needs torch, transformers and Pillow; run it after make_vision_goldens.py, or after
-changing tiny_vision or tiny_dflash.VISION: python tools/make_vision_draft_goldens.py
+"""Writes tests/goldens/vision-nextn.npz and vision-dflash.npz: what drafters keep of a prompt with images, and what
+they draft behind these, F32 on the CPU. Needs torch, transformers and Pillow; run it after make_vision_goldens.py, or
+after changing tiny_vision or tiny_dflash.VISION: python tools/make_vision_draft_goldens.py
 
 The text is the prompt of vision-text.npz and the greedy tokens behind it; embeddings with rows of images, their three
 axes of positions, outputs of blocks and hidden rows are those of transformers' Qwen3_5ForConditionalGeneration.
@@ -246,18 +246,21 @@ def say_rounding(name: str, moved: Callable[[Text], np.ndarray]) -> None:
             raise RuntimeError("that is more than a GPU's logits may be off by: take another seed")
 
 
-def main() -> None:
+def goldens() -> dict[str, dict[str, np.ndarray]]:
     torch.set_num_threads(1)
     with torch.no_grad():
         model, text = read_text()
-        for name, make in (("nextn", nextn), ("dflash", dflash)):
-            made = make(model, text)
-            path = GOLDENS / f"vision-{name}.npz"
-            np.savez_compressed(path, **made)
-            print(f"{path.name}: {path.stat().st_size} bytes, logits' standard deviation {made['logits'].std():.2f}")
-            for key in made:
-                if key.startswith("wrong"):
-                    print(f"  {key}: {np.round(made[key], 2).tolist()}")
+        return {"nextn": nextn(model, text), "dflash": dflash(model, text)}
+
+
+def main() -> None:
+    for name, made in goldens().items():
+        path = GOLDENS / f"vision-{name}.npz"
+        np.savez_compressed(path, **made)
+        print(f"{path.name}: {path.stat().st_size} bytes, logits' standard deviation {made['logits'].std():.2f}")
+        for key in made:
+            if key.startswith("wrong"):
+                print(f"  {key}: {np.round(made[key], 2).tolist()}")
 
 
 if __name__ == "__main__":

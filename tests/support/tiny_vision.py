@@ -22,7 +22,7 @@ TEXT_SEED = 32
 # Q of a drafter is so much larger than else: its scores then show where keys stand, and drafts what they are.
 SHARP = np.float32(3)
 VISION_START, VISION_END, IMAGE_PAD = (TEXT.n_vocab - 6 + i for i in range(3))
-PICTURES = [(100, 40), (50, 110)]  # Sizes of two images in a golden's prompt, with text before, between and behind them.
+PICTURES = [(100, 40), (50, 110)]  # Sizes of two images in a golden's prompt, with text before, between and behind.
 TINY = Config(n_layer=3, n_embd=72, n_ff=100, n_head=2, n_out=64, table_side=6)  # heads of 36
 
 

@@ -143,3 +143,15 @@ def test_wrong_positions_and_rows_would_be_seen(goldens, asked):
         wrong = [golden[name] for name in golden if name.startswith("wrong-")]
         assert behind.sum() >= 6 and len(wrong) >= 3
         assert all(moved[behind].min() > 2 * drive.CUDA_BOUND for moved in wrong)
+
+
+def test_goldens_are_what_torch_computes(goldens):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import make_vision_draft_goldens
+
+    made = make_vision_draft_goldens.goldens()
+    assert made.keys() == goldens.keys()
+    for name, golden in goldens.items():
+        assert made[name].keys() == golden.keys()
+        assert all(np.allclose(made[name][key], value, atol=1e-3) for key, value in golden.items())

@@ -96,6 +96,16 @@ def test_logits_of_each_text_row_are_those_of_transformers(model, golden, asked,
             assert np.abs(sequence.logits(0) - logits).max() < bound, at
 
 
+def test_the_golden_is_what_transformers_computes(golden):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import make_vision_goldens
+
+    made = make_vision_goldens.text()
+    assert made.keys() == golden.keys()
+    assert all(np.allclose(made[key], value, atol=1e-4) for key, value in golden.items())
+
+
 @pytest.mark.parametrize("gamma", [1, 3, 8])
 def test_drafts_behind_images_change_no_token(model, asked, greedy, gamma):
     with open_engine(model, n_draft=8) as engine, engine.sequence() as sequence:

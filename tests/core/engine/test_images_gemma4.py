@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tiny_gemma4
 import tiny_gemma4_vision as vision
-import tiny_vision
 from checkout import GOLDENS
 from image_prompts import Mixed, check_chain, decoded, of_golden, open_engine
 from saved_bytes import HEADER

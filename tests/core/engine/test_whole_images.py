@@ -10,7 +10,6 @@ import pytest
 import tiny_dflash
 import tiny_gemma4_unified
 import tiny_gemma4_vision as vision
-import tiny_vision
 from checkout import GOLDENS
 from image_prompts import Mixed, decoded, of_golden, open_engine
 from saved_bytes import HEADER
@@ -66,7 +65,8 @@ def tower(native, golden, tmp_path_factory, device):
 @pytest.fixture(scope="module")
 def asked(golden, tower):
     """The golden's prompt, with rows of luce's own tower."""
-    return of_golden(golden["prompt"].tolist(), vision.VOCABULARY_SIZE - 1, tower, PROCESSOR if tower.info.merge == 3 else UNIFIED)
+    processor = PROCESSOR if tower.info.merge == 3 else UNIFIED
+    return of_golden(golden["prompt"].tolist(), vision.VOCABULARY_SIZE - 1, tower, processor)
 
 
 def words(n, seed):
