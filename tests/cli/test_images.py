@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import tiny
+import tiny_dflash
 import tiny_vision
 from checkout import GOLDENS
 from tiny_vision import IMAGE_PAD, TEXT, TINY, VISION_END, VISION_START
@@ -22,9 +23,10 @@ Image = pytest.importorskip("PIL.Image")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, its tower, and the golden's two images."""
+    """A model, its tower and a DFlash drafter, and the golden's two images."""
     made = tmp_path_factory.mktemp("seen")
     tiny_vision.write_both(made)
+    tiny_dflash.write(made / "drafter.gguf", tiny_dflash.VISION, tiny_dflash.weights(tiny_dflash.VISION))
     for i, picture in enumerate(tiny_vision.pictures()):
         Image.fromarray(picture).save(made / f"{i}.png")
     return made
@@ -59,6 +61,7 @@ def generate(luce_, folder):
     def run(*words, images=("0.png", "1.png"), **how):
         shown = [word for name in images for word in ("--image", folder / name)]
         files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf")
+        words = (folder / word if str(word).endswith(".gguf") else word for word in words)
         return luce_("generate", *files, *shown, *words, **how)
 
     return run
@@ -77,7 +80,11 @@ def tokens_of(result):
     return json.loads(result.stdout)["tokens"]
 
 
-@pytest.mark.parametrize("mode", [("--spec", "off"), ("--mtp-gamma", "3"), ("--spec", "lookup"), ()])
+DRAFTER = "--draft", "drafter.gguf"
+MODES = [("--spec", "off"), ("--mtp-gamma", "3"), ("--spec", "lookup"), (), DRAFTER, (*DRAFTER, "--tree-budget", "9")]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_those_of_transformers_in_every_mode(generate, golden, greedy, mode):
     prompt = spelled(golden["prompt"].tolist())
     found = tokens_of(generate("--special", "-n", "32", "--kv-type", "f32", "--json", *mode, prompt))
@@ -86,9 +93,8 @@ def test_tokens_are_those_of_transformers_in_every_mode(generate, golden, greedy
 
 def test_sampled_tokens_are_the_same_in_every_mode(generate):
     words = ("-n", "24", "--json", "--temp", "1", "--seed", "3", "AB")
-    modes = ("--spec", "off"), ("--mtp-gamma", "2"), ("--spec", "lookup")
-    found = [tokens_of(generate(*words, *mode)) for mode in modes]
-    assert found[0] == found[1] == found[2]
+    found = [tokens_of(generate(*words, *mode)) for mode in MODES]
+    assert all(tokens == found[0] for tokens in found)
 
 
 def test_images_stand_before_a_raw_prompt(generate):

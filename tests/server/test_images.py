@@ -177,6 +177,21 @@ def test_a_conversation_that_goes_on_is_read_from_its_image_on(server, monkeypat
     assert text_of(chat(server, openai(encoded(45), text={"type": "text", "text": "A" * 90}))) != text_of(answer)
 
 
+def test_a_session_that_holds_ten_screenshots_encodes_none_twice(server, monkeypatch):
+    """An agent sends all of them with each turn, as results of a tool."""
+    grids, encode = [], Tower.encode
+    monkeypatch.setattr(Tower, "encode", lambda self, *given: grids.append(given[1]) or encode(self, *given))
+    messages = [{"role": "user", "content": [TEXT]}]
+    for turn in range(10):
+        call = {"id": f"c{turn}", "name": "Read", "type": "tool_use", "input": {"path": f"{turn}.png"}}
+        source = {"type": "base64", "media_type": "image/png", "data": encoded(100 + turn, (64, 64))}
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "image", "source": source}]}
+        messages += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        answer = server.post("/v1/messages", model="m", messages=messages, temperature=0, max_tokens=1).json()
+        assert len(grids) == turn + 1 and tokens_of(answer) > 64 * (turn + 1)
+    assert answer["usage"]["cache_read_input_tokens"] > 9 * 64
+
+
 def test_several_answers_and_streams(server, expected):
     assert text_of(chat(server, openai(ONE), n=2)) == expected[0]
     with server.http.stream(
@@ -348,6 +363,9 @@ def test_what_the_server_says_of_itself(server, blind):
     for running, sees in ((server, True), (blind, False)):
         assert running.http.get("/props").json()["modalities"]["vision"] is sees
         assert ("vision" in running.post("/api/show", model="m").json()["capabilities"]) is sees
+        (listed,) = running.http.get("/v1/models").json()["data"]
+        assert ("image" in listed["architecture"]["input_modalities"]) is sees
+        assert running.http.get("/v1/models/m").json()["architecture"] == listed["architecture"]
 
 
 def test_a_model_without_a_tower_refuses_and_notes_as_before(blind):

@@ -16,7 +16,6 @@ from luce.server.api.fields import DETOKENIZE, TEMPLATE, TOKENIZE
 from luce.server.api.openai import ChatBody, chat_ask
 from luce.server.ask import Refused
 from luce.server.body import Body, asked, read, reply
-from luce.server.models import Slot
 
 if TYPE_CHECKING:
     from luce.server.app import Server
@@ -46,17 +45,23 @@ class DetokenizeBody(Body, kw_only=True):
     model: str = ""
 
 
-def model_of(name: str, slot: Slot, created: int) -> dict[str, Any]:
+def model_of(name: str, server: Server) -> dict[str, Any]:
     """Returns a model as /v1/models lists it."""
+    slot = server.models.slots[name]
     served = slot.served
     found: dict[str, Any] = {
         "id": name,
         "object": "model",
-        "created": created,
+        "created": server.started,
         "owned_by": "luce",
         "loaded": served is not None,
         "state": slot.state,
         "last_used_ms": int(slot.used * 1000) or None,
+        # As llama.cpp says it.
+        "architecture": {
+            "input_modalities": ["text", "image"] if server.models.sees else ["text"],
+            "output_modalities": ["text"],
+        },
     }
     if served is not None:
         found["max_model_len"] = served.info.n_ctx
@@ -73,8 +78,7 @@ def model_of(name: str, slot: Slot, created: int) -> dict[str, Any]:
 
 
 async def list_models(server: Server, request: Request) -> Response:
-    data = [model_of(name, slot, server.started) for name, slot in server.models.slots.items()]
-    return reply({"object": "list", "data": data})
+    return reply({"object": "list", "data": [model_of(name, server) for name in server.models.slots]})
 
 
 async def one_model(server: Server, request: Request) -> Response:
@@ -83,7 +87,7 @@ async def one_model(server: Server, request: Request) -> Response:
         name = name.removesuffix(":latest")
     if name not in server.models.slots:
         raise Refused(404, f"model {name!r} is not served here", "not_found", "model")
-    return reply(model_of(name, server.models.slots[name], server.started))
+    return reply(model_of(name, server))
 
 
 async def health(server: Server, request: Request) -> Response:

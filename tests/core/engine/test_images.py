@@ -253,6 +253,25 @@ def test_rounds_of_all_kinds_behind_images_leave_the_same_state(model, gamma):
         assert sequence.dump() == mixed
 
 
+def test_rows_of_trees_behind_images_are_those_of_their_paths(model):
+    """A row of a tree stands as deep behind the images as its path is long, and what is accepted leaves what plain
+    rounds leave."""
+    rng = np.random.default_rng(6)
+    with open_engine(model, n_sequences=2) as engine:
+        tree, plain = engine.sequence(), engine.sequence()
+        LONG.read(tree)
+        LONG.read(plain)
+        for _ in range(6):
+            n = int(rng.integers(2, 25))
+            tokens, parents = rng.integers(0, 250, n).tolist(), drive.random_tree(rng, n)
+            drive.verify(tree, tokens, parents)
+            path = drive.root_path(parents, int(rng.integers(n)))
+            found = [tree.logits(row).tobytes() for row in path]
+            tree.commit(path)
+            assert found == [drive.step(plain, tokens[row]).tobytes() for row in path]
+        assert tree.dump() == plain.dump()
+
+
 def state_of(sequence):
     """Returns all that was committed but the tokens' names: KV of all layers and drafters, recurrent state."""
     return sequence.dump()[HEADER + 4 * sequence.info.n_past :]
