@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from luce.convert.gguf_output import Planned, slabs
 from luce.convert.hf_config import Section
 from luce.convert.safetensors_reader import Checkpoint, as_f32
+from luce.convert.tower_file import add_tower_keys, found_in
 from luce.errors import FileError
 
 PREFIXES = ("model.", "")
@@ -120,23 +120,14 @@ def hf_name(name: str) -> str:
 
 def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
     """Writes the keys, as llama.cpp's converter does."""
-    w.add_type("mmproj")
-    w.add_name(name)
-    w.add_file_type(file_type)
-    w.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    w.add_bool("clip.has_vision_encoder", True)
-    w.add_string("clip.vision.projector_type", "gemma4v")
     sizes = {
         "projection_dim": c.n_out, "image_size": IMAGE_SIZE, "patch_size": c.patch, "embedding_length": c.n_embd,
         "feed_forward_length": c.n_ff, "block_count": c.n_layer, "attention.head_count": c.n_head,
     }  # fmt: skip
-    for key, value in sizes.items():
-        w.add_uint32(f"clip.vision.{key}", value)
+    add_tower_keys(w, name, file_type, sizes, c.eps, c.mean, c.std)
+    w.add_string("clip.vision.projector_type", "gemma4v")
     if c.merge != Config.merge:
         w.add_uint32("clip.vision.projector.scale_factor", c.merge)
-    w.add_float32("clip.vision.attention.layer_norm_epsilon", c.eps)
-    w.add_array("clip.vision.image_mean", list(c.mean))
-    w.add_array("clip.vision.image_std", list(c.std))
 
 
 def laid_out(name: str, shape: tuple[int, ...], x: Any) -> np.ndarray:
@@ -150,14 +141,11 @@ def laid_out(name: str, shape: tuple[int, ...], x: Any) -> np.ndarray:
 def planned(c: Config, name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> Planned:
     """Returns a tensor of the file, to be read from the checkpoint. Raises FileError where it is not there, or has
     another shape."""
-    called = hf_name(name)
-    found = next((prefix + called for prefix in PREFIXES if prefix + called in checkpoint), PREFIXES[0] + called)
-    source = checkpoint[found]
     wanted = (shape[0], 3 * c.patch**2) if name == "v.patch_embd.weight" else shape
-    if source.shape != wanted and (source.shape, wanted) != ((), (1,)):
-        raise FileError(f"tensor {found} is of shape {list(source.shape)}, expected {list(wanted)}")
+    scalar = [()] if wanted == (1,) else []
+    source = found_in(checkpoint, PREFIXES, hf_name(name), wanted, *scalar)
 
     def rows() -> Iterator[np.ndarray]:
         return slabs(laid_out(name, shape, source.read()), as_f32)
 
-    return Planned(name, shape, (found,), partial(rows))
+    return Planned(name, shape, (source.name,), rows)

@@ -14,6 +14,7 @@ import numpy as np
 from luce.convert.gguf_output import Planned, slabs
 from luce.convert.hf_config import Section, read_json
 from luce.convert.safetensors_reader import Checkpoint, as_f32
+from luce.convert.tower_file import add_tower_keys, found_in
 from luce.errors import FileError, UnsupportedError
 
 PREFIXES = ("model.visual.", "visual.")
@@ -106,23 +107,14 @@ def hf_name(name: str) -> str:
 
 def add_keys(w: gguf.GGUFWriter, c: Config, name: str, file_type: int) -> None:
     """Writes the keys, as llama.cpp's converter does."""
-    w.add_type("mmproj")
-    w.add_name(name)
-    w.add_file_type(file_type)
-    w.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    w.add_bool("clip.has_vision_encoder", True)
-    w.add_string("clip.projector_type", "qwen3vl_merger")
-    w.add_bool("clip.use_gelu", True)
     sizes = {
         "projection_dim": c.n_out, "image_size": c.patch * c.table_side, "patch_size": c.patch,
         "embedding_length": c.n_embd, "feed_forward_length": c.n_ff, "block_count": c.n_layer,
         "attention.head_count": c.n_head, "spatial_merge_size": c.merge,
     }  # fmt: skip
-    for key, value in sizes.items():
-        w.add_uint32(f"clip.vision.{key}", value)
-    w.add_float32("clip.vision.attention.layer_norm_epsilon", c.eps)
-    w.add_array("clip.vision.image_mean", list(c.mean))
-    w.add_array("clip.vision.image_std", list(c.std))
+    add_tower_keys(w, name, file_type, sizes, c.eps, c.mean, c.std)
+    w.add_string("clip.projector_type", "qwen3vl_merger")
+    w.add_bool("clip.use_gelu", True)
     w.add_array("clip.vision.is_deepstack_layers", [False] * c.n_layer)
 
 
@@ -139,16 +131,11 @@ def type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
 def planned(c: Config, name: str, shape: tuple[int, ...], checkpoint: Checkpoint) -> Planned:
     """Returns a tensor of the file, to be read from the checkpoint. Raises FileError where it is not there, or has
     another shape."""
-    called = hf_name(name)
-    found = next((prefix + called for prefix in PREFIXES if prefix + called in checkpoint), PREFIXES[0] + called)
-    source = checkpoint[found]
     frames = name.startswith("v.patch_embd.weight")
-    wanted = (*shape[:2], FRAMES, *shape[2:]) if frames else shape
-    if source.shape != wanted:
-        raise FileError(f"tensor {found} is of shape {list(source.shape)}, expected {list(wanted)}")
+    source = found_in(checkpoint, PREFIXES, hf_name(name), (*shape[:2], FRAMES, *shape[2:]) if frames else shape)
 
     def rows(frame: int | None) -> Iterator[np.ndarray]:
         stored: Any = source.read()
         return slabs(stored if frame is None else np.ascontiguousarray(stored[:, :, frame]), as_f32)
 
-    return Planned(name, shape, (found,), partial(rows, (1 if name.endswith(".1") else 0) if frames else None))
+    return Planned(name, shape, (source.name,), partial(rows, (1 if name.endswith(".1") else 0) if frames else None))

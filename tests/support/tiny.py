@@ -9,8 +9,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
+from typing import ParamSpec
 
 import gguf
 import numpy as np
@@ -20,6 +21,7 @@ from luce.convert.qwen35_layout import ARCH, Config, add_keys, tensor_shapes
 
 Weights = dict[str, np.ndarray]
 TypeOf = Callable[[str], str]
+Drawn = ParamSpec("Drawn")
 QType = gguf.GGMLQuantizationType
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -31,7 +33,7 @@ CHAT_TEMPLATE = (
 # It takes a ggml type id and F32 rows, and gives uint8 rows: the core's Library.quantize.
 Quantize = Callable[[int, np.ndarray], np.ndarray]
 
-__all__ = ["ARCH", "CHAT_TEMPLATE", "Config", "Weights", "copy", "head_only", "hf_config", "layout",
+__all__ = ["ARCH", "CHAT_TEMPLATE", "Config", "Weights", "copy", "drawn_once", "head_only", "hf_config", "layout",
            "quantizable", "to_gguf_layout", "weights", "with_experts", "with_own_output", "write",
            "write_v2"]  # fmt: skip
 
@@ -258,13 +260,20 @@ def with_experts(c: Config) -> Config:
     return replace(c, n_expert=8, n_expert_used=3, n_ff_expert=c.n_ff, n_ff_shared=c.n_ff)
 
 
+def drawn_once(make: Callable[Drawn, Weights]) -> Callable[Drawn, Weights]:
+    """Has the weights of a config and a seed drawn once for all who ask. They are the caller's own."""
+    kept = lru_cache(maxsize=16)(make)
+
+    @wraps(make)
+    def copied(*args: Drawn.args, **kwargs: Drawn.kwargs) -> Weights:
+        return {name: x.copy() for name, x in kept(*args, **kwargs).items()}
+
+    return copied
+
+
+@drawn_once
 def layout(c: Config, seed: int) -> Weights:
-    """Returns the weights in GGUF's layout, drawn once for all who ask. They are the caller's own."""
-    return {name: x.copy() for name, x in _drawn(c, seed).items()}
-
-
-@lru_cache(maxsize=16)
-def _drawn(c: Config, seed: int) -> Weights:
+    """Returns the weights in GGUF's layout."""
     return to_gguf_layout(c, weights(c, seed))
 
 

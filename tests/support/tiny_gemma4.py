@@ -9,12 +9,11 @@ a wrong window, scale or angle.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import gguf
 import numpy as np
-from tiny import QType, Quantize, TypeOf, Weights, _encode, _Random
+from tiny import QType, Quantize, TypeOf, Weights, _encode, _Random, drawn_once
 
 from luce.bench.oracle_tokenizer import add_gemma4_tokenizer
 from luce.convert.gemma4_layout import CENTROIDS, ORDERING, Config, add_keys, rope_factors, tensor_shapes
@@ -273,13 +272,9 @@ def to_gguf_layout(c: Config, hf: Weights) -> Weights:
     return {name: out[name] for name in shapes}
 
 
+@drawn_once
 def layout(c: Config, seed: int) -> Weights:
-    """Returns the weights in GGUF's layout, drawn once for all who ask. They are the caller's own."""
-    return {name: x.copy() for name, x in _drawn(c, seed).items()}
-
-
-@lru_cache(maxsize=16)
-def _drawn(c: Config, seed: int) -> Weights:
+    """Returns the weights in GGUF's layout."""
     return to_gguf_layout(c, weights(c, seed))
 
 
