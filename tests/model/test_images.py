@@ -40,7 +40,7 @@ def said(luce_, folder, device):
 
     def run(*words, images=("0.png", "1.png")):
         shown = [word for name in images for word in ("--image", folder / name)]
-        files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf", "--device", device, "--threads", "1")
+        files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf", "--device", device)
         result = luce_("generate", *files, *shown, "-n", "8", *words)
         assert result.exit_code == 0, result.stderr
         return result.stdout

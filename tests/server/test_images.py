@@ -86,7 +86,7 @@ def expected(luce_, folder, device, known):
             path = folder / f"{len(image)}.png"
             path.write_bytes(base64.b64decode(image))
             shown += ["--image", path]
-        files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf", "--device", device, "--threads", "1")
+        files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf", "--device", device)
         result = luce_("generate", *files, *shown, "--chat", "-n", "8", "AB")
         assert result.exit_code == 0, result.stderr
         return result.stdout

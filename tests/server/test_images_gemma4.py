@@ -70,8 +70,8 @@ def expected(luce_, folder, device, known):
             (folder / f"{i}.png").write_bytes(base64.b64decode(image))
             shown += ["--image", folder / f"{i}.png"]
         files = ("-m", folder / "model.gguf", "--mmproj", folder / "mmproj.gguf", "--device", device)
-        how = ("--image-tokens", "70", "--chat", "-n", "8", "--temp", "0", "--threads", "1")
-        result = luce_("generate", *files, *shown, *(how if device == "cpu" else how[:-2]), "AB")
+        how = ("--image-tokens", "70", "--chat", "-n", "8", "--temp", "0")
+        result = luce_("generate", *files, *shown, *how, "AB")
         assert result.exit_code == 0, result.stderr
         return result.stdout
 

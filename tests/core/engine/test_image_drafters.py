@@ -122,7 +122,8 @@ def test_chains_of_nextn_are_those_of_torch(models, goldens, asked, device, boun
             read_prompt(sequence, asked, at - 1)
             drive.draft(sequence, asked.tokens[at - 1], len(drafts))
             compared += check_chain(sequence, drafts, logits, bound)
-    assert compared == golden["drafts"].size or (device != "cpu" and compared >= 20)
+    # How many are compared depends on the golden and the bound alone.
+    assert compared == golden["drafts"].size or (device != "cpu" and compared >= 2 * len(golden["at"]))
 
 
 def test_blocks_of_dflash_are_those_of_torch(models, goldens, asked, bound):
