@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -95,6 +96,16 @@ def test_sampled_tokens_are_the_same_in_every_mode(generate):
     words = ("-n", "24", "--json", "--temp", "1", "--seed", "3", "AB")
     found = [tokens_of(generate(*words, *mode)) for mode in MODES]
     assert all(tokens == found[0] for tokens in found)
+
+
+def test_a_grammar_holds_behind_images_in_every_mode(generate, tmp_path):
+    pytest.importorskip("llguidance")
+    grammar = tmp_path / "words.gbnf"
+    grammar.write_text('root ::= (word " ")* word\nword ::= [a-z] [a-z] [a-z]\n')
+    results = [generate("-n", "24", "--json", "--grammar", grammar, *mode, "AB") for mode in MODES]
+    found = [tokens_of(result) for result in results]
+    assert all(tokens == found[0] for tokens in found)
+    assert re.fullmatch("([a-z]{3} )+[a-z]{0,3}", json.loads(results[0].stdout)["text"])
 
 
 def test_images_stand_before_a_raw_prompt(generate):

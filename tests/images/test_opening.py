@@ -90,6 +90,7 @@ HOSTILE = {
     "an SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no PNG, JPEG, WebP or GIF"),
     "a TIFF": (saved(Image.fromarray(RGB), "TIFF"), "no PNG, JPEG, WebP or GIF"),
     "a BMP": (saved(Image.fromarray(RGB), "BMP"), "no PNG, JPEG, WebP or GIF"),
+    "a FITS": (f"{'SIMPLE  =                    T':80}{'END':2800}".encode(), "no PNG, JPEG, WebP or GIF"),
     "a bomb": (png_of(60000, 60000), "pixels: luce takes up to"),
     "a long bomb": (png_of(1, 2**31 - 1), "pixels: luce takes up to|damaged"),
     "a WebP bomb": (webp_of(16384, 16384), "16384 x 16384 pixels: luce takes up to"),
