@@ -7,7 +7,7 @@ import struct
 
 HEADER = 320  # A saved checkpoint has so many bytes before its tokens.
 # The header's fields begin at these bytes. The last two are text.
-VERSION, KV_TYPE, MODEL, CHECKSUM, N_PAST, N_CUT, BUILD, ARITHMETIC = 8, 12, 16, 32, 40, 44, 56, 80
+VERSION, KV_TYPE, MODEL, CHECKSUM, N_PAST, N_CUT, LAG, BUILD, ARITHMETIC = 8, 12, 16, 32, 40, 44, 52, 56, 80
 
 
 def total(data: bytes) -> int:
@@ -17,6 +17,12 @@ def total(data: bytes) -> int:
         value = (value ^ int.from_bytes(data[at : at + 8], "little")) * 0xFF51AFD7ED558CCD % 2**64
         value ^= value >> 32
     return value
+
+
+def lag(data: bytes) -> int:
+    """Returns how far positions of RoPE are ahead of indices, by a sequence's checkpoint or dump: less than 0 behind an
+    image."""
+    return int.from_bytes(data[LAG : LAG + 4], "little", signed=True)
 
 
 def changed(saved: bytes, at: int, value: int) -> bytes:

@@ -14,7 +14,7 @@ from checkout import GOLDENS
 from hf_checkpoint import tensors_of
 from image_prompts import Mixed, decoded, of_golden, open_engine
 from op_run import Fault
-from saved_bytes import HEADER
+from saved_bytes import HEADER, lag
 from tiny_vision import IMAGE_PAD, TEXT, TINY
 
 from luce.errors import ArgumentError, DeviceError, InternalError, UnsupportedError
@@ -87,13 +87,15 @@ def test_tokens_are_those_of_transformers(model, golden, asked, device):
 
 
 def test_logits_of_each_text_row_are_those_of_transformers(model, golden, asked, device):
-    """Of the prompt cut behind each row of text: so positions ahead of, between and behind images are compared."""
+    """Of the prompt cut behind each row of text: so positions ahead of, between and behind images are compared. K of a
+    NextN head tells those of images' rows (test_image_drafters.py)."""
     with open_engine(model) as engine, engine.sequence() as sequence:
         for at, logits in zip(golden["at"].tolist(), golden["logits"], strict=True):
             sequence.reset()
             sequence.engine.prefill([asked.prompt(sequence, 0, at + 1)._replace(last=True)])
             bound = 2e-4 if device == "cpu" else drive.CUDA_BOUND
             assert np.abs(sequence.logits(0) - logits).max() < bound, at
+            assert (golden["positions"][:, at] - at).tolist() == [lag(sequence.dump())] * 3
 
 
 def test_the_golden_is_what_transformers_computes(golden):
