@@ -181,6 +181,12 @@ def test_products_of_few_rows_pass_where_all_lanes_of_a_warp_copy(
     run(build(workshop, tmp_path, kernels, [file], check, "-DWITHOUT_BULK"))
 
 
+def test_attention_of_prompts_passes_where_blocks_have_one_head(workshop: Path, tmp_path: Path) -> None:
+    """8.6 has no wgmma."""
+    check = "emulated::kind = &emulated::KINDS[2], check_attention_prompts()"
+    run(build(workshop, tmp_path, CHECKED["attention_prefill_check.cu"][1], ["attention_prefill_check.cu"], check))
+
+
 def test_the_delta_rule_passes_where_few_states_are_saved(workshop: Path, tmp_path: Path) -> None:
     """8.6 has no room for three saved states beside as many blocks as a step needs."""
     check = "emulated::kind = &emulated::KINDS[2], check_deltanet_rows()"

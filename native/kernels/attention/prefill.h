@@ -56,12 +56,31 @@ inline int64_t prefill_range_values(const PrefillAttentionArgs &a) {
 LUCE_HOST_DEVICE constexpr int64_t prefill_block_bytes(int D) {
     return int64_t(prefill_rows(D) + 2 * prefill_keys(D)) * 2 * D;
 }
+
+// On Hopper a block has two heads of one KV head, which read the same keys, where there are such and a warpgroup has registers for
+// them (attention/sm90/prefill.cuh).
+constexpr int PREFILL_WGMMA_D = 256, PREFILL_HEADS = 2, PREFILL_SLOTS = 5, PREFILL_WGMMA_THREADS = 384;
+constexpr int64_t prefill_wgmma_bytes(int D) {
+    return int64_t(PREFILL_HEADS * prefill_rows(D) + PREFILL_SLOTS * prefill_keys(D)) * 2 * D + 2 * PREFILL_SLOTS * 8;
+}
+struct PrefillBlocks {
+    int heads, threads; // of a block
+    int64_t bytes; // of its shared memory
+    int at_once; // a multiprocessor has so many
+};
+inline PrefillBlocks prefill_blocks(const PrefillAttentionArgs &a, const DeviceLimits &device) {
+    if (device.wgmma && a.D <= PREFILL_WGMMA_D && a.H / a.Hkv % PREFILL_HEADS == 0) {
+        return {PREFILL_HEADS, PREFILL_WGMMA_THREADS, prefill_wgmma_bytes(a.D), 1};
+    }
+    const int64_t bytes = prefill_block_bytes(a.D);
+    return {1, 128, bytes, 2 * (bytes + device.shared_reserved) <= device.shared_sm ? 2 : 1};
+}
 // Says whether ranges get blocks of their own: where blocks of all of a row's keys come in rounds that few of them fill, they take
-// longer than more of them that are shorter. A multiprocessor has two blocks at once, or one where shared memory is too little.
+// longer than more of them that are shorter.
 inline bool prefill_apart(const PrefillAttentionArgs &a, const DeviceLimits &device) {
-    const int64_t blocks = (a.T + prefill_rows(a.D) - 1) / prefill_rows(a.D) * a.H;
-    const int64_t bytes = prefill_block_bytes(a.D) + device.shared_reserved;
-    const int64_t at_once = (2 * bytes <= device.shared_sm ? 2 : 1) * device.multiprocessors;
+    const PrefillBlocks each = prefill_blocks(a, device);
+    const int64_t blocks = (a.T + prefill_rows(a.D) - 1) / prefill_rows(a.D) * (a.H / each.heads);
+    const int64_t at_once = int64_t(each.at_once) * device.multiprocessors;
     const int64_t seen = a.window > 0 ? std::min(a.n_kv, int64_t(a.window) + a.T) : a.n_kv;
     const auto rounds = [&](int64_t n) { return (n + at_once - 1) / at_once; };
     return prefill_ranges(a) > 1 && 4 * prefill_range_values(a) <= PREFILL_RANGES_BYTES &&

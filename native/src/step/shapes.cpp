@@ -468,13 +468,14 @@ static std::vector<StepShape> steps_apart([[maybe_unused]] const Model &model,
                                           [[maybe_unused]] const Cache &cache) {
     std::vector<StepShape> shapes;
 #ifdef LUCE_USE_CUDA
-    std::map<std::tuple<uint32_t, uint32_t, uint32_t, const Device *>, PrefillAttentionArgs> kinds;
+    std::map<std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, const Device *>, PrefillAttentionArgs> kinds;
     for (const Stage &stage : cache.stages()) {
         for (uint32_t il = stage.first; model.gpu() && il < stage.end; il++) {
             if (const Attention *attention = model.weights().blocks[il].attention(); attention != nullptr) {
                 const AttentionShape &s = attention->shape;
-                PrefillAttentionArgs &a = kinds[{s.n_head, s.head_dim, s.window, &stage.device}];
+                PrefillAttentionArgs &a = kinds[{s.n_head, s.n_head_kv, s.head_dim, s.window, &stage.device}];
                 a.H = int32_t(s.n_head);
+                a.Hkv = int32_t(s.n_head_kv);
                 a.D = int32_t(s.head_dim);
                 a.window = int32_t(s.window);
             }
