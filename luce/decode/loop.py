@@ -6,8 +6,8 @@ round: the steps that draft, where there are any, and then one step that verifie
 generation needs no other code.
 
 Where the device works while the host does something else, a turn ends with the begin of the next round, and
-text is made of the last one's tokens after that. Rounds follow each other even closer where it is known
-beforehand what the next one drafts (pipeline.py).
+text is made of the last one's tokens after that; a prompt's first token, which somebody waits for, is told before.
+Rounds follow each other even closer where it is known beforehand what the next one drafts (pipeline.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from luce.decode.chunks import ChunkSizes
 from luce.decode.events import Event, State, Warned
 from luce.decode.experts import Experts
 from luce.decode.generation import Generation
-from luce.decode.pipeline import Outcomes, Pipeline
+from luce.decode.pipeline import Outcomes, Pipeline, Read
 from luce.errors import Cancelled
 from luce.native import Engine, Prompt
 from luce.native.structs import PAGE
@@ -79,7 +79,7 @@ class Loop:
     def step(self) -> Happened:
         """Takes one turn. Returns what happened in it and since the turn before."""
         self._end_cancelled()
-        reading, began = self._in(State.PREFILL), self._clock()
+        reading, began, first = self._in(State.PREFILL), self._clock(), False
         try:
             if reading and not self._pipeline.pending and (self._prompts_next or len(reading) == self.running):
                 self._prompts_next = False
@@ -87,7 +87,9 @@ class Loop:
                 chunks = self._chunks(reading, self._longest(alone))
                 size = sum(len(chunk.tokens) for chunk in chunks)
                 timed = not alone or not self._sizes.knows(size)
-                self._tell(self._pipeline.read(chunks, wait=timed))
+                read = self._pipeline.read(chunks, wait=timed)
+                self._tell(read)
+                first = any(isinstance(each, Read) and each.choice is not None for each in read.values())
                 took = self._clock() - self._pipeline.read_since
                 if timed:
                     self._sizes.took(size, took)
@@ -99,7 +101,8 @@ class Loop:
                 self._round = self._clock() - began
                 self._owed -= self._round
                 self._prompts_next = self._owed <= 0
-            if self._engine.ahead and not self._pipeline.pending and not self._in(State.PREFILL):
+            # A first token is waited for: it does not wait for drafts behind it.
+            if self._engine.ahead and not self._pipeline.pending and not self._in(State.PREFILL) and not first:
                 self._enqueue()
         except Cancelled:
             pass  # Nothing was done: the next turn ends those who asked, and asks again for the others.
