@@ -43,7 +43,7 @@ from luce.cli.seeing import MMPROJ, ImagePrefix, idle_images, mmproj_of
 from luce.cli.terminal import printable
 from luce.data import BOX
 from luce.errors import Error, UnsupportedError
-from luce.model.defaults import CPU_CHUNK, GPU_CHUNK
+from luce.model.defaults import CORE_GPU_CHUNK, CPU_CHUNK, GPU_CHUNK
 from luce.model.loaded import Settings
 from luce.native.structs import PAGE
 from luce.planning.opened import Files
@@ -141,7 +141,8 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     type=click.IntRange(PAGE, MAX_CHUNK),
     callback=whole_pages,
     help=f"Read at most so many tokens of prompts in a step, a multiple of {PAGE}.  "
-    f"[default: {GPU_CHUNK} on a GPU, else {CPU_CHUNK}, and more where an image of Gemma 4 takes more]",
+    f"[default: {CORE_GPU_CHUNK} on a GPU with memory to spare, {GPU_CHUNK} on others, {CPU_CHUNK} on a CPU, and more "
+    "where an image of Gemma 4 takes more]",
 )
 @click.option(
     "--prefill-share",

@@ -27,8 +27,9 @@ template <int D, int WARPS> struct PrefillLayout {
 };
 
 // A block has ROWS rows of one head.
-template <int D, int WARPS> struct PrefillBlock : PrefillRows<D, PrefillLayout<D, WARPS>::ROWS, PrefillLayout<D, WARPS>::KEYS,
-                                                              PrefillLayout<D, WARPS>::SHARES> {
+template <int D, int WARPS>
+struct PrefillBlock : PrefillRows<D, PrefillLayout<D, WARPS>::ROWS, PrefillLayout<D, WARPS>::KEYS,
+                                  PrefillLayout<D, WARPS>::SHARES> {
     using L = PrefillLayout<D, WARPS>;
     using Rows = PrefillRows<D, L::ROWS, L::KEYS, L::SHARES>;
     using Rows::a, Rows::C, Rows::end, Rows::lane, Rows::N, Rows::o, Rows::seq, Rows::share, Rows::warp;
@@ -173,7 +174,8 @@ int run(Kernel kernel, const PrefillAttentionArgs &a, const PrefillBlocks &block
         return int(error);
     }
     const unsigned ranges = a.apart ? unsigned(prefill_ranges(a)) : 1;
-    const dim3 grid(unsigned(groups_of(a.T, a.n_prompts, prefill_rows(D))), unsigned(a.H / blocks.heads), ranges);
+    const dim3 grid(unsigned(groups_of(a.T, a.n_prompts, prefill_rows(D))), unsigned(a.H / blocks.heads),
+                    ranges);
     kernel<<<grid, blocks.threads, blocks.bytes, stream>>>(a);
     if (a.apart) {
         add_ranges_kernel<<<dim3(unsigned(a.T), unsigned(a.H)), unsigned(D), 0, stream>>>(a);
@@ -208,7 +210,8 @@ int cuda::prefill_attention(const PrefillAttentionArgs &args, void *stream) {
         return error;
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    return HeadSizes::with(args.D, int(cudaErrorInvalidValue), [&](auto D) { return run<D()>(args, device, st); });
+    return HeadSizes::with(args.D, int(cudaErrorInvalidValue),
+                           [&](auto D) { return run<D()>(args, device, st); });
 }
 
 } // namespace luce

@@ -29,8 +29,7 @@ template <int D> struct WgmmaPrefillLayout {
 };
 
 template <int D>
-struct WgmmaPrefillBlock
-    : PrefillRows<D, WgmmaPrefillLayout<D>::ROWS, WgmmaPrefillLayout<D>::KEYS, 1> {
+struct WgmmaPrefillBlock : PrefillRows<D, WgmmaPrefillLayout<D>::ROWS, WgmmaPrefillLayout<D>::KEYS, 1> {
     using L = WgmmaPrefillLayout<D>;
     using Rows = PrefillRows<D, L::ROWS, L::KEYS, 1>;
     using Rows::a, Rows::end, Rows::lane, Rows::N, Rows::o, Rows::seq;
@@ -101,8 +100,8 @@ struct WgmmaPrefillBlock
         wgmma_begin();
 #pragma unroll
         for (int d = 0; d < D / 16; d++) {
-            wgmma_by_rows(s, q.at(d / 4 * L::ROWS * 128 + d % 4 * 32), keys.at(d / 4 * KEYS * 128 + d % 4 * 32),
-                          d > 0);
+            wgmma_by_rows(s, q.at(d / 4 * L::ROWS * 128 + d % 4 * 32),
+                          keys.at(d / 4 * KEYS * 128 + d % 4 * 32), d > 0);
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -154,7 +153,8 @@ struct WgmmaPrefillBlock
         }
         registers_up<L::MATH_REGISTERS>();
         Rows::each_query(tid, GROUP_THREADS, [&](int row, int word, const uint4 &words) {
-            *reinterpret_cast<uint4 *>(shared + L::Q + member * L::QUERIES + L::place(row, word, L::ROWS)) = words;
+            *reinterpret_cast<uint4 *>(shared + L::Q + member * L::QUERIES + L::place(row, word, L::ROWS)) =
+                words;
         });
         show_to_wgmma();
         barrier(GROUP_THREADS, member);
