@@ -116,8 +116,8 @@ def _require_shallow(value: Any) -> None:
         for each in level:
             if isinstance(each, dict):
                 inner += each.values()
-            elif isinstance(each, list):
-                inner += each
+            elif isinstance(each, list):  # Of tens of thousands of numbers one says how deep they are.
+                inner += each if {dict, list} & set(map(type, each)) else each[:1]
         level, depth = inner, depth + 1
 
 

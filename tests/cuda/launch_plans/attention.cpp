@@ -70,18 +70,26 @@ void plan_attention(const Card &card) {
     // Prompts: a block fits, and ranges have blocks of their own by how many run at once.
     for (const int D : {64, 128, 256}) {
         expect(prefill_block_bytes(D) <= device.shared_block, std::string("a prompt's block on ") + card.name);
+        expect(!device.wgmma || prefill_wgmma_bytes(D) <= device.shared_block, std::string("a prompt's block of two heads on ") + card.name);
     }
     PrefillAttentionArgs prompt{};
     prompt.H = 24;
+    prompt.Hkv = 4;
     prompt.D = 256;
     prompt.n_prompts = 1;
+    DeviceLimits older = device;
+    older.wgmma = false;
+    expect(prefill_blocks(prompt, device).heads == (device.wgmma ? 2 : 1) && prefill_blocks(prompt, older).heads == 1, "blocks of two heads are Hopper's");
+    prompt.Hkv = 8;
+    expect(prefill_blocks(prompt, device).heads == 1, "three heads of a KV head have blocks each");
+    prompt.Hkv = 4;
     for (prompt.n_kv = 4096; prompt.n_kv <= 262144; prompt.n_kv *= 2) {
         for (prompt.T = 1; prompt.T <= 2048; prompt.T *= 2) {
-            DeviceLimits half = device;
+            DeviceLimits half = older;
             half.multiprocessors = 2 * device.multiprocessors;
             half.shared_sm = 100 * KiB;
             const bool two = 2 * (prefill_block_bytes(256) + device.shared_reserved) <= device.shared_sm;
-            expect(!two || prefill_apart(prompt, device) == prefill_apart(prompt, half), "ranges of a prompt, by blocks at once");
+            expect(!two || prefill_apart(prompt, older) == prefill_apart(prompt, half), "ranges of a prompt, by blocks at once");
             expect(!prefill_apart(prompt, device) || 4 * prefill_range_values(prompt) <= PREFILL_RANGES_BYTES, "what ranges leave");
         }
     }
