@@ -62,7 +62,7 @@ LUCE_HOST_DEVICE constexpr int64_t prefill_block_bytes(int D) {
 constexpr int PREFILL_WGMMA_D = 256, PREFILL_HEADS = 2, PREFILL_SLOTS = 5, PREFILL_WGMMA_THREADS = 384;
 constexpr int64_t prefill_wgmma_bytes(int D) {
     return int64_t(PREFILL_HEADS * prefill_rows(D) + PREFILL_SLOTS * prefill_keys(D)) * 2 * D +
-           2 * PREFILL_SLOTS * 8;
+           (2 * PREFILL_SLOTS + PREFILL_HEADS) * 8;
 }
 struct PrefillBlocks {
     int heads, threads; // of a block
