@@ -80,37 +80,56 @@ __device__ float power_of_two(int exponent) {
 }
 
 // The grid is rows. Vector i of the row belongs to thread i % blockDim.x.
-template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a) {
-    __shared__ float sums[MAX_WARPS], maxima[MAX_WARPS];
+template <int OWN, int INPUT>
+__global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a) {
+    [[maybe_unused]] __shared__ float sums[MAX_WARPS];
+    __shared__ float maxima[MAX_WARPS];
     const int64_t row = blockIdx.x, n = a.K / 4;
     const float4 *x = reinterpret_cast<const float4 *>(a.x + row * a.x_row);
-    const float4 *y = reinterpret_cast<const float4 *>(a.y + row * a.y_row);
-    const float4 *w = reinterpret_cast<const float4 *>(a.w);
-    float4 v[OWN];
+    [[maybe_unused]] const float4 *y = reinterpret_cast<const float4 *>(a.y + row * a.y_row);
+    [[maybe_unused]] const float4 *w = reinterpret_cast<const float4 *>(a.w);
+    constexpr bool TWO = INPUT == ROWMM_GLU || INPUT == ROWMM_GATED || INPUT == ROWMM_HEAD_RMS;
+    // All that is read is under way at once, where there are registers for it.
+    constexpr bool AHEAD = TWO && OWN < MAX_OWN;
+    float4 v[OWN], others[AHEAD ? OWN : 1];
+    const auto vector = [](int j) { return threadIdx.x + j * int64_t(blockDim.x); };
+    const auto read = [n](const float4 *from, int64_t at, int64_t i) {
+        return i < n ? from[at] : float4{0, 0, 0, 0};
+    };
+    const auto read_other = [&](int64_t i) { // a gate's heads lie between others
+        return read(y, INPUT == ROWMM_GATED ? i + i / (a.head / 4) * (a.head / 4) : i, i);
+    };
     float sum = 0, largest = 0;
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
-        const int64_t i = threadIdx.x + j * int64_t(blockDim.x);
-        v[j] = i < n ? x[i] : float4{0, 0, 0, 0};
-        if (a.input == ROWMM_RMS) {
-            sum += squares(v[j]);
-        } else if (a.input == ROWMM_GLU) {
-            v[j] = product(activate(a.activation, v[j]), i < n ? y[i] : float4{0, 0, 0, 0});
-        } else if (a.input == ROWMM_GATED) {
-            v[j] =
-                product(v[j], i < n ? sigmoid(y[i + i / (a.head / 4) * (a.head / 4)]) : float4{0, 0, 0, 0});
-        } else if (a.input == ROWMM_HEAD_RMS) { // here a head is a part of a warp
-            const float mean = over_lanes(squares(v[j]), a.head / 4, Sum()) / float(a.head);
-            const float4 scaled = product(times(v[j], rsqrtf(mean + a.eps)), w[i % (a.head / 4)]);
-            v[j] = product(scaled, i < n ? activate(SILU, y[i]) : float4{0, 0, 0, 0});
+        v[j] = read(x, vector(j), vector(j));
+        if constexpr (AHEAD) {
+            others[j] = read_other(vector(j));
         }
     }
-    if (a.input == ROWMM_RMS) {
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+        float4 other = {};
+        if constexpr (TWO) {
+            other = AHEAD ? others[AHEAD ? j : 0] : read_other(vector(j));
+        }
+        if constexpr (INPUT == ROWMM_RMS) {
+            sum += squares(v[j]);
+        } else if constexpr (INPUT == ROWMM_GLU) {
+            v[j] = product(activate(a.activation, v[j]), other);
+        } else if constexpr (INPUT == ROWMM_GATED) {
+            v[j] = product(v[j], sigmoid(other));
+        } else if constexpr (INPUT == ROWMM_HEAD_RMS) { // here a head is a part of a warp
+            const float mean = over_lanes(squares(v[j]), a.head / 4, Sum()) / float(a.head);
+            const float4 scaled = product(times(v[j], rsqrtf(mean + a.eps)), w[vector(j) % (a.head / 4)]);
+            v[j] = product(scaled, activate(SILU, other));
+        }
+    }
+    if constexpr (INPUT == ROWMM_RMS) {
         const float scale = rsqrtf(over_block(sum, sums, Sum()) / float(a.K) + a.eps);
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
-            const int64_t i = threadIdx.x + j * int64_t(blockDim.x);
-            v[j] = product(times(v[j], scale), i < n ? w[i] : float4{0, 0, 0, 0});
+            v[j] = product(times(v[j], scale), read(w, vector(j), vector(j)));
         }
     }
 #pragma unroll
@@ -135,8 +154,19 @@ template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_
     }
 }
 
-template <int OWN> void launch(const RowmmPackArgs &a, int warps, cudaStream_t stream) {
-    gemm_pack_kernel<OWN><<<a.T, warps * WARP, 0, stream>>>(a);
+template <int INPUT> void launch(const RowmmPackArgs &a, cudaStream_t stream) {
+    const int vectors = int(a.K / 4);
+    // A thread then has about 5 vectors.
+    const int warps = std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS);
+    const auto run = [&](auto kernel) { kernel<<<a.T, warps * WARP, 0, stream>>>(a); };
+    switch ((vectors + warps * WARP - 1) / (warps * WARP)) {
+        case 1: return run(gemm_pack_kernel<1, INPUT>);
+        case 2: return run(gemm_pack_kernel<2, INPUT>);
+        case 3: return run(gemm_pack_kernel<3, INPUT>);
+        case 4: return run(gemm_pack_kernel<4, INPUT>);
+        case 5: return run(gemm_pack_kernel<5, INPUT>);
+        default: return run(gemm_pack_kernel<MAX_OWN, INPUT>);
+    }
 }
 
 bool valid(const RowmmPackArgs &a) {
@@ -167,16 +197,12 @@ int cuda::gemm_pack(const RowmmPackArgs &args, void *stream) {
         return 0;
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    const int vectors = int(args.K / 4);
-    // A thread then has about 5 vectors.
-    const int warps = std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS);
-    switch ((vectors + warps * WARP - 1) / (warps * WARP)) {
-        case 1: launch<1>(args, warps, st); break;
-        case 2: launch<2>(args, warps, st); break;
-        case 3: launch<3>(args, warps, st); break;
-        case 4: launch<4>(args, warps, st); break;
-        case 5: launch<5>(args, warps, st); break;
-        default: launch<MAX_OWN>(args, warps, st);
+    switch (args.input) {
+        case ROWMM_PLAIN: launch<ROWMM_PLAIN>(args, st); break;
+        case ROWMM_RMS: launch<ROWMM_RMS>(args, st); break;
+        case ROWMM_GLU: launch<ROWMM_GLU>(args, st); break;
+        case ROWMM_GATED: launch<ROWMM_GATED>(args, st); break;
+        default: launch<ROWMM_HEAD_RMS>(args, st);
     }
     return int(cudaGetLastError());
 }
