@@ -213,6 +213,8 @@ void check_attention_prompts() {
     check_images();
     check_rows({2, 1, 64, 1, 0, 20, 3.0f, false}, 140, 135);
     check_rows({1, 1, 64, 1, 1, 0, 0, false}, PREFILL_RANGE + 3, 8);
+    check_rows({2, 1, 64, 1, 0, 20, 0, false}, PREFILL_RANGE + 90, 12); // a range has no key
+    check_rows({2, 1, 256, 1, 0, 0, 0, false}, PREFILL_RANGE + 70, 4);
     check_prompts({2, 1, 64, 1, 0, 0, 0, false}, {{70, 70}, {1, 1}, {200, 3}, {65, 64}});
     check_prompts({2, 2, 64, 1, 1, 40, 3.0f, false}, {{5, 5}, {130, 65}, {64, 64}});
     check_prompts({1, 1, 64, 1, 0, 0, 0, false},

@@ -133,6 +133,9 @@ struct WgmmaPrefillBlock : PrefillRows<D, WgmmaPrefillLayout<D>::ROWS, WgmmaPref
     // Adds the keys from `first`, a multiple of KEYS, to `stop`. A tile's values are multiplied with the next one's keys, in
     // turns: the other head's weights are made meanwhile.
     __device__ void add_keys(int32_t first, int32_t stop) {
+        if (first >= stop) {
+            return; // a window leaves the range no key
+        }
         uint32_t weights[N][2];
         {
             float s[N][4];
