@@ -118,6 +118,11 @@ double error_of(const Mixture &l, const Floats &x, const Routed &got, const Ints
     return std::sqrt(error / size);
 }
 
+bool has_wide_rows() {
+    DeviceLimits device;
+    return cuda::device_limits(device) == 0 && moe_many_rows(device) == WIDE_ROWS;
+}
+
 // Runs rows of `base` again, in other widths and companies: among junk, NaN and inf, more than once.
 void check_company(Mixture &l, const Floats &x, const Routed &base, const Ints &widths, bool captures,
                    const std::string &what) {
@@ -135,18 +140,23 @@ void check_company(Mixture &l, const Floats &x, const Routed &base, const Ints &
                 v = from[t] >= 0 ? x[size_t(from[t] * E + k)] : v;
             }
         }
-        const Routed got = run(l, in, T % 2 == 1, captures && T % 3 == 0 ? 2 : 1);
-        bool same = true, shows = true;
-        for (int t = 0; t < T; t++) {
-            const float *row = &got.out[size_t(t * E)];
-            if (from[t] >= 0) {
-                same = same && same_bits(row, &base.out[size_t(from[t] * E)], size_t(E));
-            } else if (std::isnan(in[size_t(t * E)])) {
-                shows = shows && std::none_of(row, row + E, [](float v) { return std::isfinite(v); });
+        for (const int many : T >= WIDE_FROM && has_wide_rows() ? Ints{MANY_ROWS, WIDE_ROWS} : Ints{MANY_ROWS}) {
+            l.dims.many = many;
+            const Routed got = run(l, in, T % 2 == 1, captures && T % 3 == 0 ? 2 : 1);
+            bool same = true, shows = true;
+            for (int t = 0; t < T; t++) {
+                const float *row = &got.out[size_t(t * E)];
+                if (from[t] >= 0) {
+                    same = same && same_bits(row, &base.out[size_t(from[t] * E)], size_t(E));
+                } else if (std::isnan(in[size_t(t * E)])) {
+                    shows = shows && std::none_of(row, row + E, [](float v) { return std::isfinite(v); });
+                }
             }
+            const std::string where = what + " at " + std::to_string(T) + " rows by items of " + std::to_string(many);
+            expect(same, "moe bits of " + where);
+            expect(shows, "moe shows NaN of " + where);
         }
-        expect(same, "moe bits of " + what + " at " + std::to_string(T) + " rows");
-        expect(shows, "moe shows NaN of " + what + " at " + std::to_string(T) + " rows");
+        l.dims.many = MANY_ROWS;
     }
 }
 
@@ -402,7 +412,8 @@ struct Placed {
 };
 
 // Wherever experts lie a row has the same bits, and each is counted that a row has had.
-void check_places(const MoeDims &dims, const Types &types, const Ints &widths) {
+void check_places(MoeDims dims, const Types &types, const Ints &widths) {
+    dims.many = has_wide_rows() ? WIDE_ROWS : MANY_ROWS;
     Mixture l(dims, types, uint32_t(dims.n_expert) * 91 + uint32_t(types.gate));
     const std::string what = name(dims, types);
     for (int T : widths) {
@@ -515,7 +526,7 @@ void check_moe(bool all) {
         check_items_of_fewer_rows();
     }
     check_mixture(small, {12, 12, 14, 8}, all ? 64 : 10, all ? Ints{1, 2, 3, 7, 8, 9, 16, 17, 33, 64} : Ints{1, 2, 3, 4, 7, 9}, all);
-    check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 4, 12}, all); // this has 5 chunks in 4 parts
+    check_mixture({0, 5, 2, 1060, 40, 24}, {1, 0, 30, 1}, 9, {1, 4, 12, MANY_FROM + 5}, all); // this has 5 chunks in 4 parts
     check_mixture({0, 5, 2, 516, 36, 20}, {1, 0, 30, 1}, 9, {1, 2, 5}, all); // a lane's last values are half of its own
     check_mixture({0, 4, 2, 2304, 32, 32}, {8, 8, 8, 8}, 9, {1, 2}, all); // a row is longer than route reads at once
     check_mixture({0, 240, 8, 128, 64, 32}, {8, 8, 8, 8}, 9, {1, 2, 3, 4}, all); // a block chooses the experts of one row together
@@ -524,6 +535,7 @@ void check_moe(bool all) {
     // A norm of the router alone, GELU, factors of experts and no residual; rows of no multiple of 256.
     check_mixture({0, 9, 3, 352, 96, 0}, {8, 8, 20, 8}, 9, {1, 2, 5, 10, MANY_FROM}, all, true);
     check_mixture({0, 240, 8, 128, 96, 0}, {8, 8, 6, 8}, 9, {1, 3}, all, true);
+    check_mixture({0, 6, 2, 256, 512, 64}, {12, 13, 14, 8}, 9, {MANY_FROM + 1}, all); // units of many rows that are quantised
     check_mixture({0, 264, 3, 260, 40, 24}, {1, 0, 30, 1}, 9, {MANY_FROM + 5}, all); // items of many rows, and a tile of route that is not full
     if (!all) {
         return;

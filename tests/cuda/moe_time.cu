@@ -3,7 +3,7 @@
 // counts once the weights of the experts that were chosen, the shared one's and the router's. Permuting,
 // capture and warm-up stay outside the timing.
 #include "harness.h"
-#include "moe/moe.h"
+#include "moe/launch_plan.h"
 #include "rowmm_reference.h"
 
 #include <memory>
@@ -49,7 +49,12 @@ struct MoeBench {
     Device<uint8_t> counters{size_t(MOE_COUNTER_BYTES)}, routed{size_t(moe_routed_bytes(dims_of(MOST)))}, packed{size_t(rowmm_x_bytes(64, E))},
         records{size_t(moe_record_bytes(dims_of(MOST)))};
 
-    static MoeDims dims_of(int T) { return {T, N_EXPERT, N_USED, E, FF, FF}; }
+    static int many() {
+        DeviceLimits device;
+        must(cuda::device_limits(device));
+        return moe_many_rows(device);
+    }
+    static MoeDims dims_of(int T) { return {T, N_EXPERT, N_USED, E, FF, FF, MAX_ITEM_ROWS, many()}; }
 
     MoeBench() {
         must(cudaMemset(counters.p, 0, counters.n));

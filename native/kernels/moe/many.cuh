@@ -1,21 +1,21 @@
-// Has the kernel of up and down for many rows, which prompts have. An item has up to MANY_ROWS rows of an expert, so that a
-// fragment is made into the tensor core's operands once for all of them. A warp has 16 outputs of one matrix and all of K. The
-// rows lie as records (moe/plan.h), and come to shared memory a chunk at a time for the whole block; each warp brings its own
-// units (moe/units.cuh). The parts of K and the order of their sums are those of the other kernels, so the bits are the same.
+// Has the kernel of up and down for many rows, which prompts have. An item has up to MANY_ROWS rows of an expert, or WIDE_ROWS by
+// wgmma, so that a fragment is made into the tensor core's operands once for all of them. A warp has 16 outputs of one matrix and
+// all of K. The rows lie as records (moe/plan.h), and come to shared memory a chunk at a time for the whole block; each warp brings
+// its own units (moe/units.cuh). The parts of K and the order of their sums are those of the other kernels, so the bits are the same.
 #pragma once
 
 #include "matmul/pack.cuh"
 #include "moe/units.cuh"
 
+#include <cuda_pipeline.h>
+
 namespace luce {
 
-constexpr int MANY_TILES = MANY_ROWS / 8;
-
-struct ManyShared {
-    float up[ITEM_WARPS / 2][MANY_ROWS]
-            [FRAGMENT + 1]; // of up, for the warp that has gate; the padding makes banks differ
-    const uint8_t *records[MANY_ROWS];
-    int places[MANY_ROWS];
+// A block's own; `up` is of up, for the warp that has gate. The padding makes banks differ.
+template <int ROWS> struct ManyShared {
+    float up[ITEM_WARPS / 2][ROWS][FRAGMENT + 1];
+    const uint8_t *records[ROWS];
+    int places[ROWS];
 };
 
 // Rows that lie side by side, each a chunk of its own (read_rows and what else asks for columns takes it).
@@ -35,49 +35,113 @@ struct ApartDowns {
 };
 
 // Adds the products of a unit, which is the i-th of a chunk, with the rows of a stage to acc.
-__device__ __forceinline__ void multiply_many(int type, Sums<MANY_TILES> &acc, const uint8_t *unit,
-                                              const uint8_t *stage, int i, int lane) {
+template <bool WIDE>
+__device__ __forceinline__ void multiply_many(int type, Sums<ManyShape<WIDE>::TILES> &acc,
+                                              const uint8_t *unit, const uint8_t *stage, int i, int lane) {
     with_type(
         type,
-        [](auto known, Sums<MANY_TILES> &to, const uint8_t *fragment, const uint8_t *rows, int of_chunk,
-           int own) {
-            constexpr int TYPE = known.value, VALUES = 8 / units_of_chunk(TYPE) * 64;
-            multiply_unit<TYPE, MANY_TILES, false>(to, fragment, rows + of_chunk * VALUES,
-                                                   rows + chunk_sums(1), Apart(), own, ApartDowns(), [] {});
+        [](auto known, Sums<ManyShape<WIDE>::TILES> &to, const uint8_t *fragment, const uint8_t *rows,
+           int of_chunk, int own) {
+            constexpr int TYPE = known.value, NT = ManyShape<WIDE>::TILES;
+            constexpr int VALUES = 8 / units_of_chunk(TYPE) * 64; // of a row
+            if constexpr (WIDE) {
+                constexpr int ROWS = ManyShape<WIDE>::ROWS;
+                multiply_unit<TYPE, NT, true>(to, fragment, rows + of_chunk * VALUES * ROWS,
+                                              rows + chunk_sums(ROWS), ROWS, own, Downs(), [] {});
+            } else {
+                multiply_unit<TYPE, NT, false>(to, fragment, rows + of_chunk * VALUES, rows + chunk_sums(1),
+                                               Apart(), own, ApartDowns(), [] {});
+            }
         },
         acc, unit, stage, i, lane);
 }
 
-// Brings a chunk of an item's rows to a stage, each warp some of them. What lies in the place of rows that are not there meets no
-// others.
-__device__ __forceinline__ void bring_rows(const ManyShared &s, uint8_t *stage, uint32_t full, int count,
-                                           int chunk) {
-    constexpr int BYTES = chunk_bytes(1);
-    const int warp = threadIdx.x / WARP;
-    if (threadIdx.x % WARP < COPY_LANES) {
-        copies_begin(full, max(count - warp + ITEM_WARPS - 1, 0) / ITEM_WARPS * BYTES);
-        for (int r = warp; r < count; r += ITEM_WARPS) {
-            copy_to_shared(shared_address(stage) + r * BYTES, s.records[r] + chunk * BYTES, BYTES, full,
-                           true);
+// Brings chunks of an item's rows to stages, each warp some of the rows. What lies in the place of rows that are not there meets
+// no others.
+template <bool WIDE> struct RowsBringer;
+
+// A row is copied as it lies, and a barrier of each stage tells when it is there.
+template <> struct RowsBringer<false> {
+    const uint8_t *const *records;
+    uint32_t full;
+    int count;
+
+    __device__ RowsBringer(const ManyShared<MANY_ROWS> &s, uint8_t *shared, int count)
+        : records(s.records), full(shared_address(shared) + ITEM_WARPS * MAX_SLOTS * 8), count(count) {}
+    static __device__ void init(uint8_t *shared) {
+        for (int i = 0; threadIdx.x == 0 && i < ManyShape<false>::STAGES; i++) {
+            barrier_init(shared_address(shared) + (ITEM_WARPS * MAX_SLOTS + i) * 8, ITEM_WARPS * COPY_LANES);
         }
-        copies_end(full);
     }
-}
+    __device__ void bring(uint8_t *stage, int i, int chunk) const {
+        constexpr int BYTES = chunk_bytes(1);
+        const int warp = threadIdx.x / WARP;
+        const uint32_t barrier = full + i * 8;
+        if (threadIdx.x % WARP < COPY_LANES) {
+            copies_begin(barrier, max(count - warp + ITEM_WARPS - 1, 0) / ITEM_WARPS * BYTES);
+            for (int r = warp; r < count; r += ITEM_WARPS) {
+                copy_to_shared(shared_address(stage) + r * BYTES, records[r] + chunk * BYTES, BYTES, barrier,
+                               true);
+            }
+            copies_end(barrier);
+        }
+    }
+    __device__ void close() const {}
+    __device__ void wait(int i, int parity) const { barrier_wait(full + i * 8, parity); }
+};
+
+// A row's eighths of a step go each to its column of a matrix of eight (matmul/layout.h). A lane copies every fourth of one row's:
+// eight lanes beside each other fill a matrix, and four that read one row read 64 bytes of it.
+template <> struct RowsBringer<true> {
+    const uint8_t *from; // null of a row that is not there
+    int row, first;
+
+    __device__ RowsBringer(const ManyShared<WIDE_ROWS> &s, uint8_t *, int count)
+        : row(threadIdx.x / WARP * 8 + threadIdx.x % 8), first(threadIdx.x % WARP / 8) {
+        from = row < count ? s.records[row] + first * 16 : nullptr;
+    }
+    static __device__ void init(uint8_t *) {}
+    __device__ void bring(uint8_t *stage, int, int chunk) const {
+        constexpr int ROWS = WIDE_ROWS, EACH = 16;
+        if (from == nullptr) {
+            return;
+        }
+        const uint8_t *p = from + chunk * chunk_bytes(1);
+        uint8_t *to = stage + (first * ROWS + row) * EACH, *tail = stage + chunk_sums(ROWS);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            __pipeline_memcpy_async(to + i * 4 * ROWS * EACH, p + i * 4 * EACH, EACH);
+        }
+        if (first < 2) {
+            __pipeline_memcpy_async(tail + row * 32 + first * EACH, p + chunk_sums(1), EACH);
+        } else if (first == 2) {
+            __pipeline_memcpy_async(tail + 32 * ROWS + row * 4, p + chunk_sums(1), 4);
+        }
+    }
+    __device__ void close() const { __pipeline_commit(); }
+    __device__ void wait(int, int) const {
+        __pipeline_wait_prior(ManyShape<true>::STAGES - 2);
+        wgmma_show();
+    }
+};
 
 // The grid is items, the shared expert's first, times the tasks of one.
-__global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
+template <bool WIDE>
+__global__ void __launch_bounds__(ITEM_THREADS, ManyShape<WIDE>::BLOCKS)
     moe_many_kernel(const __grid_constant__ MatmulParams p) {
+#if !ROWMM_WGMMA
+    if (WIDE) {
+        return; // this is never launched here
+    }
+#endif
+    using S = ManyShape<WIDE>;
+    constexpr int TILES = S::TILES;
     extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ ManyShared s;
+    __shared__ ManyShared<S::ROWS> s;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int index = int(blockIdx.x) / p.tasks, x = int(blockIdx.x) % p.tasks;
-    UnitRing ring(p, shared);
-    const uint32_t full = shared_address(shared) + ITEM_WARPS * MAX_SLOTS * 8; // a barrier for each stage
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < MANY_STAGES; i++) {
-            barrier_init(full + i * 8, ITEM_WARPS * COPY_LANES);
-        }
-    }
+    WarpRing<true> ring(p, shared);
+    RowsBringer<WIDE>::init(shared);
     barrier_init_done();
     uint8_t *const stages = shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes;
     wait_for_previous();
@@ -93,7 +157,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
         item = {listed.x, listed.y, listed.z, 0};
     }
     const Group &g = group_of(p, item.expert);
-    const Work w(p, g);
+    const Work w(p, g, own_warp<true>(p));
     const Matrix &m = g.matrices[w.matrix];
     const Task task = {item.expert, x, item.count, 0};
     if (int(threadIdx.x) < item.count) {
@@ -108,21 +172,31 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
                                                        : p.routed + p.at.rows + row * g.record);
     }
     __syncthreads();
+    const RowsBringer<WIDE> rows(s, shared, item.count);
+    const int sequence = p.steps * g.chunks; // of chunks, step after step
+    // Where all chunks of the rows have stages they stay there.
+    const bool stay = WIDE && g.chunks <= S::STAGES;
+    const auto bring = [&](int i) {
+        if (i < (stay ? g.chunks : sequence)) {
+            rows.bring(stages + i % S::STAGES * S::STAGE, i % S::STAGES, i % g.chunks);
+        }
+        rows.close();
+    };
+    for (int i = 0; i < S::STAGES - 1; i++) {
+        bring(i);
+    }
     ring.units.begin(p, item.expert, x);
     while (ring.filled < p.slots && ring.units.find(p, &task, 1)) {
         ring.fill(p);
     }
-    const int sequence = p.steps * g.chunks; // of chunks, step after step
-    bring_rows(s, stages, full, item.count, 0);
-    Sums<MANY_TILES> total, pair, acc;
+    Sums<TILES> total, pair, acc;
     for (int i = 0; i < sequence; i++) {
         const int step = i / g.chunks, chunk = i - step * g.chunks, fragment = w.fragment_at(p, g, x, step);
-        barrier_wait(full + i % MANY_STAGES * 8, i / MANY_STAGES % 2);
-        __syncthreads(); // rows of the chunk before are done with
-        if (i + 1 < sequence) {
-            const int next = (i + 1) % MANY_STAGES;
-            bring_rows(s, stages + next * MANY_STAGE, full + next * 8, item.count,
-                       chunk + 1 == g.chunks ? 0 : chunk + 1);
+        const int at = stay ? chunk : i % S::STAGES;
+        if (!stay || i < g.chunks) {
+            rows.wait(at, i / S::STAGES % 2);
+            __syncthreads(); // rows of the chunk before are done with
+            bring(i + S::STAGES - 1);
         }
         int part = 0; // the chunk is of this part of K
         while (g.begin(part + 1, 1) <= chunk) {
@@ -130,18 +204,22 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
         }
         if (chunk == g.begin(part, 1)) {
 #pragma unroll
-            for (int n = 0; n < MANY_TILES; n++) {
+            for (int n = 0; n < TILES; n++) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     acc[n][k] = 0;
                 }
             }
         }
-        if (fragment < g.fragments) {
+        // wgmma needs all of a warpgroup: a warp whose outputs are not there multiplies what lies in its place.
+        const bool own = fragment < g.fragments;
+        if (WIDE ? fragment - warp % 4 < g.fragments : own) {
             for (int u = 0; u < m.units; u++) {
-                const uint8_t *unit = ring.take(p);
-                multiply_many(m.type, acc, unit, stages + i % MANY_STAGES * MANY_STAGE, u, lane);
-                ring.next(p, &task, 1);
+                const uint8_t *unit = own ? ring.take(p) : ring.slots;
+                multiply_many<WIDE>(m.type, acc, unit, stages + at * S::STAGE, u, lane);
+                if (own) {
+                    ring.next(p, &task, 1);
+                }
             }
         }
         if (chunk + 1 == g.begin(part + 1, 1)) { // parts are added by pairs
@@ -151,11 +229,11 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
                     ? reinterpret_cast<const float *>(m.packed + expert_offset(m, item.expert) + m.scales)
                     : nullptr;
 #pragma unroll
-            for (int n = 0; n < MANY_TILES; n++) {
+            for (int n = 0; n < TILES; n++) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     float v = acc[n][k];
-                    if (scales != nullptr && fragment < g.fragments) {
+                    if (scales != nullptr && own) {
                         v *= scales[fragment * FRAGMENT + lane / 4 + k / 2 * 8];
                     }
                     pair[n][k] = part % 2 == 0 ? v : pair[n][k] + v;
@@ -170,7 +248,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
         }
         const auto each = [&](auto &&use) {
 #pragma unroll
-            for (int n = 0; n < MANY_TILES; n++) {
+            for (int n = 0; n < TILES; n++) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     const int row = n * 8 + lane % 4 * 2 + k % 2, o = lane / 4 + k / 2 * 8;
@@ -188,12 +266,12 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
             continue;
         }
         if (w.matrix == 1) {
-            each([&](float v, int row, int o) { s.up[warp / 2][row][o] = v; });
+            each([&](float v, int row, int o) { s.up[w.fragment][row][o] = v; });
         }
         __syncthreads();
         if (w.matrix == 0) {
             each([&](float v, int row, int o) {
-                write(activated(p.activation, v) * s.up[warp / 2][row][o], row, o);
+                write(activated(p.activation, v) * s.up[w.fragment][row][o], row, o);
             });
         }
         __syncthreads();
@@ -203,7 +281,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
 // Packs what up left, a warp for a chunk of a row. Places of the shared expert have its width.
 __global__ void __launch_bounds__(ITEM_THREADS)
     pack_places_kernel(const float *h, uint8_t *records, int64_t places, int64_t routed, int64_t FF,
-                       int64_t FF_shared, int64_t h_row) {
+                       int64_t FF_shared, int64_t h_row, bool wide) {
     wait_for_previous();
     let_next_start();
     const int64_t chunks = chunks_of(h_row), at = int64_t(blockIdx.x) * ITEM_WARPS + threadIdx.x / WARP;
@@ -214,8 +292,7 @@ __global__ void __launch_bounds__(ITEM_THREADS)
     }
     float v[OWN];
     load_values(v, h + place * h_row, chunk * CHUNK + lane * OWN, K);
-    pack_chunk(records + place * row_record(h_row) + chunk * chunk_bytes(1), 1, 0, false, v, largest(v),
-               lane);
+    pack_chunk(records + place * row_record(h_row) + chunk * chunk_bytes(1), 1, 0, wide, v, largest(v), lane);
 }
 
 } // namespace luce

@@ -193,7 +193,8 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
 
 static_assert(sizeof(BlockShared) == BLOCK_OWN && BLOCK_OWN + BARRIER_BYTES <= MATMUL_BESIDES);
 static_assert(sizeof(FewShared<FEW_ROWS>) <= BLOCK_OWN && sizeof(FewShared<FEWEST_ROWS>) == FEWEST_OWN);
-static_assert(sizeof(OneShared) == ONE_OWN && sizeof(ManyShared) == MANY_OWN);
+static_assert(sizeof(OneShared) == ONE_OWN && sizeof(ManyShared<MANY_ROWS>) == MANY_OWN);
+static_assert(sizeof(ManyShared<WIDE_ROWS>) == WIDE_OWN);
 
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
@@ -210,6 +211,9 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     }
     LaunchPlan plan;
     if (many_rows(d)) {
+        if (d.many != (wide_rows(d) ? WIDE_ROWS : MANY_ROWS) || (wide_rows(d) && !device.wgmma)) {
+            return int(cudaErrorInvalidValue);
+        }
         if (!up) {
             if (!given(a.records)) {
                 return int(cudaErrorInvalidValue);
@@ -219,13 +223,14 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
             const cudaError_t error =
                 launch_kernel(pack_places_kernel, dim3(unsigned(blocks)), ITEM_THREADS, 0, stream,
                               a.overlap != 0, a.h, static_cast<uint8_t *>(a.records), d.places(),
-                              int64_t(d.T) * d.n_used, d.FF, d.FF_shared, d.h_row());
+                              int64_t(d.T) * d.n_used, d.FF, d.FF_shared, d.h_row(), wide_rows(d));
             if (error != cudaSuccess) {
                 return int(error);
             }
         }
         plan = plan_many(device, p);
-        return int(launch_kernel(moe_many_kernel, plan, stream, a.overlap != 0, p));
+        return int(launch_kernel(wide_rows(d) ? moe_many_kernel<true> : moe_many_kernel<false>, plan, stream,
+                                 a.overlap != 0, p));
     }
     const bool one = up && d.T == 1 && plan_up_one(device, p, plan);
     if (!one) {

@@ -8,9 +8,8 @@
 namespace luce {
 
 constexpr int MAX_ITEM_ROWS = 8; // each row is a column of the tensor core's tile
-// Many rows, which a prompt has, make wider items: then a fragment is made into operands for all of them at once. Fewer would
-// leave most of an item empty.
-constexpr int MANY_ROWS = 32, MANY_FROM = 384;
+// So many rows make wide items, which fewer would leave nearly empty; of those that wgmma multiplies fewer pay.
+constexpr int MANY_FROM = 384, WIDE_FROM = 128;
 constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
 
 // An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list.
@@ -47,12 +46,16 @@ constexpr ROWMM_BOTH bool fewest_rows(const MoeDims &d) {
 }
 
 constexpr ROWMM_BOTH bool many_rows(const MoeDims &d) {
-    return d.T >= MANY_FROM;
+    return d.T >= (d.many == WIDE_ROWS ? WIDE_FROM : MANY_FROM);
+}
+// Says whether wgmma multiplies them, which has its own order of a row's activations (matmul/layout.h).
+constexpr ROWMM_BOTH bool wide_rows(const MoeDims &d) {
+    return many_rows(d) && d.many == WIDE_ROWS;
 }
 // Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
 // keep other blocks from a multiprocessor.
 constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
-    return many_rows(d)                      ? MANY_ROWS
+    return many_rows(d)                      ? d.many
            : few_rows(d) || d.T > 64         ? MOE_MOST(d)
            : MOE_MOST(d) < MAX_ITEM_ROWS / 2 ? MOE_MOST(d)
                                              : MAX_ITEM_ROWS / 2;

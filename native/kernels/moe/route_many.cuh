@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(THREADS, 1) moe_route_many_kernel(const __grid
     uint32_t *counters = static_cast<uint32_t *>(p.a.counters);
     const bool last = is_last(counters + 1 + blockIdx.y, gridDim.x, tile.last);
     for (int row = warp; row < rows; row += WARPS) {
-        pack_row(p, row0 + row, v + row * d.E, tile.scales[row]);
+        pack_row(p, row0 + row, v + row * d.E, tile.scales[row], wide_rows(d));
     }
     if (!last) {
         return;

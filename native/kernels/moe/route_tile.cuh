@@ -166,7 +166,8 @@ __device__ bool is_last(uint32_t *counter, int n, bool &last) {
 }
 
 // Packs row `row` of a launch, which is v [E] times a scale, with a warp: the blocks of a tile share its chunks.
-__device__ __forceinline__ void pack_row(const RouteParams &p, int row, const float *v, float scale) {
+__device__ __forceinline__ void pack_row(const RouteParams &p, int row, const float *v, float scale,
+                                         bool wide = false) {
     const int64_t E = p.a.dims.E;
     const int lane = threadIdx.x % WARP;
     for (int64_t chunk = gridDim.x - 1 - blockIdx.x; chunk < chunks_of(E); chunk += gridDim.x) {
@@ -177,7 +178,7 @@ __device__ __forceinline__ void pack_row(const RouteParams &p, int row, const fl
             own[i] *= scale;
         }
         uint8_t *record = p.of<uint8_t>(p.at.rows) + row * row_record(E);
-        pack_chunk(record + chunk * chunk_bytes(1), 1, 0, false, own, largest(own), lane);
+        pack_chunk(record + chunk * chunk_bytes(1), 1, 0, wide, own, largest(own), lane);
         for (int i = 0; p.a.values != nullptr && i < OWN; i++) {
             if (const int64_t k = chunk * CHUNK + lane * OWN + i; k < E) {
                 p.a.values[row * E + k] = own[i];

@@ -19,8 +19,8 @@ struct Work {
     int matrix, fragment; // `fragment` counts in the block
     int part, last; // it has parts part .. last - 1 of K
 
-    __device__ Work(const MatmulParams &p, const Group &g) {
-        const int warp = threadIdx.x / WARP, log = p.log_matrices;
+    __device__ Work(const MatmulParams &p, const Group &g, int warp = threadIdx.x / WARP) {
+        const int log = p.log_matrices;
         matrix = warp & ((1 << log) - 1);
         const int within = g.log_parts - g.log_across;
         part = (warp >> log & ((1 << g.log_across) - 1)) << within;
@@ -36,8 +36,14 @@ __device__ __forceinline__ const Group &group_of(const MatmulParams &p, int expe
     return expert == SHARED ? p.shared : p.experts;
 }
 
+// Returns the number of this warp. Those of one matrix follow each other where the warps of a warpgroup multiply at once.
+template <bool GROUPED> __device__ __forceinline__ int own_warp(const MatmulParams &p) {
+    const int warp = threadIdx.x / WARP;
+    return GROUPED && p.log_matrices > 0 ? warp % (ITEM_WARPS / 2) * 2 + warp / (ITEM_WARPS / 2) : warp;
+}
+
 // Goes through the units of a warp, step after step and task after task, and brings them into its slots.
-struct Units {
+template <bool GROUPED> struct Units {
     const uint8_t *from; // the next unit is fetched from here
     int stride, bytes, left; // so many units of the step are left
     int task, step;
@@ -45,7 +51,7 @@ struct Units {
     // With NONE for the expert they are counted from `packed`, and an expert's offset is to be added.
     __device__ void begin(const MatmulParams &p, int expert, int x) {
         const Group &g = group_of(p, expert);
-        const Work w(p, g);
+        const Work w(p, g, own_warp<GROUPED>(p));
         const Matrix &m = g.matrices[w.matrix];
         const int fragment = w.fragment_at(p, g, x, step);
         const int first = g.begin(w.part, m.units), last = g.begin(w.last, m.units);
@@ -84,14 +90,14 @@ struct Units {
 };
 
 // Has a warp's slots of shared memory, through which its units come in their order.
-struct UnitRing {
+template <bool GROUPED> struct WarpRing {
     uint8_t *slots;
     uint32_t full; // each slot's barrier
     int slot, filled; // the next unit is in `slot`; so many slots were filled at first
     uint32_t phases; // bit s is the parity that slot s waits for
-    Units units;
+    Units<GROUPED> units;
 
-    __device__ UnitRing(const MatmulParams &p, uint8_t *shared) : slot(0), filled(0), phases(0), units{} {
+    __device__ WarpRing(const MatmulParams &p, uint8_t *shared) : slot(0), filled(0), phases(0), units{} {
         const int warp = threadIdx.x / WARP;
         slots = shared + BARRIER_BYTES + warp * p.slots * p.slot_bytes;
         full = shared_address(shared) + warp * MAX_SLOTS * 8;
@@ -130,5 +136,7 @@ struct UnitRing {
         slot = slot + 1 == p.slots ? 0 : slot + 1;
     }
 };
+
+using UnitRing = WarpRing<false>;
 
 } // namespace luce

@@ -152,6 +152,7 @@ MoeDims dims_of(const Device &device, const Moe &w, int64_t T) {
                  w.shape.n_ff, shared);
     const LargestUnits unit(w);
     dims.most = moe_item_rows(limits_of(device), dims, unit.up, unit.down);
+    dims.many = moe_many_rows(limits_of(device));
     return dims;
 }
 

@@ -9,6 +9,7 @@ static void experts() {
             MoeDims dims = {1, 256, 8, E, FF, FF};
             const int unit = fragment_bytes(type);
             dims.most = moe_item_rows(emulated::kind->limits, dims, unit, unit);
+            dims.many = moe_many_rows(emulated::kind->limits);
             const bool fits = moe_lacks(emulated::kind->limits, "it", dims, unit, unit).empty();
             bool launched = true;
             for (int T = 1; T <= MOE_MAX_ROWS; T += T < 300 ? 1 : 92) {

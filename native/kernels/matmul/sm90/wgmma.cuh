@@ -28,6 +28,12 @@ template <int N> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 #endif
 }
+// Lets wgmma read what this thread's own copies, which it has waited for, have brought to shared memory.
+__device__ __forceinline__ void wgmma_show() {
+#if ROWMM_WGMMA
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 // Keeps the compiler from making the operands of what comes behind this ahead of what comes before: a branch
 // that is never taken. `not_zero` is anything that is not zero.
 __device__ __forceinline__ void wgmma_part(uint32_t not_zero) {

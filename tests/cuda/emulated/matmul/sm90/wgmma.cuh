@@ -12,6 +12,7 @@ inline void wgmma_begin() {}
 inline void wgmma_commit() {}
 template <int N> void wgmma_wait() {}
 inline void wgmma_part(uint32_t) {}
+inline void wgmma_show() {}
 template <int N> void registers_down() {}
 template <int N> void registers_up() {}
 template <int NT> void wgmma_pin(float (&)[NT][4]) {}
