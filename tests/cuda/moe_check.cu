@@ -140,7 +140,7 @@ void check_company(Mixture &l, const Floats &x, const Routed &base, const Ints &
                 v = from[t] >= 0 ? x[size_t(from[t] * E + k)] : v;
             }
         }
-        for (const int many : T >= WIDE_FROM && has_wide_rows() ? Ints{MANY_ROWS, WIDE_ROWS} : Ints{MANY_ROWS}) {
+        for (const int many : T >= WIDE_FROM && has_wide_rows() ? Ints{MANY_ROWS, WIDE_ROWS, WIDER_ROWS} : Ints{MANY_ROWS}) {
             l.dims.many = many;
             const Routed got = run(l, in, T % 2 == 1, captures && T % 3 == 0 ? 2 : 1);
             bool same = true, shows = true;

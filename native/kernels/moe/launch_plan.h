@@ -231,21 +231,23 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
 // Plans up or down of many rows: a block has one task, of more steps where its rows have few chunks. Where it is alone on its
 // multiprocessor it has more of them, since nothing runs while it begins.
 constexpr int WIDE_CHUNKS = 16, WIDE_STEPS = 8;
-template <bool WIDE> LaunchPlan plan_many_of(const DeviceLimits &device, MatmulParams &p) {
-    using S = ManyShape<WIDE>;
+template <int ROWS> LaunchPlan plan_many_of(const DeviceLimits &device, MatmulParams &p) {
+    using S = ManyShape<ROWS>;
     const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
     const int besides = S::OWN + device.shared_reserved + BARRIER_BYTES + S::STAGES * S::STAGE;
     const auto slots = [&](int per_sm) { return (device.shared_sm / per_sm - besides) / slot; };
     const int chunks = std::max(p.experts.chunks, p.shared.chunks);
-    p.steps = WIDE ? std::clamp(WIDE_CHUNKS / chunks, 1, WIDE_STEPS) : chunks <= S::STAGES ? MAX_STEPS : 1;
+    p.steps = S::WIDE ? std::clamp(WIDE_CHUNKS / chunks, 1, WIDE_STEPS) : chunks <= S::STAGES ? MAX_STEPS : 1;
     p.tasks = divided(wide, p.steps);
-    const int two = !WIDE && device.shared_sm > 100 * 1024 ? slots(BLOCKS_SM) : 0; // MANY_BLOCKS, likewise
+    const int two = !S::WIDE && device.shared_sm > 100 * 1024 ? slots(BLOCKS_SM) : 0; // MANY_BLOCKS, likewise
     p.slots = std::clamp(two >= LEAST_SLOTS ? two : slots(1), 1, MAX_SLOTS);
     return {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS,
             BARRIER_BYTES + p.slots * slot + S::STAGES * S::STAGE};
 }
 inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
-    return wide_rows(p.dims) ? plan_many_of<true>(device, p) : plan_many_of<false>(device, p);
+    return p.dims.many == WIDER_ROWS  ? plan_many_of<WIDER_ROWS>(device, p)
+           : p.dims.many == WIDE_ROWS ? plan_many_of<WIDE_ROWS>(device, p)
+                                      : plan_many_of<MANY_ROWS>(device, p);
 }
 // Returns how many rows an item of many has at most on a device.
 inline int moe_many_rows(const DeviceLimits &device) {

@@ -35,17 +35,16 @@ struct ApartDowns {
 };
 
 // Adds the products of a unit, which is the i-th of a chunk, with the rows of a stage to acc.
-template <bool WIDE>
-__device__ __forceinline__ void multiply_many(int type, Sums<ManyShape<WIDE>::TILES> &acc,
-                                              const uint8_t *unit, const uint8_t *stage, int i, int lane) {
+template <int ROWS>
+__device__ __forceinline__ void multiply_many(int type, Sums<ROWS / 8> &acc, const uint8_t *unit,
+                                              const uint8_t *stage, int i, int lane) {
     with_type(
         type,
-        [](auto known, Sums<ManyShape<WIDE>::TILES> &to, const uint8_t *fragment, const uint8_t *rows,
-           int of_chunk, int own) {
-            constexpr int TYPE = known.value, NT = ManyShape<WIDE>::TILES;
+        [](auto known, Sums<ROWS / 8> &to, const uint8_t *fragment, const uint8_t *rows, int of_chunk,
+           int own) {
+            constexpr int TYPE = known.value, NT = ROWS / 8;
             constexpr int VALUES = 8 / units_of_chunk(TYPE) * 64; // of a row
-            if constexpr (WIDE) {
-                constexpr int ROWS = ManyShape<WIDE>::ROWS;
+            if constexpr (ManyShape<ROWS>::WIDE) {
                 multiply_unit<TYPE, NT, true>(to, fragment, rows + of_chunk * VALUES * ROWS,
                                               rows + chunk_sums(ROWS), ROWS, own, Downs(), [] {});
             } else {
@@ -58,10 +57,10 @@ __device__ __forceinline__ void multiply_many(int type, Sums<ManyShape<WIDE>::TI
 
 // Brings chunks of an item's rows to stages, each warp some of the rows. What lies in the place of rows that are not there meets
 // no others.
-template <bool WIDE> struct RowsBringer;
+template <int ROWS> struct RowsBringer;
 
 // A row is copied as it lies, and a barrier of each stage tells when it is there.
-template <> struct RowsBringer<false> {
+template <> struct RowsBringer<MANY_ROWS> {
     const uint8_t *const *records;
     uint32_t full;
     int count;
@@ -69,7 +68,7 @@ template <> struct RowsBringer<false> {
     __device__ RowsBringer(const ManyShared<MANY_ROWS> &s, uint8_t *shared, int count)
         : records(s.records), full(shared_address(shared) + ITEM_WARPS * MAX_SLOTS * 8), count(count) {}
     static __device__ void init(uint8_t *shared) {
-        for (int i = 0; threadIdx.x == 0 && i < ManyShape<false>::STAGES; i++) {
+        for (int i = 0; threadIdx.x == 0 && i < ManyShape<MANY_ROWS>::STAGES; i++) {
             barrier_init(shared_address(shared) + (ITEM_WARPS * MAX_SLOTS + i) * 8, ITEM_WARPS * COPY_LANES);
         }
     }
@@ -90,58 +89,56 @@ template <> struct RowsBringer<false> {
     __device__ void wait(int i, int parity) const { barrier_wait(full + i * 8, parity); }
 };
 
-// A row's eighths of a step go each to its column of a matrix of eight (matmul/layout.h). A lane copies every fourth of one row's:
-// eight lanes beside each other fill a matrix, and four that read one row read 64 bytes of it.
-template <> struct RowsBringer<true> {
-    const uint8_t *from; // null of a row that is not there
-    int row, first;
+// A row's eighths of a step go each to its column of a matrix of eight (matmul/layout.h). A warp has four of them, of all rows:
+// eight lanes beside each other fill a matrix, and four lanes that read one row read 64 bytes of it.
+template <int ROWS> struct RowsBringer {
+    const uint8_t *const *records;
+    int count;
 
-    __device__ RowsBringer(const ManyShared<WIDE_ROWS> &s, uint8_t *, int count)
-        : row(threadIdx.x / WARP * 8 + threadIdx.x % 8), first(threadIdx.x % WARP / 8) {
-        from = row < count ? s.records[row] + first * 16 : nullptr;
-    }
+    __device__ RowsBringer(const ManyShared<ROWS> &s, uint8_t *, int count) : records(s.records), count(count) {}
     static __device__ void init(uint8_t *) {}
     __device__ void bring(uint8_t *stage, int, int chunk) const {
-        constexpr int ROWS = WIDE_ROWS, EACH = 16;
-        if (from == nullptr) {
-            return;
-        }
-        const uint8_t *p = from + chunk * chunk_bytes(1);
-        uint8_t *to = stage + (first * ROWS + row) * EACH, *tail = stage + chunk_sums(ROWS);
+        constexpr int EACH = 16;
+        const int at = int(threadIdx.x) / WARP * 4 + int(threadIdx.x) % WARP / 8, own = threadIdx.x;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            __pipeline_memcpy_async(to + i * 4 * ROWS * EACH, p + i * 4 * EACH, EACH);
+        for (int first = 0; first < ROWS; first += 8) {
+            if (const int row = first + int(threadIdx.x) % 8; row < count) {
+                __pipeline_memcpy_async(stage + (at * ROWS + row) * EACH,
+                                        records[row] + chunk * chunk_bytes(1) + at * EACH, EACH);
+            }
         }
-        if (first < 2) {
-            __pipeline_memcpy_async(tail + row * 32 + first * EACH, p + chunk_sums(1), EACH);
-        } else if (first == 2) {
-            __pipeline_memcpy_async(tail + 32 * ROWS + row * 4, p + chunk_sums(1), 4);
+        if (own < count) { // the sums of the row's values, and its power of two
+            const uint8_t *from = records[own] + chunk * chunk_bytes(1) + chunk_sums(1);
+            uint8_t *tail = stage + chunk_sums(ROWS);
+            __pipeline_memcpy_async(tail + own * 32, from, EACH);
+            __pipeline_memcpy_async(tail + own * 32 + EACH, from + EACH, EACH);
+            __pipeline_memcpy_async(tail + 32 * ROWS + own * 4, from + 32, 4);
         }
     }
     __device__ void close() const { __pipeline_commit(); }
     __device__ void wait(int, int) const {
-        __pipeline_wait_prior(ManyShape<true>::STAGES - 2);
+        __pipeline_wait_prior(ManyShape<ROWS>::STAGES - 2);
         wgmma_show();
     }
 };
 
 // The grid is items, the shared expert's first, times the tasks of one.
-template <bool WIDE>
-__global__ void __launch_bounds__(ITEM_THREADS, ManyShape<WIDE>::BLOCKS)
+template <int ROWS>
+__global__ void __launch_bounds__(ITEM_THREADS, ManyShape<ROWS>::BLOCKS)
     moe_many_kernel(const __grid_constant__ MatmulParams p) {
 #if !ROWMM_WGMMA
-    if (WIDE) {
+    if (ManyShape<ROWS>::WIDE) {
         return; // this is never launched here
     }
 #endif
-    using S = ManyShape<WIDE>;
+    using S = ManyShape<ROWS>;
     constexpr int TILES = S::TILES;
     extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ ManyShared<S::ROWS> s;
+    __shared__ ManyShared<ROWS> s;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int index = int(blockIdx.x) / p.tasks, x = int(blockIdx.x) % p.tasks;
     WarpRing<true> ring(p, shared);
-    RowsBringer<WIDE>::init(shared);
+    RowsBringer<ROWS>::init(shared);
     barrier_init_done();
     uint8_t *const stages = shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes;
     wait_for_previous();
@@ -172,10 +169,10 @@ __global__ void __launch_bounds__(ITEM_THREADS, ManyShape<WIDE>::BLOCKS)
                                                        : p.routed + p.at.rows + row * g.record);
     }
     __syncthreads();
-    const RowsBringer<WIDE> rows(s, shared, item.count);
+    const RowsBringer<ROWS> rows(s, shared, item.count);
     const int sequence = p.steps * g.chunks; // of chunks, step after step
     // Where all chunks of the rows have stages they stay there.
-    const bool stay = WIDE && g.chunks <= S::STAGES;
+    const bool stay = S::WIDE && g.chunks <= S::STAGES;
     const auto bring = [&](int i) {
         if (i < (stay ? g.chunks : sequence)) {
             rows.bring(stages + i % S::STAGES * S::STAGE, i % S::STAGES, i % g.chunks);
@@ -213,10 +210,10 @@ __global__ void __launch_bounds__(ITEM_THREADS, ManyShape<WIDE>::BLOCKS)
         }
         // wgmma needs all of a warpgroup: a warp whose outputs are not there multiplies what lies in its place.
         const bool own = fragment < g.fragments;
-        if (WIDE ? fragment - warp % 4 < g.fragments : own) {
+        if (S::WIDE ? fragment - warp % 4 < g.fragments : own) {
             for (int u = 0; u < m.units; u++) {
                 const uint8_t *unit = own ? ring.take(p) : ring.slots;
-                multiply_many<WIDE>(m.type, acc, unit, stages + at * S::STAGE, u, lane);
+                multiply_many<ROWS>(m.type, acc, unit, stages + at * S::STAGE, u, lane);
                 if (own) {
                     ring.next(p, &task, 1);
                 }

@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
 static_assert(sizeof(BlockShared) == BLOCK_OWN && BLOCK_OWN + BARRIER_BYTES <= MATMUL_BESIDES);
 static_assert(sizeof(FewShared<FEW_ROWS>) <= BLOCK_OWN && sizeof(FewShared<FEWEST_ROWS>) == FEWEST_OWN);
 static_assert(sizeof(OneShared) == ONE_OWN && sizeof(ManyShared<MANY_ROWS>) == MANY_OWN);
-static_assert(sizeof(ManyShared<WIDE_ROWS>) == WIDE_OWN);
+static_assert(sizeof(ManyShared<WIDE_ROWS>) == ManyShape<WIDE_ROWS>::OWN);
 
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
@@ -211,7 +211,7 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     }
     LaunchPlan plan;
     if (many_rows(d)) {
-        if (d.many != (wide_rows(d) ? WIDE_ROWS : MANY_ROWS) || (wide_rows(d) && !device.wgmma)) {
+        if (wide_rows(d) && !device.wgmma) {
             return int(cudaErrorInvalidValue);
         }
         if (!up) {
@@ -229,8 +229,10 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
             }
         }
         plan = plan_many(device, p);
-        return int(launch_kernel(wide_rows(d) ? moe_many_kernel<true> : moe_many_kernel<false>, plan, stream,
-                                 a.overlap != 0, p));
+        const auto kernel = d.many == WIDER_ROWS  ? moe_many_kernel<WIDER_ROWS>
+                            : d.many == WIDE_ROWS ? moe_many_kernel<WIDE_ROWS>
+                                                  : moe_many_kernel<MANY_ROWS>;
+        return int(launch_kernel(kernel, plan, stream, a.overlap != 0, p));
     }
     const bool one = up && d.T == 1 && plan_up_one(device, p, plan);
     if (!one) {

@@ -37,7 +37,7 @@ constexpr int64_t MOE_MAX_E = 6144, MOE_MAX_FF = 6144; // a block's shared memor
 
 // Many rows, which a prompt has, make wider items: then a fragment is made into operands for all of them at once. mma.sync has
 // their activations in registers, and wgmma has them in shared memory.
-constexpr int MANY_ROWS = 32, WIDE_ROWS = 64;
+constexpr int MANY_ROWS = 32, WIDE_ROWS = 64, WIDER_ROWS = 80;
 
 // Holds what the launches of a layer share.
 struct MoeDims {

@@ -25,13 +25,14 @@ constexpr int FEWEST_BLOCKS = 2, MANY_BLOCKS = 1;
 constexpr int FEWEST_BLOCKS = SMALL_BLOCKS_SM, MANY_BLOCKS = BLOCKS_SM;
 #endif
 // The kernels declare so many bytes of shared memory: that of some rows, of FEWEST_ROWS, up of one row, and that of many.
-constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 9088, WIDE_OWN = 18176;
+constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 9088;
 // Many rows are in shared memory for so many chunks at once: each row by itself, or as wgmma reads them. One block of these fills
 // a multiprocessor.
-template <bool WIDE> struct ManyShape {
-    static constexpr int ROWS = WIDE ? WIDE_ROWS : MANY_ROWS, TILES = ROWS / 8, BLOCKS = WIDE ? 1 : MANY_BLOCKS;
+template <int ITEM_ROWS> struct ManyShape {
+    static constexpr bool WIDE = ITEM_ROWS > MANY_ROWS;
+    static constexpr int ROWS = ITEM_ROWS, TILES = ROWS / 8, BLOCKS = WIDE ? 1 : MANY_BLOCKS;
     static constexpr int STAGES = WIDE ? 3 : 2, STAGE = WIDE ? chunk_bytes(ROWS) : ROWS * chunk_bytes(1);
-    static constexpr int OWN = WIDE ? WIDE_OWN : MANY_OWN;
+    static constexpr int OWN = MANY_OWN * ROWS / MANY_ROWS; // what the kernel declares of shared memory
 };
 
 struct Group { // it is for the experts, or for the shared expert

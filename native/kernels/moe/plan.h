@@ -46,11 +46,11 @@ constexpr ROWMM_BOTH bool fewest_rows(const MoeDims &d) {
 }
 
 constexpr ROWMM_BOTH bool many_rows(const MoeDims &d) {
-    return d.T >= (d.many == WIDE_ROWS ? WIDE_FROM : MANY_FROM);
+    return d.T >= (d.many > MANY_ROWS ? WIDE_FROM : MANY_FROM);
 }
 // Says whether wgmma multiplies them, which has its own order of a row's activations (matmul/layout.h).
 constexpr ROWMM_BOTH bool wide_rows(const MoeDims &d) {
-    return many_rows(d) && d.many == WIDE_ROWS;
+    return many_rows(d) && d.many > MANY_ROWS;
 }
 // Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
 // keep other blocks from a multiprocessor.

@@ -42,7 +42,7 @@ void check_products_of_experts(const Card &card, const MoeDims &dims, int type, 
         expect_waves("up of one row", card, plan.x, blocks_at_once(card, plan, ONE_OWN, SMALL_BLOCKS_SM), false, what);
     } else if (many_rows(dims)) {
         const bool wide = wide_rows(dims);
-        const int own = wide ? WIDE_OWN : MANY_OWN;
+        const int own = MANY_OWN * (wide ? dims.many : MANY_ROWS) / MANY_ROWS;
         plan = plan_many(device, p);
         expect_runs(card, plan, own, what);
         expect(p.slots <= MAX_SLOTS, "slots of " + what);
