@@ -138,6 +138,19 @@ __device__ __forceinline__ void copies_end(uint32_t barrier) {
 
 // ---- copies of 16 bytes into shared memory, by the lane itself ----
 
+template <int BYTES> __device__ __forceinline__ void lane_copies(uint32_t shared, const uint8_t *global) {
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES)
+                     : "memory");
+    }
+}
+// Arrives when all that the lane copies has come.
+__device__ __forceinline__ void lane_arrives(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Says that the 128 bytes at p, which are aligned so, are not read before they are written again, so that what L2 holds of them
 // need not be written to memory.
 __device__ __forceinline__ void discard_line(const void *p) {

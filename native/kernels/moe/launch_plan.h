@@ -228,26 +228,30 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
     return {blocks, 1, 1, ITEM_THREADS, BARRIER_BYTES + p.slots * slot + p.capacity * p.row_bytes};
 }
 
-// Plans up or down of many rows: a block has one task, of more steps where its rows have few chunks. Where it is alone on its
-// multiprocessor it has more of them, since nothing runs while it begins.
-constexpr int WIDE_CHUNKS = 16, WIDE_STEPS = 8;
-template <int ROWS> LaunchPlan plan_many_of(const DeviceLimits &device, MatmulParams &p) {
-    using S = ManyShape<ROWS>;
+// Plans up or down of many rows: a block has one task, of more steps where its rows have few chunks.
+inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
     const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
-    const int besides = S::OWN + device.shared_reserved + BARRIER_BYTES + S::STAGES * S::STAGE;
+    const int besides = MANY_OWN + device.shared_reserved + BARRIER_BYTES + MANY_STAGES * MANY_STAGE;
     const auto slots = [&](int per_sm) { return (device.shared_sm / per_sm - besides) / slot; };
-    const int chunks = std::max(p.experts.chunks, p.shared.chunks);
-    p.steps = S::WIDE ? std::clamp(WIDE_CHUNKS / chunks, 1, WIDE_STEPS) : chunks <= S::STAGES ? MAX_STEPS : 1;
+    p.steps = std::max(p.experts.chunks, p.shared.chunks) <= MANY_STAGES ? MAX_STEPS : 1;
     p.tasks = divided(wide, p.steps);
-    const int two = !S::WIDE && device.shared_sm > 100 * 1024 ? slots(BLOCKS_SM) : 0; // MANY_BLOCKS, likewise
+    const int two = device.shared_sm > 100 * 1024 ? slots(BLOCKS_SM) : 0; // MANY_BLOCKS, likewise
     p.slots = std::clamp(two >= LEAST_SLOTS ? two : slots(1), 1, MAX_SLOTS);
     return {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS,
-            BARRIER_BYTES + p.slots * slot + S::STAGES * S::STAGE};
+            BARRIER_BYTES + p.slots * slot + MANY_STAGES * MANY_STAGE};
 }
-inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
-    return p.dims.many == WIDER_ROWS  ? plan_many_of<WIDER_ROWS>(device, p)
-           : p.dims.many == WIDE_ROWS ? plan_many_of<WIDE_ROWS>(device, p)
-                                      : plan_many_of<MANY_ROWS>(device, p);
+// The same by wgmma: a block that is alone on its multiprocessor has more steps, since nothing runs while it begins.
+constexpr int WIDE_CHUNKS = 16, WIDE_STEPS = 8;
+template <int ROWS> LaunchPlan plan_wide(const DeviceLimits &device, MatmulParams &p) {
+    using S = WideShape<ROWS>;
+    const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
+    const int room = device.shared_sm / S::BLOCKS - S::OWN - device.shared_reserved - BARRIER_BYTES -
+                     S::STAGES * S::STAGE;
+    p.steps = std::clamp(WIDE_CHUNKS / std::max(p.experts.chunks, p.shared.chunks), 1, WIDE_STEPS);
+    p.tasks = divided(wide, p.steps);
+    p.slots = std::clamp(room / slot, 1, MAX_SLOTS);
+    return {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS,
+            BARRIER_BYTES + p.slots * slot + S::STAGES * S::STAGE};
 }
 // Returns how many rows an item of many has at most on a device.
 inline int moe_many_rows(const DeviceLimits &device) {

@@ -14,6 +14,7 @@
 #include "moe/launch_plan.h"
 #include "moe/many.cuh"
 #include "moe/one.cuh"
+#include "moe/sm90/wide.cuh"
 
 namespace luce {
 namespace {
@@ -193,8 +194,8 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
 
 static_assert(sizeof(BlockShared) == BLOCK_OWN && BLOCK_OWN + BARRIER_BYTES <= MATMUL_BESIDES);
 static_assert(sizeof(FewShared<FEW_ROWS>) <= BLOCK_OWN && sizeof(FewShared<FEWEST_ROWS>) == FEWEST_OWN);
-static_assert(sizeof(OneShared) == ONE_OWN && sizeof(ManyShared<MANY_ROWS>) == MANY_OWN);
-static_assert(sizeof(ManyShared<WIDE_ROWS>) == ManyShape<WIDE_ROWS>::OWN);
+static_assert(sizeof(OneShared) == ONE_OWN && sizeof(ManyShared) == MANY_OWN);
+static_assert(sizeof(WideShared<WIDE_ROWS>) == WideShape<WIDE_ROWS>::OWN);
 
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
@@ -228,11 +229,15 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
                 return int(error);
             }
         }
+        if (wide_rows(d)) {
+            const bool wider = d.many == WIDER_ROWS, less = d.many == 33;
+            if (less) p.item_rows = 32;
+            plan = less ? plan_wide<32>(device, p) : wider ? plan_wide<WIDER_ROWS>(device, p) : plan_wide<WIDE_ROWS>(device, p);
+            return int(launch_kernel(less ? moe_wide_kernel<32> : wider ? moe_wide_kernel<WIDER_ROWS> : moe_wide_kernel<WIDE_ROWS>, plan, stream,
+                                     a.overlap != 0, p));
+        }
         plan = plan_many(device, p);
-        const auto kernel = d.many == WIDER_ROWS  ? moe_many_kernel<WIDER_ROWS>
-                            : d.many == WIDE_ROWS ? moe_many_kernel<WIDE_ROWS>
-                                                  : moe_many_kernel<MANY_ROWS>;
-        return int(launch_kernel(kernel, plan, stream, a.overlap != 0, p));
+        return int(launch_kernel(moe_many_kernel, plan, stream, a.overlap != 0, p));
     }
     const bool one = up && d.T == 1 && plan_up_one(device, p, plan);
     if (!one) {

@@ -12,7 +12,7 @@ constexpr int ITEM_THREADS = ITEM_WARPS * WARP;
 constexpr int MAX_SLOTS = 4; // a warp has so many units in shared memory at most
 constexpr int MAX_TASKS = ITEM_THREADS / MAX_ITEM_ROWS; // a block lists so many
 constexpr int SHARED = -1, NONE = -2; // these stand in an expert's place
-constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 2) * 8 + 127) / 128 * 128;
+constexpr int BARRIER_BYTES = ((ITEM_WARPS * MAX_SLOTS + 6) * 8 + 127) / 128 * 128;
 // In up of one row each warp has a barrier for its units, and the row has one.
 constexpr int ONE_BARRIERS = ((ITEM_WARPS + 1) * 8 + 127) / 128 * 128;
 constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a third would spill registers
@@ -26,12 +26,12 @@ constexpr int FEWEST_BLOCKS = SMALL_BLOCKS_SM, MANY_BLOCKS = BLOCKS_SM;
 #endif
 // The kernels declare so many bytes of shared memory: that of some rows, of FEWEST_ROWS, up of one row, and that of many.
 constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 9088;
-// Many rows are in shared memory for so many chunks at once: each row by itself, or as wgmma reads them. One block of these fills
-// a multiprocessor.
-template <int ITEM_ROWS> struct ManyShape {
-    static constexpr bool WIDE = ITEM_ROWS > MANY_ROWS;
-    static constexpr int ROWS = ITEM_ROWS, TILES = ROWS / 8, BLOCKS = WIDE ? 1 : MANY_BLOCKS;
-    static constexpr int STAGES = WIDE ? 3 : 2, STAGE = WIDE ? chunk_bytes(ROWS) : ROWS * chunk_bytes(1);
+// Many rows are in shared memory for so many chunks at once.
+constexpr int MANY_STAGES = 2, MANY_STAGE = MANY_ROWS * chunk_bytes(1);
+// Those that wgmma multiplies are so too, as it reads them. A group of steps is in flight while the next is made.
+template <int ROWS> struct WideShape {
+    static constexpr int STAGES = 3, STAGE = chunk_bytes(ROWS), BLOCKS = ROWS > 32 ? 1 : 2;
+    static constexpr int GROUP = ROWS > 64 ? 4 : ROWS > 32 ? 8 : 2;
     static constexpr int OWN = MANY_OWN * ROWS / MANY_ROWS; // what the kernel declares of shared memory
 };
 

