@@ -175,6 +175,114 @@ void check_post(int T, int64_t K, int64_t N, bool packs) {
     expect(same_rows(packed, got, T, N), name_of("two norms", T, K, N));
 }
 
+// A convolution over the rows of blocks of B, ahead of a sublayer and behind it. What rows add to its kernels is left in parts.
+void check_block_conv(int blocks, int B, int64_t E, int taps, int groups, bool behind) {
+    const int T = blocks * B, side = behind ? 1 : 0;
+    const Parts added(T, E, {{E % CHUNK == 0 ? 12 : 1, int64_t(2) * taps * groups}}), parts(T, 512, {{12, E}});
+    const int64_t row = E + 8;
+    const Floats x = normals(size_t(T) * row), w = normals(size_t(E)), base = normals(size_t(2) * taps * E);
+    Floats own(size_t(T) * E);
+    for (size_t i = 0; i < own.size(); i++) {
+        own[i] = x[i / E * row + i % E];
+    }
+    StepCtl ctl = blank_ctl();
+    for (int t = 0; t < T; t++) {
+        ctl.rows[t].parent = t % B == 0 ? -1 : t - 1;
+    }
+    Device<float> dx(x), dw(w), dbase(base), copy(size_t(T) * E);
+    Device<uint8_t> out(size_t(rowmm_x_bytes(T, E))), normed(size_t(rowmm_x_bytes(T, E)));
+    Device<StepCtl> control(std::vector<StepCtl>{ctl});
+    BlockConvPackArgs a = {};
+    a.T = T;
+    a.taps = taps;
+    a.groups = groups;
+    a.K = E;
+    a.x = dx.p;
+    a.x_row = row;
+    a.w = dw.p;
+    a.eps = 1e-6f;
+    a.added = &added.args;
+    a.base = dbase.p;
+    a.ctl = control.p;
+    a.out = out.p;
+    if (behind) {
+        a.parts = &parts.args;
+        a.copy = copy.p;
+    } else {
+        RowmmPackArgs norm = {};
+        norm.x = dx.p;
+        norm.x_row = row;
+        norm.T = T;
+        norm.K = E;
+        norm.out = normed.p;
+        norm.input = ROWMM_RMS;
+        norm.w = dw.p;
+        must(cuda::rowmm_pack(norm, stream));
+        a.normed = normed.p;
+    }
+    must(cuda::block_conv_pack(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const Floats got = copy.get();
+    const std::vector<uint8_t> packed = out.get();
+    const RowsLayout layout(T, [] {
+        luce::DeviceLimits device;
+        must(cuda::device_limits(device));
+        return device.wgmma;
+    }());
+    double worst = 0;
+    for (int t = 0; t < T; t++) {
+        std::vector<double> expected(size_t(E), 0.0), size(size_t(E), 1e-2);
+        for (int tap = 0; tap < taps && tap <= t % B; tap++) {
+            const int from = t - tap;
+            double squares = 0;
+            for (int64_t c = 0; c < E; c++) {
+                squares += double(own[size_t(from * E + c)]) * own[size_t(from * E + c)];
+            }
+            for (int64_t c = 0; c < E; c++) {
+                const int64_t column = (side * taps + tap) * groups + c / (E / groups);
+                const double kernel = double(base[size_t((side * taps + tap) * E + c)]) +
+                                      added.sums[0][size_t(t * 2 * taps * groups + column)];
+                const double value = behind ? double(parts.sums[0][size_t(from * E + c)])
+                                            : own[size_t(from * E + c)] / std::sqrt(squares / double(E) + 1e-6) *
+                                                  w[size_t(c)];
+                expected[size_t(c)] += kernel * value;
+                size[size_t(c)] += std::fabs(kernel * value);
+            }
+        }
+        double row_most[64] = {}, error[64] = {}; // of each chunk
+        for (int64_t c = 0; c < E; c++) {
+            const double sum = expected[size_t(c)] + (behind ? own[size_t(t * E + c)] : 0.0f);
+            if (behind) {
+                worst = std::max(worst, std::fabs(got[size_t(t * E + c)] - sum) / size[size_t(c)]);
+                continue;
+            }
+            const uint8_t *chunk = &packed[size_t((t / layout.set * chunks_of(E) + c / CHUNK) * chunk_bytes(layout.columns))];
+            const int C = layout.columns, column = t % layout.set, k = int(c % CHUNK), j = k / 8 % 8, i = k % 8;
+            const size_t at = layout.wide
+                                  ? size_t(((j * 4 + i / 2) * C + column) * 4 + k / 64) * 4 + size_t(i % 2) * 2
+                                  : size_t((j * C + column) * 4 + k / 64) * 16 + size_t(i) * 2;
+            float down;
+            memcpy(&down, chunk + chunk_sums(C) + 32 * C + column * 4, sizeof(down));
+            row_most[c / CHUNK] = std::max(row_most[c / CHUNK], std::fabs(sum));
+            error[c / CHUNK] = std::max(error[c / CHUNK], std::fabs(double(half_at(chunk + at)) * down - sum));
+        }
+        for (int64_t c = 0; !behind && c < chunks_of(E); c++) { // half an F16 step of the chunk's largest value
+            worst = std::max(worst, error[c] > row_most[c] / 2000 ? 1.0 : 0.0);
+        }
+    }
+    const std::string name = "a convolution of " + std::to_string(taps) + " taps and " + std::to_string(groups) + " groups " +
+                             (behind ? "behind" : "ahead") + ", " + std::to_string(T) + " rows of " + std::to_string(E);
+    expect(worst < 1e-5, name + " is off by " + std::to_string(worst));
+    if (behind) {
+        expect(squares_are_near(packed, got, T, E), name + ": squares");
+        Floats normed_rows = got;
+        for (size_t i = 0; i < normed_rows.size(); i++) {
+            normed_rows[i] *= w[i % E];
+        }
+        expect(same_rows(packed, normed_rows, T, E), name + ": packed");
+    }
+}
+
 void check_glu(int T, int64_t K, int64_t N) {
     const Parts parts(T, K, {{12, N}, {14, N}});
     Device<float> copy(size_t(T) * N);
@@ -323,6 +431,16 @@ void check_pack(bool all) {
             check_norm(T, K, N, T % 2 == 0);
             check_glu(T, K, N);
             check_post(T, K, N, T % 2 != 0 || all);
+        }
+    }
+    for (const bool behind : {false, true}) {
+        check_block_conv(1, 8, 1536, 2, 96, behind);
+        check_block_conv(3, 4, 320, 3, 20, behind);
+        check_block_conv(2, 5, 96, 5, 4, behind);
+        check_block_conv(9, 7, 520, 2, 4, behind);
+        check_block_conv(3, 1, 512, 1, 32, behind);
+        if (all) {
+            check_block_conv(1, 8, 5120, 2, 320, behind);
         }
     }
     check_post(2, 512, ROWMM_POST_K, true);

@@ -1,14 +1,15 @@
 // Computes attention of a DFlash block, where the rows of a sequence all see each other and the context
 // before them. Each sequence's keys are cut into SPLITS parts of whole tiles, which depend on its own length
 // alone. A block of threads takes one part for one KV head, and a warp takes some of the (row, head) pairs
-// that share it. A second kernel adds the head's sink and the parts up in order. A draft decides no token,
-// so this is plain F32, and made to be short.
+// that share it. A second kernel adds the head's sink and the parts up in order, and packs the sums. A draft decides no
+// token, so this is plain F32, and made to be short.
 #include "attention/chunks.h"
 #include "attention/kv_types.cuh"
 #include "attention/launch_plan.h"
 #include "common/kernels.h"
 #include "common/lanes.cuh"
 #include "common/overlap.cuh"
+#include "matmul/pack.cuh"
 
 #include <cuda_runtime.h>
 
@@ -121,6 +122,7 @@ template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kern
     using S = Shape<D>;
     extern __shared__ float shared[];
     float *queries = shared, *keys = queries + QUERY_VALUES, *values = keys + TILE * S::KEY;
+    let_next_start();
     if (int(blockIdx.y) >= a.ctl->n_seqs) {
         return;
     }
@@ -132,6 +134,7 @@ template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kern
     const int32_t tiles = (end - low + TILE - 1) / TILE, each = (tiles + SPLITS - 1) / SPLITS;
     const int32_t from = low + split * each * TILE;
     const int32_t to = min(end, from + each * TILE); // with from >= to the part is empty
+    wait_for_previous();
 
     for (int pair0 = 0; pair0 < pairs; pair0 += S::PAIRS) {
         __syncthreads(); // the last pairs are done with
@@ -166,33 +169,61 @@ template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kern
     }
 }
 
-// The grid is rows, heads, with a thread for each value.
-__global__ void combine_kernel(AttentionArgs a) {
-    const int row = blockIdx.x, head = blockIdx.y, d = threadIdx.x;
-    float *out = a.out + (int64_t(row) * a.H + head) * a.pool.D;
-    if (a.ctl->rows[row].seq < 0) {
-        out[d] = 0;
+// Adds up a row's parts of a chunk of 256 values, and leaves or packs them. A thread has two values, which a warp's are of one
+// head, and a lane finds the weight of the part that its number is. The grid is {chunks, rows}.
+static_assert(SPLITS == WARP);
+__global__ void __launch_bounds__(CHUNK / 2)
+    combine_kernel(const __grid_constant__ AttentionArgs a, RowsLayout layout) {
+    __shared__ float4 values[CHUNK / 4];
+    let_next_start();
+    const int row = blockIdx.y, lane = threadIdx.x % WARP, D = a.pool.D, K = a.H * D;
+    const int k = int(blockIdx.x) * CHUNK + threadIdx.x * 2, n = k < K ? k : 0, head = n / D;
+    const bool there = k < K && a.ctl->rows[row].seq >= 0;
+    const float sink = a.sinks != nullptr ? a.sinks[head] : -INFINITY; // -INFINITY adds 0 to the sum
+    const float *part = part_of(a, row, head, lane), *own = part_of(a, row, head, 0) + 2 + n % D;
+    wait_for_previous();
+    float2 x[SPLITS], v = {};
+#pragma unroll
+    for (int split = 0; split < SPLITS; split++) {
+        x[split] = there ? *reinterpret_cast<const float2 *>(own + split * (D + 2)) : float2{};
+    }
+    const float2 of_lane = there ? *reinterpret_cast<const float2 *>(part) : float2{-INFINITY, 0};
+    const float most = fmaxf(sink, warp_max(of_lane.x)), base = most == -INFINITY ? 0.0f : most;
+    const float weight = expf(of_lane.x - base), sum = expf(sink - base) + warp_sum(of_lane.y * weight);
+#pragma unroll
+    for (int split = 0; split < SPLITS; split++) {
+        const float scale = __shfl_sync(~0u, weight, split);
+        v.x = fmaf(x[split].x, scale, v.x);
+        v.y = fmaf(x[split].y, scale, v.y);
+    }
+    v = sum == 0 || !there ? float2{} : float2{v.x / sum, v.y / sum};
+    if (a.packed == nullptr) {
+        if (k < K) {
+            *reinterpret_cast<float2 *>(a.out + int64_t(row) * K + k) = v;
+        }
         return;
     }
-    const float sink = a.sinks != nullptr ? a.sinks[head] : -INFINITY; // -INFINITY adds 0 to the sum
-    float most = sink;
-    for (int split = 0; split < SPLITS; split++) {
-        most = fmaxf(most, part_of(a, row, head, split)[0]);
+    reinterpret_cast<float2 *>(values)[threadIdx.x] = v;
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        float eight[OWN];
+        load_values(eight, reinterpret_cast<const float *>(values), lane * OWN, CHUNK);
+        const int C = layout.columns;
+        uint8_t *out = static_cast<uint8_t *>(a.packed) +
+                       (row / layout.set * chunks_of(K) + int64_t(blockIdx.x)) * chunk_bytes(C);
+        pack_chunk(out, C, row % layout.set, layout.wide, eight, largest(eight), lane);
     }
-    const float base = most == -INFINITY ? 0.0f : most;
-    float sum = expf(sink - base), x = 0;
-    for (int split = 0; split < SPLITS; split++) {
-        const float *part = part_of(a, row, head, split), scale = expf(part[0] - base);
-        sum = fmaf(part[1], scale, sum);
-        x = fmaf(part[2 + d], scale, x);
-    }
-    out[d] = sum == 0 ? 0.0f : x / sum;
 }
 
 template <int TYPE, int D> int run(const AttentionArgs &a, cudaStream_t stream) {
-    cudaError_t error = launch_kernel(parts_kernel<TYPE, D>, plan_draft_attention(a), stream, false, a);
+    DeviceLimits device;
+    if (const int error = cuda::device_limits(device); error != 0) {
+        return error;
+    }
+    cudaError_t error = launch_kernel(parts_kernel<TYPE, D>, plan_draft_attention(a), stream, true, a);
     if (error == cudaSuccess) {
-        error = launch_kernel(combine_kernel, plan_draft_combine(a), stream, false, a);
+        const RowsLayout layout(a.T, a.packed != nullptr && device.wgmma);
+        error = launch_kernel(combine_kernel, plan_draft_combine(a), stream, true, a, layout);
     }
     return int(error);
 }

@@ -100,7 +100,7 @@ inline LaunchPlan plan_draft_attention(const AttentionArgs &a) {
     return {a.pool.Hkv * BLOCK_ATTENTION_SPLITS, a.T, 1, DRAFT_WARPS * WARP, draft_bytes(a.pool.D)};
 }
 inline LaunchPlan plan_draft_combine(const AttentionArgs &a) {
-    return {a.T, a.H, 1, a.pool.D, 0};
+    return {divided(int64_t(a.H) * a.pool.D, COMBINE_VALUES), a.T, 1, COMBINE_VALUES / 2, 0};
 }
 
 } // namespace

@@ -498,6 +498,25 @@ struct BlockConvArgs {
     float *out; // [T][E]
 };
 
+// The same on CUDA between products, whose parts it adds up and whose input it packs. Ahead of a sublayer it convolves x normed,
+// which is packed; behind one it convolves the results of `parts` and adds x, and what is packed is that for a product which
+// norms it, as ROWMM_RMS of RowmmPackArgs.
+struct BlockConvPackArgs {
+    int32_t T, taps, groups; // G is even
+    int64_t K; // E
+    const float *x; // [T] rows of K values
+    int64_t x_row;
+    const float *w; // [K]: weights of the norm of x, or of the one that follows; aligned to 16
+    float eps; // of the norm of x
+    const void *normed; // x, packed as ROWMM_RMS; null behind a sublayer
+    const RowmmArgs *parts; // null ahead of a sublayer, else of one weight of K rows
+    const RowmmArgs *added; // of one weight, of 2 * taps * groups rows
+    const float *base; // [2][taps][K]
+    const StepCtl *ctl;
+    float *copy; // behind a sublayer x + the convolution, [T][K]
+    void *out; // [rowmm_x_bytes(T, K)], aligned to 16
+};
+
 // prior_tokens gives the token before the one that a row drafts, for one row of each block: what the row above it has
 // drafted, else the anchor. Row t of T is the step's row first + t * (1 + between), and draws on `drafts` as choose leaves
 // them.
@@ -616,6 +635,7 @@ int choose(const ChooseArgs &args, void *stream);
 int topk(const TopkArgs &args, void *stream);
 int row_tokens(const TokensArgs &args, void *stream);
 int block_conv(const BlockConvArgs &args, void *stream);
+int block_conv_pack(const BlockConvPackArgs &args, void *stream);
 int prior_tokens(const PriorArgs &args, void *stream);
 int candidates(const CandidatesArgs &args, void *stream); // n <= TOPK_MAX_N
 int cluster_logits(const ClusterLogitsArgs &args, void *stream); // E is a multiple of 8

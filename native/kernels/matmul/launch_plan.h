@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/device_limits.h"
+#include "common/kernels.h"
 #include "common/launch_plan.h"
 #include "common/pointers.h"
 #include "matmul/shape.h"
@@ -308,6 +309,9 @@ inline PackPlan plan_pack(const DeviceLimits &device, const RowmmPackArgs &a) {
     return {{divided(chunks_of(a.K), pairs ? 1 : PACK_WARPS), divided(a.T, rows), 1,
              pairs ? PAIR_THREADS : PACK_WARPS * WARP, 0},
             rows};
+}
+inline LaunchPlan plan_pack_conv(const BlockConvPackArgs &a) {
+    return {int(chunks_of(a.K)), a.T, 1, PAIR_THREADS, 0};
 }
 
 } // namespace luce

@@ -4,6 +4,7 @@
 // scale. A row's values depend on that row alone. What most launches of a step do has kernels of its own
 // (matmul/pack_pairs.cuh).
 #include "matmul/launch_plan.h"
+#include "matmul/pack_conv.cuh"
 #include "matmul/pack_pairs.cuh"
 #include "matmul/pack_post.cuh"
 
@@ -148,6 +149,32 @@ int cuda::rowmm_pack(const RowmmPackArgs &args, void *stream) {
                                            : launch(pack_kernel<ROWMM_GLU, SILU>);
         default: return launch(pack_heads_kernel);
     }
+}
+
+int cuda::block_conv_pack(const BlockConvPackArgs &args, void *stream) {
+    const bool behind = args.parts != nullptr;
+    const RowmmArgs *added = args.added;
+    if (args.T < 1 || args.T > ROWMM_MAX_ROWS || args.K <= 0 || args.taps < 1 || args.groups < 1 ||
+        args.K % (2 * args.groups) != 0 || added == nullptr || added->n_weights != 1 || added->T != args.T ||
+        added->weights[0].N != int64_t(2) * args.taps * args.groups || !rowmm_adds_up(added->weights[0].N) ||
+        args.x_row % 2 != 0 || !given(args.x) || !given(args.w) || !given(args.base) || args.ctl == nullptr ||
+        reinterpret_cast<uintptr_t>(args.out) % 16 != 0 ||
+        (behind ? args.parts->n_weights != 1 || args.parts->T != args.T ||
+                      args.parts->weights[0].N != args.K || !rowmm_adds_up(args.K) || !aligned(args.copy)
+                : args.normed == nullptr)) {
+        return int(cudaErrorInvalidValue);
+    }
+    DeviceLimits device;
+    RowmmParts of_added = {}, parts = {};
+    for (const int error : {device_limits(device), rowmm_parts_of(*added, of_added),
+                            behind ? rowmm_parts_of(*args.parts, parts) : 0}) {
+        if (error != 0) {
+            return error;
+        }
+    }
+    return int(launch_kernel(behind ? pack_conv_kernel<true> : pack_conv_kernel<false>, plan_pack_conv(args),
+                             static_cast<cudaStream_t>(stream), true, args, RowsLayout(args.T, device.wgmma),
+                             of_added, parts));
 }
 
 } // namespace luce

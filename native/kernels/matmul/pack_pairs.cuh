@@ -81,11 +81,13 @@ struct PairPlace {
     float *copy;
     PackedPlace packed;
 
-    __device__ PairPlace(const RowmmPackArgs &a, const RowsLayout &layout, int rows = 1)
+    template <class Args> // with K, out and copy
+    __device__ PairPlace(const Args &a, const RowsLayout &layout, int rows = 1)
         : row(int(blockIdx.y) * rows), there(k < int(a.K)), at(there ? k : 0),
           copy(a.copy != nullptr && there ? a.copy + row * a.K + k : nullptr),
           packed(place(a, layout, row + warp % rows)) {}
-    __device__ PackedPlace place(const RowmmPackArgs &a, const RowsLayout &layout, int packed_row) const {
+    template <class Args>
+    __device__ PackedPlace place(const Args &a, const RowsLayout &layout, int packed_row) const {
         const int set = packed_row >= layout.set ? 1 : 0; // a step has two at most
         uint8_t *out = static_cast<uint8_t *>(a.out) +
                        int64_t(set * int(chunks_of(a.K)) + chunk) * chunk_bytes(layout.columns);

@@ -100,6 +100,8 @@ __global__ void __launch_bounds__(THREADS) topk_parts_kernel(TopkArgs a) {
     __shared__ Key heads[THREADS], groups[GROUPS], left[TOPK_MAX * GROUP * PER_THREAD], best[TOPK_MAX], kth;
     __shared__ float shared[THREADS / WARP];
     __shared__ int n_left;
+    let_next_start();
+    wait_for_previous();
     if (a.ctl != nullptr && a.ctl->rows[blockIdx.y].keep < 0) {
         return;
     }
@@ -196,7 +198,9 @@ __device__ void pick(Picked &p, const TopkArgs &a, int parts) {
 __global__ void __launch_bounds__(PICK_THREADS) topk_pick_kernel(TopkArgs a, int parts) {
     __shared__ Picked picked;
     __shared__ float largest_logit, log_sum; // they are of all logits; the sum counts the largest as 1
+    let_next_start();
     const int32_t keep = a.ctl->rows[blockIdx.x].keep;
+    wait_for_previous();
     if (keep < 0) {
         return;
     }
@@ -227,6 +231,8 @@ __global__ void __launch_bounds__(PICK_THREADS)
     candidates_pick_kernel(TopkArgs a, CandidatesArgs out, int parts) {
     __shared__ Picked picked;
     const int64_t plane = int64_t(a.T) * a.k;
+    let_next_start();
+    wait_for_previous();
     const bool bad = __syncthreads_or(
         int(threadIdx.x) < parts && isnan(__int_as_float(part_of(a, blockIdx.x, threadIdx.x)[2 * a.k + 1])));
     pick(picked, a, parts);
@@ -258,9 +264,9 @@ int cuda::candidates(const CandidatesArgs &args, void *stream) {
     all.k = args.K;
     all.scratch = args.out + 3 * int64_t(args.T) * args.K;
     const int parts = divided(args.n, TOPK_PART);
-    cudaError_t error = launch_kernel(topk_parts_kernel, plan_topk_parts(args.T, args.n), st, false, all);
+    cudaError_t error = launch_kernel(topk_parts_kernel, plan_topk_parts(args.T, args.n), st, true, all);
     if (error == cudaSuccess) {
-        error = launch_kernel(candidates_pick_kernel, plan_topk_pick(args.T), st, false, all, args, parts);
+        error = launch_kernel(candidates_pick_kernel, plan_topk_pick(args.T), st, true, all, args, parts);
     }
     return int(error);
 }
@@ -275,9 +281,9 @@ int cuda::topk(const TopkArgs &args, void *stream) {
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     const int parts = divided(args.n, TOPK_PART);
-    cudaError_t error = launch_kernel(topk_parts_kernel, plan_topk_parts(args.T, args.n), st, false, args);
+    cudaError_t error = launch_kernel(topk_parts_kernel, plan_topk_parts(args.T, args.n), st, true, args);
     if (error == cudaSuccess) {
-        error = launch_kernel(topk_pick_kernel, plan_topk_pick(args.T), st, false, args, parts);
+        error = launch_kernel(topk_pick_kernel, plan_topk_pick(args.T), st, true, args, parts);
     }
     return int(error);
 }

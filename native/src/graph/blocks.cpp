@@ -52,17 +52,17 @@ Val write_kv(Val x, const Attention &w, const KvLayer &kv, float eps) {
     return kv_write(kv, rope(head_norm(k, w.k_norm, eps), w.shape), v);
 }
 
-// With a gate all three are products of one launch. Without one K and V are apart, as a feed of drafters writes them.
 Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, bool block) {
-    if (!w.gated) {
-        const Val cells = write_kv(x, w, kv, eps);
-        const Val q = rope(head_norm(matmul(x, w.q), w.q_norm, eps), w.shape); // {D*H, T}
-        return matmul(attend(q, cells, w.shape, block, w.sinks), w.out); // {E, T}
-    }
     const auto [q_gate, k, v] = matmul(x, {w.q, w.k, w.v});
+    const auto turned = [&](Val heads, ggml_tensor *norm) {
+        return rope(head_norm(heads, norm, eps), w.shape);
+    };
+    const Val cells = kv_write(kv, turned(k, w.k_norm), v);
+    if (!w.gated) {
+        return matmul(attend(turned(q_gate, w.q_norm), cells, w.shape, block, w.sinks), w.out); // {E, T}
+    }
     const auto [q, gate] = split_heads(q_gate, w.shape); // {D*H, T} each
-    const Val cells = kv_write(kv, rope(head_norm(k, w.k_norm, eps), w.shape), v);
-    const Val o = attend(rope(head_norm(q, w.q_norm, eps), w.shape), cells, w.shape, block);
+    const Val o = attend(turned(q, w.q_norm), cells, w.shape, block);
     return matmul(gated(o, gate), w.out); // {E, T}
 }
 

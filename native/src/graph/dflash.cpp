@@ -79,7 +79,9 @@ struct DFlash : Drafter {
 
 private:
     template <typename Sublayer> Val convolved(Val x, const BlockConv &conv, const Sublayer &sublayer) const;
-    void choose_by_pairs(Val h, Val logits) const;
+    void choose_by_pairs(Val h, Val logits, Val gates) const;
+    // Whether candidates are listed, by which others than the best are had too. Without `all` they are chosen of lists.
+    bool lists(const Plain &g) const { return pairs->all == nullptr || g.cache.params().n_top > 0; }
     bool ahead() const { return n_draft == n_block; } // a row drafts the token behind its own position
     Val spread_out(Val logits) const { return spread(logits, d2t, logits.graph->model.hparams().n_vocab); }
 };
@@ -513,24 +515,29 @@ void DFlash::draft(Plain &g) const {
         x = add(x, convolved(luce::norm(x, layer.ffn_norm, rms_eps), layer.ffn_conv, feed_forward));
     }
     const Val h = luce::norm(x, norm, rms_eps);
-    const Val own = luce::softcap(scale(matmul(h, output), logit_scale), softcap); // {rows of d2t or V, T}
+    std::vector<ggml_tensor *> ends = {output};
+    if (pairs && pairs->gates != nullptr && lists(g)) {
+        ends.push_back(pairs->gates);
+    }
+    const std::vector<Val> of_h = matmuls(h, ends); // {rows of d2t or V, T} and {R, T}
+    const Val own = luce::softcap(scale(of_h[0], logit_scale), softcap);
     g.logits = spread_out(own); // {V, T}
     if (pairs) {
         compute(g.logits);
-        choose_by_pairs(named(h, "dflash_hidden"), own);
+        choose_by_pairs(named(h, "dflash_hidden"), own, of_h.size() > 1 ? of_h[1] : Val{});
     } else {
         choose(g.logits, ahead());
         keep_best(g.logits);
     }
 }
 
-// Rows h {E, T} are normed, and `logits` {rows of d2t or V, T} those before what the draft of the row above adds.
-void DFlash::choose_by_pairs(Val h, Val logits) const {
+// Rows h {E, T} are normed, `logits` {rows of d2t or V, T} those before what the draft of the row above adds, and gates {R, T}
+// or none.
+void DFlash::choose_by_pairs(Val h, Val logits, Val gates) const {
     Plain &g = *h.graph;
     const bool exact = pairs->all != nullptr;
-    if (!exact || g.cache.params().n_top > 0) {
+    if (lists(g)) {
         const Val best = candidates(logits, d2t, pairs->k);
-        const Val gates = pairs->gates == nullptr ? Val{} : matmul(h, pairs->gates); // {R, T}
         lattice(best, embed(g, pairs->before), rows_at(best, pairs->before, By::token),
                 rows_at(best, pairs->behind, By::index), gates, {ahead(), !exact});
     }

@@ -129,7 +129,8 @@ bool Lowering::as_norm(Val v, NormOf &norm) const {
         norm = {n.in[0], n.w[0], std::get<float>(n.params)};
         return true;
     }
-    if ((n.op == Op::add_norm || n.op == Op::add_normed || n.op == Op::mixture) && v.out == 1) {
+    if ((n.op == Op::add_norm || n.op == Op::add_normed || n.op == Op::add_convolved || n.op == Op::mixture) &&
+        v.out == 1) {
         const Node &behind = part(n, "N");
         norm = {{v.graph, v.node, 0}, behind.w[0], std::get<float>(behind.params)};
         return true;

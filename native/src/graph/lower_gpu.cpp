@@ -60,6 +60,7 @@
 #ifdef LUCE_USE_CUDA
 
 #include "common/device_limits.h"
+#include "graph/rules.h"
 #include "matmul/layout.h"
 #include "moe/launch_plan.h"
 #include "ops/moe.h"
@@ -138,6 +139,11 @@ protected:
                                 {in->tokens, plain.cache.drafts(), part(n, "E").w[0], plain.cache.hidden(),
                                  in->hidden_from, e_norm.w[0], h_norm.w[0]},
                                 a);
+        } else if (n.op == Op::block_conv && as_norm(n.in[0], norm) && Target{plain, gpu, nullptr}.convolves(n)) {
+            ggml_tensor *x = flat(norm.x), *normed = packed(n.in[0]), *added = partials(n.in[1]);
+            BlockConvPackArgs a{};
+            a.eps = norm.eps;
+            t = ops::block_conv_pack(ctx, {x, norm.w, normed, added, n.w[0], in->ctl}, a);
         } else if (const auto *op = packs_attention(n)) {
             const auto [plan, layer] = plan_of(n);
             t = attention(*op, n, plan, layer).node;
@@ -147,11 +153,13 @@ protected:
         return t;
     }
 
-    // The op that leaves a node's attention packed: a prompt's has none, nor has a drafter's block.
+    // The op that leaves a node's attention packed: a prompt's has none.
     const OpRow<AttentionArgs> *packs_attention(const Node &n) const {
-        const bool attends =
-            std::holds_alternative<Attends>(n.params) || std::holds_alternative<AttendsCommitted>(n.params);
-        return attends && !plain.prefill() && !plain.drafts_blocks() ? &ops::attention_packed : nullptr;
+        const auto *attends = std::get_if<Attends>(&n.params);
+        if (plain.prefill() || (attends == nullptr && !std::holds_alternative<AttendsCommitted>(n.params))) {
+            return nullptr;
+        }
+        return attends != nullptr && attends->block ? &ops::block_attention_packed : &ops::attention_packed;
     }
 
     // A glu adds partial sums up where the product behind it leaves such sums too. A shared expert's does not, beside experts
@@ -313,6 +321,17 @@ protected:
         as_norm(normed, norm);
         ggml_tensor *parts = partials(product), *residual = n.in.size() > 1 ? flat(n.in[0]) : nullptr;
         const OpNode t = ops::rowmm_parts_rms(ctx, {norm.w, parts, residual});
+        made(y, Form::rows) = t[0];
+        made(normed, Form::packed) = t[1];
+    }
+
+    void add_convolved(const Node &n, Val y) {
+        const Val normed = {y.graph, y.node, 1};
+        NormOf norm;
+        as_norm(normed, norm);
+        ggml_tensor *x = flat(n.in[0]), *parts = partials(n.in[1]), *added = partials(n.in[2]);
+        const OpNode t =
+            ops::block_conv_rms(ctx, {x, norm.w, parts, added, part(n, "C").w[0], in->ctl}, {});
         made(y, Form::rows) = t[0];
         made(normed, Form::packed) = t[1];
     }
@@ -569,6 +588,7 @@ protected:
                 break;
             }
             case Op::add_normed: add_normed(n, y); break;
+            case Op::add_convolved: add_convolved(n, y); break;
             case Op::heads: heads(n, y); break;
             case Op::queries: made(y, Form::rows) = queries(n); break;
             case Op::delta_layer: delta_layer(n, y); break;

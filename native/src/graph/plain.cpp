@@ -24,6 +24,7 @@ static int traits_of(Op op) {
         case Op::queries:
         case Op::add_norm:
         case Op::add_normed:
+        case Op::add_convolved:
         case Op::delta_layer: return ADDS_UP;
         default: return 0;
     }

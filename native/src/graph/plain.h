@@ -105,6 +105,7 @@ enum class Op : uint8_t {
     mixture,
     routed_experts,
     add_normed,
+    add_convolved,
     any, // of a pattern: every op fits
 };
 
@@ -202,8 +203,6 @@ public:
     // Whether weights are written out for products of many rows (on a GPU).
     bool writes_out() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
     const DrafterUse &use() const { return cache.params().drafters[drafter]; }
-    // Whether it drafts blocks, of rows after the anchor.
-    bool drafts_blocks() const { return kind == StepKind::draft && use().n_block > 0; }
     uint32_t last_stage() const { return uint32_t(cache.stages().size()) - 1; }
     // Goes to a layer of the trunk: what is written from here on runs on its stage. Returns whether the step has the layer.
     bool enter(uint32_t layer) {

@@ -28,7 +28,13 @@ Pattern rotated(const char *rope, const char *norm, Pattern x) {
 }
 const Pattern QUERIES_OF_M = rotated("Q", "q_norm", {Op::split_heads, "S", {part(Op::matmul, "M", 0)}, 0});
 const Pattern KEYS_OF_M = rotated("", "k_norm", part(Op::matmul, "M", 1));
-// Queries without a gate, and V that is normed: of output `v` of the product.
+// Queries without a gate.
+const Pattern ATTEND_OPEN = {
+    Op::attend,
+    "",
+    {rotated("Q", "q_norm", part(Op::matmul, "M", 0)),
+     {Op::kv_write, "W", {rotated("", "k_norm", part(Op::matmul, "M", 1)), part(Op::matmul, "M", 2)}}}};
+// The same, and V that is normed: of output `v` of the product.
 Pattern attend_plain(int32_t v) {
     return {Op::attend,
             "",
@@ -63,6 +69,8 @@ const Pattern NORMED_PRODUCT = {Op::add, "S", {any("x"), {Op::norm, "A", {{Op::m
 Pattern normed_sum(Pattern y) {
     return {Op::norm, "N", {{Op::add, "S", {any("x"), std::move(y)}}}};
 }
+// A convolution over a block's rows.
+const Pattern CONVOLVED = {Op::block_conv, "C", {{Op::matmul, "M"}, part(Op::matmul, "A", 0)}};
 
 // ---- conditions ----
 
@@ -161,6 +169,9 @@ bool sum_of_partials(const Target &t, const Match &m) {
            std::all_of(readers.begin(), readers.end(),
                        [&](int32_t r) { return has(t.graph.nodes[size_t(r)].op, TAKES_PACKED); });
 }
+bool convolved_partials(const Target &t, const Match &m) {
+    return one_of_partials(t, m) && t.convolves(node(t, m, "C"));
+}
 bool post_of_partials(const Target &t, const Match &m) {
     return one_of_partials(t, m) && node(t, m, "M").n[0] <= ROWMM_POST_K;
 }
@@ -235,6 +246,10 @@ std::vector<Rule> table() {
             "adds the partial sums up once; norms, rotates and stores in one launch", "",
             {Op::attend, "", {QUERIES_OF_M, {Op::kv_write, "W", {KEYS_OF_M, part(Op::matmul, "M", 2)}}}},
             Op::heads, "W", {{"M", 0}, {"M", 1}, {"M", 2}}, {{"W"}, {"Q"}, {"S", 1}}},
+        {"heads_open", heads_of_partials, Bits::device,
+            "the same of queries without a gate", "",
+            ATTEND_OPEN,
+            Op::heads, "W", {{"M", 0}, {"M", 1}, {"M", 2}}, {{"W"}, {"Q"}}},
         {"heads_plain", plain_heads, Bits::device,
             "the same of queries without a gate and V that is normed", "",
             attend_plain(2),
@@ -297,6 +312,10 @@ std::vector<Rule> table() {
             "one pass over the rows in place of two", "",
             normed_sum(any("y")),
             Op::add_norm, "S", {{"x"}, {"y"}}, {{"S"}, {"N"}}},
+        {"add_convolved", convolved_partials, Bits::device,
+            "adds partial sums up, convolves and adds the residual in one launch", "",
+            normed_sum(CONVOLVED),
+            Op::add_convolved, "S", {{"x"}, {"M"}, {"A"}}, {{"S"}, {"N"}}},
         {"add_norm_partials", sum_of_partials, Bits::same,
             "adds the partial sums up, the residual and the squares in one launch",
             "9.15 to 7.21 ms a step, with the forms of lower.h",
@@ -419,6 +438,15 @@ bool Target::leaves_partials(const std::vector<ggml_tensor *> &weights) const {
     return gpu && step() && std::all_of(weights.begin(), weights.end(), [](const ggml_tensor *w) {
                return is_packed(w) && rowmm_adds_up(w->ne[1]);
            });
+}
+
+bool Target::convolves(const Node &conv) const {
+    const Node &added = graph.at(conv.in[1]);
+    if (added.op != Op::matmul || added.w.size() != 1 || !leaves_partials(added.w)) {
+        return false;
+    }
+    const int64_t groups = added.w[0]->ne[1] / (2 * conv.w[0]->ne[1]);
+    return conv.n[0] % (2 * groups) == 0;
 }
 
 Val Match::operator[](const char *name) const {

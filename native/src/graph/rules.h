@@ -16,6 +16,8 @@ struct Target {
     bool step() const { return !graph.prefill(); }
     // Whether products with these weights may stay partial sums over K, which the next kernel adds up.
     bool leaves_partials(const std::vector<ggml_tensor *> &weights) const;
+    // Whether a kernel of a block_conv adds up the partial sums of what rows add to it: a thread has two values of one group.
+    bool convolves(const Node &conv) const;
 };
 
 // A Pattern is a node with its inputs. Where it has a name, equal names are one node, or one value where any fits.

@@ -211,6 +211,35 @@ inline const auto &rowmm_parts_post = row<RowmmPackArgs>("rowmm_parts_post", [](
             [](const auto &args) { return args.w == nullptr ? 0 : rowmm_op_bytes(args.T, args.K); });
     op.runs(nullptr, cuda::rowmm_pack);
 });
+// A convolution over a block's rows ahead of a sublayer, of the norm of x, packed.
+inline const auto &block_conv_pack = row<BlockConvPackArgs>("block_conv_pack", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T}).row(a.x_row);
+    op.in(FIELD(w), {K});
+    op.in("normed", ArgForm::rows, {ANY},
+          [](auto &args, const ggml_tensor &, uint8_t *at) { args.normed = at; });
+    op.launch(FIELD(added));
+    op.in(FIELD(base), {K, C, 2});
+    op.in(FIELD(ctl));
+    op.dims(a.T, T, a.K, K, a.taps, C);
+    op.params(FIELD(eps));
+    op.derive([](auto &args) { args.groups = int32_t(args.added->weights[0].N / (2 * args.taps)); });
+    op.room(FIELD(out), [](const auto &args) { return rowmm_op_bytes(args.T, args.K); });
+    op.runs(nullptr, cuda::block_conv_pack);
+});
+// x + the convolution behind a sublayer of the sum of parts, and that packed for a product that norms it.
+inline const auto &block_conv_rms = row<BlockConvPackArgs>("block_conv_rms", [](auto &op, auto &a) {
+    op.in(FIELD(x), {K, T}).row(a.x_row);
+    op.in(FIELD(w), {K});
+    op.launch(FIELD(parts));
+    op.launch(FIELD(added));
+    op.in(FIELD(base), {K, C, 2});
+    op.in(FIELD(ctl));
+    op.dims(a.T, T, a.K, K, a.taps, C);
+    op.derive([](auto &args) { args.groups = int32_t(args.added->weights[0].N / (2 * args.taps)); });
+    op.out(FIELD(copy), {K, T});
+    op.room(FIELD(out), [](const auto &args) { return rowmm_op_bytes(args.T, args.K); });
+    op.runs(nullptr, cuda::block_conv_pack);
+});
 // f(gate) * up of parts, packed.
 inline const auto &rowmm_parts_glu = row<RowmmPackArgs>("rowmm_parts_glu", [](auto &op, auto &a) {
     op.launch(FIELD(parts));

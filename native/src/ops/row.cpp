@@ -188,6 +188,7 @@ Extents CustomOp::fill(ggml_tensor *const *tensors, OpCall &call) const {
     for (const auto &[field, extent] : dims_) {
         field.set(call.args, known.of(extent));
     }
+    unsigned char *room = call.sources[0].args; // of the next launch
     for (size_t i = 0; i < n_most(); i++) {
         const ggml_tensor *t = tensors[i];
         const Arg &arg = arg_of(i);
@@ -197,11 +198,12 @@ Extents CustomOp::fill(ggml_tensor *const *tensors, OpCall &call) const {
         if (arg.launch) {
             OpCall source;
             custom_op(t)->bind(t, source);
-            memcpy(call.source, source.args, sizeof(call.source));
+            memcpy(room, source.args, sizeof(RowmmArgs));
         }
         if (arg.offset >= 0) {
-            set_pointer(call.args, arg.offset, arg.launch ? call.source : address(t));
+            set_pointer(call.args, arg.offset, arg.launch ? room : address(t));
         }
+        room += arg.launch ? sizeof(call.sources[0]) : 0;
         if (arg.type_field) {
             arg.type_field.set(call.args, t->type);
         }

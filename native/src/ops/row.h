@@ -99,10 +99,12 @@ struct NumberField {
     void set(void *args, int64_t value) const;
 };
 
-// Room for an op's struct of arguments, and for that of the launch which left its parts.
+// Room for an op's struct of arguments, and for those of the launches which left its parts.
 struct OpCall {
     alignas(16) unsigned char args[1024];
-    alignas(16) unsigned char source[sizeof(RowmmArgs)];
+    struct alignas(16) {
+        unsigned char args[sizeof(RowmmArgs)];
+    } sources[2];
 };
 
 // An op in a graph, and its results as tensors: y[0], y[1] .. in the row's order.
