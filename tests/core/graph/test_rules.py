@@ -15,12 +15,14 @@ import op_run
 import pytest
 import tiny
 import tiny_dflash
+import tiny_dflash2
 import tiny_gemma4
 from depth import deeper_but
 
 from luce.convert.gemma4_layout import Config as Gemma4
 from luce.errors import UnsupportedError
 from luce.native import Form, Library, Source
+from luce.native import Sequence as Timeline
 
 BOUND = 2e-3
 DENSE = tiny.Config(n_embd=256, n_ff=256, n_v_head=8, state_size=128, head_dim=128, n_layer=3,
@@ -34,7 +36,7 @@ GEMMA = Gemma4(sliding=(True, False, True, False), window=40, n_embd=256, n_head
 class Model:
     config: tiny.Config | Gemma4
     cpu_experts: int = 0
-    drafter: tiny_dflash.Case | None = None
+    drafter: tiny_dflash.Case | tiny_dflash2.More | None = None
     kind: str = "F32"
     assistant: Gemma4 | None = None
     params: dict[str, int] = field(default_factory=dict)
@@ -62,6 +64,7 @@ MODELS = {
         replace(GEMMA, v_is_k=True, n_shared_kv=0, n_expert=0), params=HEAD, seed=GEMMA_DENSE_SEED,
         assistant=replace(tiny_gemma4.ASSISTANT, window=40, n_embd=256, n_ff=128, n_head_kv_swa=1, n_embd_out=256)),
     "dflash": Model(tiny_dflash.WIDE, drafter=tiny_dflash.CASES["causal-windows"], params={"blocks": 1}),
+    "dflash2": Model(tiny_dflash.WIDE, drafter=tiny_dflash2.CASES["dflash2-causal"], params={"blocks": 1}),
 }
 # These have an effect on this device, each in some of the models.
 ON_CPU = {"host_experts", "experts_glu", "add_shared", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm",
@@ -69,7 +72,7 @@ ON_CPU = {"host_experts", "experts_glu", "add_shared", "norm_rope", "norm_rope_k
 # A GPU has no other op for these patterns.
 NEEDED = {"mixture", "mixture_shared", "mixture_in_ram", "mixture_in_ram_shared", "routed_experts"}
 ON_GPU = NEEDED | {
-    "heads_plain", "heads_plain_k", "queries", "queries_committed", "add_normed", "add_normed_packed",
+    "heads_open", "heads_plain", "heads_plain_k", "add_convolved", "queries", "queries_committed", "add_normed", "add_normed_packed",
     "add_normed_scaled", "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer",
     "draft_input",
     "matmul_first", "add_norm_partials", "norm_partials", "matmul_add",
@@ -87,7 +90,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
         path = folder / f"{name}.gguf"
         if model.drafter is not None:
             (folder / name).mkdir()
-            made[name] = tiny_dflash.files(folder / name, model.drafter)
+            kind = tiny_dflash2 if isinstance(model.drafter, tiny_dflash2.More) else tiny_dflash
+            made[name] = kind.files(folder / name, model.drafter)
         elif isinstance(model.config, Gemma4):
             tensors = tiny_gemma4.layout(model.config, model.seed)
             tensors |= {of: x * SOFTER for of, x in tensors.items() if of.endswith("attn_q_norm.weight")}
@@ -124,14 +128,29 @@ def run(native: Library, device: str, model: Model, files: tuple[Path, Path | No
     sources = [Source.DFLASH] if drafter else [Source.NEXTN, Source.PART] if head else []
     for source in sources:
         drive.draft(sequence, 5, 3, source)
-        lists = sequence.lists(3, 2, Form.INDEPENDENT if drafter else Form.CHAIN)
-        behind = [lists.scores[2 * depth] - lists.scores[2 * depth + 1] for depth in range(3)]
-        tokens = [lists.ids[2 * depth] for depth in range(3)]
+        if isinstance(model.drafter, tiny_dflash2.More):
+            tokens, behind = best_path(sequence, model.drafter.candidates)
+        else:
+            lists = sequence.lists(3, 2, Form.INDEPENDENT if drafter else Form.CHAIN)
+            behind = [lists.scores[2 * depth] - lists.scores[2 * depth + 1] for depth in range(3)]
+            tokens = [lists.ids[2 * depth] for depth in range(3)]
         drive.verify_draft(sequence, 3)
         found.drafts.append((tokens, behind, [sequence.logits(row) for row in range(4)]))
         sequence.commit([0])
     sequence.engine.close()
     return found
+
+
+def best_path(sequence: Timeline, k: int) -> tuple[list[int], list[float]]:
+    """Returns the best of three lists of k candidates, each behind the one before, and how much the second was behind."""
+    lists, parent = sequence.lists(3, k, Form.CONDITIONAL), 0
+    tokens, behind = list[int](), list[float]()
+    for depth in range(3):
+        scores = [lists.scores[(depth * k + parent) * k + i] for i in range(k)]
+        parent, second = sorted(range(k), key=lambda i: -scores[i])[:2]
+        tokens.append(lists.ids[depth * k + parent])
+        behind.append(scores[parent] - scores[second])
+    return tokens, behind
 
 
 @dataclass(frozen=True)
