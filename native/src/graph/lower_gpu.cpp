@@ -40,7 +40,12 @@
 //                        choice              rowmm, choose
 //   of an ordered vocabulary, whose          RMS_NORM, MUL         rows that rows of the head are multiplied by
 //   centroids are in the rowmm above         candidates, cluster_logits, choose
-//   a block (DFlash) of DFlash2 has    block_conv, ADD       around attention and FFN, whose input and output are rows
+//   a block (DFlash) of DFlash2 has, around attention (8) and FFN (6)
+//                        convolution         rowmm_parts           what rows add to its kernels
+//                                            block_conv_pack       adds that up; convolves the norm of x, packed
+//                        q k v               rowmm_parts, attention_heads
+//                        attention           block_attention_packed   in two kernels, or attention_packed where it is causal
+//                        convolution, residual, norm   block_conv_rms   adds the parts of out or down up too
 //                        and at its end      candidates, lattice   of which it drafts
 //   and of DSpark for each draft             prior_tokens, GET_ROWS, CONT, rowmm_add, choose
 //   and the links of one sequence's chain are one graph, whose launches overlap too
