@@ -24,6 +24,7 @@ void check_block(const KvShape &s, const Ints &contexts, int rows) {
     const Device<float> queries(in.q), no_gate(0), scratch(size_t(block_attention_scratch(T, s.H, s.D)));
     Device<float> out(T * q);
     AttentionArgs a = kv.args(T, queries, no_gate, pages, int(table.size()));
+    a.block = rows;
     a.out = out.p;
     a.scratch = scratch.p;
     Floats first;

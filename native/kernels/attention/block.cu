@@ -19,13 +19,16 @@ namespace {
 constexpr int WARPS = DRAFT_WARPS, THREADS = WARP * WARPS;
 constexpr int TILE = DRAFT_KEYS; // each lane has one of these keys
 constexpr int SPLITS = BLOCK_ATTENTION_SPLITS, QUERY_VALUES = DRAFT_QUERY_VALUES;
+constexpr int GROUP =
+    4; // a warp works on so many pairs side by side, with the keys and values that it reads once
 
 template <int D> struct Shape {
     static constexpr int PAIRS = QUERY_VALUES / D; // so many pairs are worked on at once
-    static constexpr int MINE = PAIRS / WARPS; // a warp has so many of them
-    static constexpr int LANE = D / WARP; // a lane has so many values
+    static constexpr int MINE = PAIRS / WARPS; // a warp has so many of them, every WARPS-th
+    static constexpr int LANE = D / WARP; // a lane has so many values, one behind the other
     static constexpr int KEY = draft_key(D);
     static_assert(draft_bytes(D) <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
+    static_assert(MINE % GROUP == 0 && LANE % 2 == 0 && KEY % 4 == 0);
 };
 
 // Returns where a part's largest score lies, with its sum of e^(score - largest) and that of e^(score -
@@ -34,12 +37,26 @@ __device__ float *part_of(const AttentionArgs &a, int row, int head, int split) 
     return a.scratch + ((int64_t(row) * a.H + head) * SPLITS + split) * (a.pool.D + 2);
 }
 
+// Says how a sequence's keys are cut into parts, of which there are `n`.
+struct Parts {
+    int32_t low, end, each; // a part has so many keys
+    int n;
+
+    __device__ Parts(const AttentionArgs &a, const SeqCtl &seq)
+        : low(lowest_visible(seq.n_past, a.first, a.window)), end(seq.n_past + seq.n_rows) {
+        const int32_t tiles = (end - low + TILE - 1) / TILE, of_part = (tiles + SPLITS - 1) / SPLITS;
+        each = of_part * TILE;
+        n = (tiles + of_part - 1) / of_part;
+    }
+};
+
 // Loads keys first .. first + TILE - 1 of one KV head and their values, and zeros from `end` on.
 template <int TYPE, int D>
 __device__ void load_tile(const AttentionArgs &a, const SeqCtl &seq, int head, int32_t first, int32_t end,
                           float *keys, float *values) {
     using S = Shape<D>;
     constexpr int PARTS = D / 8;
+#pragma unroll
     for (int u = threadIdx.x; u < 2 * TILE * PARTS; u += THREADS) {
         const bool value = u >= TILE * PARTS;
         const int at = value ? u - TILE * PARTS : u, key = at / PARTS, i = at % PARTS * 8;
@@ -49,22 +66,20 @@ __device__ void load_tile(const AttentionArgs &a, const SeqCtl &seq, int head, i
             const int64_t row = a.pool.row(a.pages[seq.pages + position / PAGE], position, head);
             load_row<TYPE>((value ? a.pool.v : a.pool.k) + row * kv_bytes<TYPE>(D), i, x);
         }
-        float *to = value ? values + key * D + i : keys + key * S::KEY + i;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            to[j] = x[j];
-        }
+        float4 *to = reinterpret_cast<float4 *>(value ? values + key * D + i : keys + key * S::KEY + i);
+        to[0] = {x[0], x[1], x[2], x[3]};
+        to[1] = {x[4], x[5], x[6], x[7]};
     }
 }
 
-// Sums are those of a warp's pairs over the keys so far.
+// Sums are those of a group of a warp's pairs over the keys so far.
 template <int D> struct Sums {
     using S = Shape<D>;
-    float most[S::MINE], sum[S::MINE], out[S::MINE][S::LANE];
+    float most[GROUP], sum[GROUP], out[GROUP][S::LANE];
 
     __device__ Sums() {
 #pragma unroll
-        for (int m = 0; m < S::MINE; m++) {
+        for (int m = 0; m < GROUP; m++) {
             most[m] = -INFINITY;
             sum[m] = 0;
 #pragma unroll
@@ -74,23 +89,37 @@ template <int D> struct Sums {
         }
     }
 
-    // Adds a tile's keys and values to pair m. `score` is that of the lane's key, and -inf where it is not
-    // seen.
-    __device__ void add(int m, float score, const float *values, int lane) {
-        const float largest = fmaxf(most[m], warp_max(score));
-        const float base = largest == -INFINITY ? 0.0f : largest;
-        const float weight = expf(score - base), shrink = expf(most[m] - base);
-        sum[m] = fmaf(sum[m], shrink, warp_sum(weight));
-        most[m] = largest;
+    // Adds a tile's values. Scores are those of the lane's key, and -inf where it is not seen.
+    __device__ void add(const float (&scores)[GROUP], const float *values, int lane) {
+        float weights[GROUP];
 #pragma unroll
-        for (int d = 0; d < S::LANE; d++) {
-            out[m][d] *= shrink;
-        }
-        for (int j = 0; j < TILE; j++) {
-            const float p = __shfl_sync(~0u, weight, j);
+        for (int m = 0; m < GROUP; m++) {
+            const float largest = fmaxf(most[m], warp_max(scores[m]));
+            const float base = largest == -INFINITY ? 0.0f : largest;
+            weights[m] = expf(scores[m] - base);
+            const float shrink = expf(most[m] - base);
+            sum[m] = fmaf(sum[m], shrink, warp_sum(weights[m]));
+            most[m] = largest;
 #pragma unroll
             for (int d = 0; d < S::LANE; d++) {
-                out[m][d] = fmaf(p, values[j * D + d * WARP + lane], out[m][d]);
+                out[m][d] *= shrink;
+            }
+        }
+#pragma unroll 8
+        for (int j = 0; j < TILE; j++) {
+            float v[S::LANE];
+#pragma unroll
+            for (int d = 0; d < S::LANE; d += 2) {
+                const float2 both = *reinterpret_cast<const float2 *>(values + j * D + lane * S::LANE + d);
+                v[d] = both.x, v[d + 1] = both.y;
+            }
+#pragma unroll
+            for (int m = 0; m < GROUP; m++) {
+                const float p = __shfl_sync(~0u, weights[m], j);
+#pragma unroll
+                for (int d = 0; d < S::LANE; d++) {
+                    out[m][d] = fmaf(p, v[d], out[m][d]);
+                }
             }
         }
     }
@@ -101,27 +130,45 @@ template <int D> struct Sums {
             part[1] = sum[m];
         }
 #pragma unroll
-        for (int d = 0; d < S::LANE; d++) {
-            part[2 + d * WARP + lane] = out[m][d];
+        for (int d = 0; d < S::LANE; d += 2) {
+            *reinterpret_cast<float2 *>(part + 2 + lane * S::LANE + d) = {out[m][d], out[m][d + 1]};
         }
     }
 };
 
-// Returns the score of a query with the lane's key.
-template <int D> __device__ float score_of(const AttentionArgs &a, const float *q, const float *k) {
-    float score = 0;
-    for (int d = 0; d < D; d++) {
-        score = fmaf(q[d], k[d], score);
+// Finds the scores of a group of queries, WARPS apart, with the lane's key.
+template <int D>
+__device__ void find_scores(const AttentionArgs &a, const float *queries, const float *key,
+                            float (&scores)[GROUP]) {
+#pragma unroll
+    for (int m = 0; m < GROUP; m++) {
+        scores[m] = 0;
     }
-    score *= a.scale;
-    return a.softcap > 0 ? a.softcap * tanhf(score / a.softcap) : score;
+#pragma unroll 8
+    for (int d = 0; d < D; d += 4) {
+        const float4 k = *reinterpret_cast<const float4 *>(key + d);
+#pragma unroll
+        for (int m = 0; m < GROUP; m++) {
+            const float4 q = *reinterpret_cast<const float4 *>(queries + m * WARPS * D + d);
+            scores[m] = fmaf(q.x, k.x, scores[m]);
+            scores[m] = fmaf(q.y, k.y, scores[m]);
+            scores[m] = fmaf(q.z, k.z, scores[m]);
+            scores[m] = fmaf(q.w, k.w, scores[m]);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < GROUP; m++) {
+        scores[m] *= a.scale;
+        scores[m] = a.softcap > 0 ? a.softcap * tanhf(scores[m] / a.softcap) : scores[m];
+    }
 }
 
 // The grid is KV heads * SPLITS, sequences.
 template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kernel(AttentionArgs a) {
     using S = Shape<D>;
-    extern __shared__ float shared[];
-    float *queries = shared, *keys = queries + QUERY_VALUES, *values = keys + TILE * S::KEY;
+    extern __shared__ float4 shared[];
+    float *queries = reinterpret_cast<float *>(shared), *keys = queries + QUERY_VALUES,
+          *values = keys + TILE * S::KEY;
     let_next_start();
     if (int(blockIdx.y) >= a.ctl->n_seqs) {
         return;
@@ -130,40 +177,49 @@ template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kern
     const int head = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int G = a.H / a.pool.Hkv, pairs = seq.n_rows * G;
-    const int32_t end = seq.n_past + seq.n_rows, low = lowest_visible(seq.n_past, a.first, a.window);
-    const int32_t tiles = (end - low + TILE - 1) / TILE, each = (tiles + SPLITS - 1) / SPLITS;
-    const int32_t from = low + split * each * TILE;
-    const int32_t to = min(end, from + each * TILE); // with from >= to the part is empty
+    const Parts parts(a, seq);
+    const int32_t from = parts.low + split * parts.each, to = min(parts.end, from + parts.each);
+    if (split >= parts.n) {
+        return;
+    }
+    const bool one = to - from <= TILE; // then keys and values are loaded once
     wait_for_previous();
-
     for (int pair0 = 0; pair0 < pairs; pair0 += S::PAIRS) {
+        const int here = min(pairs - pair0, S::PAIRS);
         __syncthreads(); // the last pairs are done with
-        for (int i = threadIdx.x; i < QUERY_VALUES; i += THREADS) {
+        for (int i = threadIdx.x * 4; i < (here + GROUP * WARPS - 1) / (GROUP * WARPS) * GROUP * WARPS * D;
+             i += THREADS * 4) {
             const int pair = pair0 + i / D;
             const int64_t row = seq.row0 + pair / G;
-            queries[i] = pair < pairs ? a.q[(row * a.H + head * G + pair % G) * D + i % D] : 0.0f;
+            *reinterpret_cast<float4 *>(queries + i) =
+                pair < pairs
+                    ? *reinterpret_cast<const float4 *>(a.q + (row * a.H + head * G + pair % G) * D + i % D)
+                    : float4{};
         }
-        Sums<D> sums;
-        const int mine = pair0 + warp * S::MINE; // it is the warp's first pair
-        for (int32_t first = from; first < to; first += TILE) {
-            __syncthreads();
-            load_tile<TYPE, D>(a, seq, head, first, to, keys, values);
-            __syncthreads();
-#pragma unroll
-            for (int m = 0; m < S::MINE; m++) {
-                if (mine + m < pairs) {
-                    const int32_t position = seq.n_past + (mine + m) / G, key = first + lane;
-                    const bool seen = key < to && key >= lowest_visible(position, a.first, a.window);
-                    const float score =
-                        score_of<D>(a, queries + (warp * S::MINE + m) * D, keys + lane * S::KEY);
-                    sums.add(m, seen ? score : -INFINITY, values, lane);
+        for (int group = 0; group * WARPS < here; group += GROUP) {
+            Sums<D> sums;
+            for (int32_t first = from; first < to; first += TILE) {
+                if (!one || (pair0 == 0 && group == 0)) {
+                    __syncthreads();
+                    load_tile<TYPE, D>(a, seq, head, first, to, keys, values);
                 }
-            }
-        }
+                __syncthreads();
+                float scores[GROUP];
+                find_scores<D>(a, queries + (group * WARPS + warp) * D, keys + lane * S::KEY, scores);
 #pragma unroll
-        for (int m = 0; m < S::MINE; m++) {
-            if (const int pair = mine + m; pair < pairs) {
-                sums.write(m, part_of(a, seq.row0 + pair / G, head * G + pair % G, split), lane);
+                for (int m = 0; m < GROUP; m++) {
+                    const int pair = pair0 + (group + m) * WARPS + warp, key = first + lane;
+                    const bool seen =
+                        key < to && key >= lowest_visible(seq.n_past + pair / G, a.first, a.window);
+                    scores[m] = seen ? scores[m] : -INFINITY;
+                }
+                sums.add(scores, values, lane);
+            }
+#pragma unroll
+            for (int m = 0; m < GROUP; m++) {
+                if (const int pair = pair0 + (group + m) * WARPS + warp; pair < pairs) {
+                    sums.write(m, part_of(a, seq.row0 + pair / G, head * G + pair % G, split), lane);
+                }
             }
         }
     }
@@ -178,16 +234,17 @@ __global__ void __launch_bounds__(CHUNK / 2)
     let_next_start();
     const int row = blockIdx.y, lane = threadIdx.x % WARP, D = a.pool.D, K = a.H * D;
     const int k = int(blockIdx.x) * CHUNK + threadIdx.x * 2, n = k < K ? k : 0, head = n / D;
-    const bool there = k < K && a.ctl->rows[row].seq >= 0;
+    const int sequence = a.ctl->rows[row].seq;
+    const int parts = k < K && sequence >= 0 ? Parts(a, a.ctl->seqs[sequence]).n : 0;
     const float sink = a.sinks != nullptr ? a.sinks[head] : -INFINITY; // -INFINITY adds 0 to the sum
     const float *part = part_of(a, row, head, lane), *own = part_of(a, row, head, 0) + 2 + n % D;
     wait_for_previous();
     float2 x[SPLITS], v = {};
 #pragma unroll
     for (int split = 0; split < SPLITS; split++) {
-        x[split] = there ? *reinterpret_cast<const float2 *>(own + split * (D + 2)) : float2{};
+        x[split] = split < parts ? *reinterpret_cast<const float2 *>(own + split * (D + 2)) : float2{};
     }
-    const float2 of_lane = there ? *reinterpret_cast<const float2 *>(part) : float2{-INFINITY, 0};
+    const float2 of_lane = lane < parts ? *reinterpret_cast<const float2 *>(part) : float2{-INFINITY, 0};
     const float most = fmaxf(sink, warp_max(of_lane.x)), base = most == -INFINITY ? 0.0f : most;
     const float weight = expf(of_lane.x - base), sum = expf(sink - base) + warp_sum(of_lane.y * weight);
 #pragma unroll
@@ -196,7 +253,7 @@ __global__ void __launch_bounds__(CHUNK / 2)
         v.x = fmaf(x[split].x, scale, v.x);
         v.y = fmaf(x[split].y, scale, v.y);
     }
-    v = sum == 0 || !there ? float2{} : float2{v.x / sum, v.y / sum};
+    v = sum == 0 || parts == 0 ? float2{} : float2{v.x / sum, v.y / sum};
     if (a.packed == nullptr) {
         if (k < K) {
             *reinterpret_cast<float2 *>(a.out + int64_t(row) * K + k) = v;
@@ -237,7 +294,7 @@ template <int TYPE> int run(const AttentionArgs &a, cudaStream_t stream) {
 
 int cuda::block_attention(const AttentionArgs &args, void *stream) {
     if (args.T <= 0 || args.T > MAX_ROWS || args.pool.Hkv <= 0 || args.H % args.pool.Hkv != 0 ||
-        args.gate != nullptr) {
+        args.block < 1 || args.gate != nullptr) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);

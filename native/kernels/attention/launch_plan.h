@@ -95,9 +95,9 @@ inline LaunchPlan plan_heads(const AttentionHeadsArgs &a) {
     return {heads, divided(a.T, warps), 1, warps * WARP, 0};
 }
 
-// There are no more sequences than rows.
 inline LaunchPlan plan_draft_attention(const AttentionArgs &a) {
-    return {a.pool.Hkv * BLOCK_ATTENTION_SPLITS, a.T, 1, DRAFT_WARPS * WARP, draft_bytes(a.pool.D)};
+    return {a.pool.Hkv * BLOCK_ATTENTION_SPLITS, divided(a.T, a.block), 1, DRAFT_WARPS * WARP,
+            draft_bytes(a.pool.D)};
 }
 inline LaunchPlan plan_draft_combine(const AttentionArgs &a) {
     return {divided(int64_t(a.H) * a.pool.D, COMBINE_VALUES), a.T, 1, COMBINE_VALUES / 2, 0};

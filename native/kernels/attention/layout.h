@@ -134,7 +134,7 @@ constexpr int DRAFT_KEYS = WARP; // a tile has so many
 constexpr int DRAFT_QUERY_VALUES = 8192; // a block of threads works on so many values of queries at once
 // Returns how far keys lie apart, so that lanes read different banks.
 constexpr LUCE_HOST_DEVICE int draft_key(int D) {
-    return D + 1;
+    return D + 4;
 }
 constexpr int draft_bytes(int D) {
     return (DRAFT_QUERY_VALUES + DRAFT_KEYS * (draft_key(D) + D)) * int(sizeof(float));

@@ -340,7 +340,7 @@ struct AttentionArgs {
     float scale; // it scales q.k
     float softcap; // where it is > 0, scores become softcap * tanh(score / softcap)
     int32_t max_pages; // a sequence has at most so many pages, which bounds the chunks of a row
-    int32_t block; // it is 1 where the rows of a sequence, which are a chain, all see each other
+    int32_t block; // where it is > 0, each sequence has so many rows, a chain, that all see each other
     const float *q; // [T][H][D], normalised and rotated
     const float *gate; // null, or [T][H] rows of D values: out is multiplied by sigmoid(gate)
     int64_t gate_row, gate_head; // one row or head of gate is so many values from the next

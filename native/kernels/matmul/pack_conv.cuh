@@ -60,8 +60,8 @@ struct TapPair {
             base[i] = *reinterpret_cast<const float2 *>(a.base + at);
         }
     }
-    static __device__ ColumnParts of(const BlockConvPackArgs &a, const RowmmParts &parts, const PairPlace &place,
-                                     int side, int tap) {
+    static __device__ ColumnParts of(const BlockConvPackArgs &a, const RowmmParts &parts,
+                                     const PairPlace &place, int side, int tap) {
         return {parts, place.row, (side * a.taps + tap) * a.groups + place.at / (int(a.K) / a.groups)};
     }
     __device__ uint32_t bits() const {
@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     const int chunks = int(chunks_of(a.K)), side = BEHIND ? 1 : 0;
     const int64_t behind = squares_offset(a.T, a.K);
     const float *squares = reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.normed) + behind);
-    float *square = reinterpret_cast<float *>(static_cast<uint8_t *>(a.out) + behind) + place.row * chunks +
-                    place.chunk;
+    float *square =
+        reinterpret_cast<float *>(static_cast<uint8_t *>(a.out) + behind) + place.row * chunks + place.chunk;
     const float *x = a.x + place.at;
     const float2 w = *reinterpret_cast<const float2 *>(a.w + place.at);
     const PairParts<AHEAD> of(BEHIND ? parts : added, 0, place.row, BEHIND ? place.at : 0);
@@ -109,13 +109,14 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     wait_for_previous();
     const float2 residual = BEHIND ? fetch_pair(x + place.row * a.x_row) : float2{};
     // Two rows of what is convolved.
-    const auto fetch = [&](const int (&rows)[2], float2 (&found)[2]) {
+    const auto fetch = [&](const int (&rows)[2], float2(&found)[2]) {
         if constexpr (BEHIND) {
             float2 y[2][AHEAD];
             int at[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                at[i] = int(LaneParts<1>::at_row(parts, rows[i]) - LaneParts<1>::at_row(parts, place.row)) * 4;
+                at[i] =
+                    int(LaneParts<1>::at_row(parts, rows[i]) - LaneParts<1>::at_row(parts, place.row)) * 4;
                 of.fetch(y[i], at[i]);
             }
 #pragma unroll

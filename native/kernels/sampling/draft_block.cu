@@ -37,60 +37,60 @@ __global__ void prior_tokens_kernel(const __grid_constant__ PriorArgs a) { // a 
 
 // ---- the lattice ----
 
-// The grid is rows; a warp has a pair of candidates after another.
+// The grid is {candidates above, rows}; a warp has a candidate of the row after another.
 __global__ void __launch_bounds__(LATTICE_THREADS)
     lattice_scores_kernel(const __grid_constant__ LatticeArgs a) {
-    __shared__ float scores[TOPK_MAX * TOPK_MAX];
+    __shared__ float scores[TOPK_MAX];
     let_next_start();
-    const int t = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int from = blockIdx.x, t = blockIdx.y, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const RowCtl row = a.ctl->rows[t];
+    const int above = drafted_above(*a.ctl, t);
     wait_for_previous();
-    if (row.keep < 0) {
+    if (row.keep < 0 || (above < 0 && from > 0)) {
         return;
     }
-    const int above = drafted_above(*a.ctl, t), n = above < 0 ? 1 : a.K;
     const int64_t plane = int64_t(a.T) * a.K;
     const int32_t *ids = a.candidates + plane + int64_t(t) * a.K, *bits = ids + plane;
-    const float *froms = above < 0 ? a.anchors + int64_t(a.ctl->seqs[row.seq].row0) * a.R
-                                   : a.before + int64_t(above) * a.K * a.R;
-    for (int pair = warp; pair < n * a.K; pair += LATTICE_THREADS / WARP) {
-        const float *from = froms + int64_t(pair / a.K) * a.R;
-        const float *to = a.behind + (int64_t(t) * a.K + pair % a.K) * a.R;
+    const float *before = above < 0 ? a.anchors + int64_t(a.ctl->seqs[row.seq].row0) * a.R
+                                    : a.before + (int64_t(above) * a.K + from) * a.R;
+    for (int to = warp; to < a.K; to += LATTICE_THREADS / WARP) {
+        const float *behind = a.behind + (int64_t(t) * a.K + to) * a.R;
         float sum = 0;
+#pragma unroll 8
         for (int r = lane; r < a.R; r += WARP) {
-            sum += from[r] * (a.gates == nullptr ? 1.0f : a.gates[int64_t(t) * a.R + r]) * to[r];
+            sum += before[r] * (a.gates == nullptr ? 1.0f : a.gates[int64_t(t) * a.R + r]) * behind[r];
         }
         sum = warp_sum(sum);
         if (lane == 0) {
-            scores[pair] = __int_as_float(bits[pair % a.K]) + sum;
+            scores[to] = __int_as_float(bits[to]) + sum;
         }
     }
     __syncthreads();
-    float *out = a.out + int64_t(t) * a.K * a.K;
-    for (int i = threadIdx.x; i < n * a.K; i += LATTICE_THREADS) {
+    float *out = a.out + (int64_t(t) * a.K + from) * a.K;
+    for (int i = threadIdx.x; i < a.K; i += LATTICE_THREADS) {
         out[i] = scores[i];
     }
     if (a.lists == nullptr) {
         return;
     }
     int32_t *entry = a.lists + int64_t(row.keep) * a.entry;
-    for (int i = threadIdx.x; i < a.K; i += LATTICE_THREADS) {
+    for (int i = threadIdx.x; from == 0 && i < a.K; i += LATTICE_THREADS) {
         entry[i] = ids[i];
     }
-    for (int from = warp; from < n; from += LATTICE_THREADS / WARP) {
-        const float *s = scores + from * a.K;
-        float largest = -INFINITY, sum = 0;
-        for (int i = lane; i < a.K; i += WARP) {
-            largest = fmaxf(largest, s[i]);
-        }
-        largest = warp_max(largest);
-        for (int i = lane; i < a.K; i += WARP) {
-            sum += expf(s[i] - largest);
-        }
-        const float log_sum = logf(warp_sum(sum));
-        for (int i = lane; i < a.K; i += WARP) {
-            entry[(from + 1) * a.K + i] = __float_as_int(s[i] - largest - log_sum);
-        }
+    if (warp > 0) {
+        return;
+    }
+    float largest = -INFINITY, sum = 0;
+    for (int i = lane; i < a.K; i += WARP) {
+        largest = fmaxf(largest, scores[i]);
+    }
+    largest = warp_max(largest);
+    for (int i = lane; i < a.K; i += WARP) {
+        sum += expf(scores[i] - largest);
+    }
+    const float log_sum = logf(warp_sum(sum));
+    for (int i = lane; i < a.K; i += WARP) {
+        entry[(from + 1) * a.K + i] = __float_as_int(scores[i] - largest - log_sum);
     }
 }
 
@@ -162,30 +162,53 @@ __device__ int taken(const ChoiceCtl &choice, uint64_t position, const int32_t *
     return best.at[0];
 }
 
-// The grid is as many as sequences may be; a warp walks along a block.
-__global__ void __launch_bounds__(WARP) lattice_walk_kernel(const __grid_constant__ LatticeArgs a) {
+// A walk waits for one row's scores after another, so those of a block are brought closer first, where they are few.
+constexpr int WALK_SCORES = 6144, WALK_IDS = 640;
+static_assert(WALK_IDS * WALK_IDS >= MAX_ROWS * WALK_SCORES,
+              "rows * K is at most the root of MAX_ROWS * rows * K * K");
+
+// The grid is as many as sequences may be; the first warp walks along a block.
+__global__ void __launch_bounds__(WALK_THREADS) lattice_walk_kernel(const __grid_constant__ LatticeArgs a) {
     __shared__ Ordered best;
+    __shared__ float near_scores[WALK_SCORES];
+    __shared__ int32_t near_ids[WALK_IDS];
     let_next_start();
+    const int K = a.K, begin = int(blockIdx.x) < a.ctl->n_seqs ? a.ctl->seqs[blockIdx.x].row0 : 0;
     wait_for_previous();
     if (int(blockIdx.x) >= a.ctl->n_seqs) {
         return;
     }
     const SeqCtl &seq = a.ctl->seqs[blockIdx.x];
+    const float *scores = a.out + int64_t(begin) * K * K;
+    const int32_t *ids = a.candidates + (int64_t(a.T) + begin) * K;
+    const int n = seq.n_rows * K;
+    if (n * K <= WALK_SCORES) {
+        for (int i = threadIdx.x; i < n * K; i += WALK_THREADS) {
+            near_scores[i] = scores[i];
+        }
+        for (int i = threadIdx.x; i < n; i += WALK_THREADS) {
+            near_ids[i] = ids[i];
+        }
+        scores = near_scores;
+        ids = near_ids;
+    }
+    __syncthreads();
+    if (threadIdx.x >= WARP) {
+        return;
+    }
     int chosen = 0; // of the row above
-    for (int t = seq.row0; t < seq.row0 + seq.n_rows; t++) {
+    for (int t = begin; t < begin + seq.n_rows; t++, scores += K * K, ids += K) {
         const RowCtl row = a.ctl->rows[t];
         if (row.keep < 0) {
             continue;
         }
-        const int from = drafted_above(*a.ctl, t) < 0 ? 0 : chosen;
-        const float *s = a.out + (int64_t(t) * a.K + from) * a.K;
-        const int32_t *ids = a.candidates + (int64_t(a.T) + t) * a.K;
+        const float *s = scores + (drafted_above(*a.ctl, t) < 0 ? 0 : chosen) * K;
         bool bad = false;
-        for (int i = threadIdx.x; i < a.K; i += WARP) {
+        for (int i = threadIdx.x; i < K; i += WARP) {
             bad = bad || !isfinite(s[i]);
         }
         bad = __any_sync(~0u, bad);
-        chosen = bad ? 0 : taken(seq.choice, uint64_t(row.position + a.ahead), ids, s, a.K, best);
+        chosen = bad ? 0 : taken(seq.choice, uint64_t(row.position + a.ahead), ids, s, K, best);
         __syncwarp();
         if (threadIdx.x == 0) {
             for (int32_t *kept : {a.drafts, a.given}) {
@@ -219,7 +242,8 @@ int cuda::lattice(const LatticeArgs &args, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    cudaError_t error = launch_kernel(lattice_scores_kernel, plan_lattice_scores(args.T), st, true, args);
+    cudaError_t error =
+        launch_kernel(lattice_scores_kernel, plan_lattice_scores(args.T, args.K), st, true, args);
     if (error == cudaSuccess && args.chooses != 0) {
         error = launch_kernel(lattice_walk_kernel, plan_lattice_walk(args.T), st, true, args);
     }

@@ -35,7 +35,7 @@ LUCE_BOTH TopkBound topk_bound(int parts, int k) {
     return {deep, (k + deep - 1) / deep};
 }
 
-constexpr int BLOCK_CONV_THREADS = 256, LATTICE_THREADS = 1024;
+constexpr int BLOCK_CONV_THREADS = 256, LATTICE_THREADS = 512, WALK_THREADS = 256;
 
 inline LaunchPlan plan_block_conv(int T, int E) {
     return {divided(E, BLOCK_CONV_THREADS), T, 1, BLOCK_CONV_THREADS, 0};
@@ -52,11 +52,11 @@ inline LaunchPlan plan_cluster_scores(int T, int64_t tokens) {
 inline LaunchPlan plan_prior_tokens() {
     return {1, 1, 1, MAX_ROWS, 0};
 }
-inline LaunchPlan plan_lattice_scores(int T) {
-    return {T, 1, 1, LATTICE_THREADS, 0};
+inline LaunchPlan plan_lattice_scores(int T, int K) {
+    return {K, T, 1, LATTICE_THREADS, 0};
 }
-inline LaunchPlan plan_lattice_walk(int T) { // a warp for each sequence that a step of T rows may have
-    return {T, 1, 1, 32, 0};
+inline LaunchPlan plan_lattice_walk(int T) { // a block for each sequence that a step of T rows may have
+    return {T, 1, 1, WALK_THREADS, 0};
 }
 
 } // namespace

@@ -43,6 +43,7 @@ __device__ Key kth_largest(const Key *keys, int n, int k, Key &found) {
     __syncthreads();
     if (int(threadIdx.x) < n && keys[threadIdx.x] != 0) {
         int rank = 0;
+#pragma unroll 8
         for (int i = 0; i < n; i++) {
             rank += keys[i] > keys[threadIdx.x];
         }

@@ -129,7 +129,8 @@ bool Lowering::as_norm(Val v, NormOf &norm) const {
         norm = {n.in[0], n.w[0], std::get<float>(n.params)};
         return true;
     }
-    if ((n.op == Op::add_norm || n.op == Op::add_normed || n.op == Op::add_convolved || n.op == Op::mixture) &&
+    if ((n.op == Op::add_norm || n.op == Op::add_normed || n.op == Op::add_convolved ||
+         n.op == Op::mixture) &&
         v.out == 1) {
         const Node &behind = part(n, "N");
         norm = {{v.graph, v.node, 0}, behind.w[0], std::get<float>(behind.params)};
@@ -271,6 +272,7 @@ OpNode Lowering::attention(const OpRow<AttentionArgs> &op, const Node &n, ggml_t
     a.scale = attends.scale;
     a.softcap = attends.shape->softcap;
     a.committed = committed != nullptr;
+    a.block = attends.block ? int32_t(plain.use().n_block) : 0;
     const KvCells &cells = attends.kv.cells;
     std::vector<ggml_tensor *> args = {
         flat(n.in[0]),   n.in.size() > 2 ? gate_of(n.in[2]) : nullptr,         cells.k, cells.v, in->ctl,

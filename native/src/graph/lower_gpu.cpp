@@ -144,7 +144,8 @@ protected:
                                 {in->tokens, plain.cache.drafts(), part(n, "E").w[0], plain.cache.hidden(),
                                  in->hidden_from, e_norm.w[0], h_norm.w[0]},
                                 a);
-        } else if (n.op == Op::block_conv && as_norm(n.in[0], norm) && Target{plain, gpu, nullptr}.convolves(n)) {
+        } else if (n.op == Op::block_conv && as_norm(n.in[0], norm) &&
+                   Target{plain, gpu, nullptr}.convolves(n)) {
             ggml_tensor *x = flat(norm.x), *normed = packed(n.in[0]), *added = partials(n.in[1]);
             BlockConvPackArgs a{};
             a.eps = norm.eps;
@@ -335,8 +336,7 @@ protected:
         NormOf norm;
         as_norm(normed, norm);
         ggml_tensor *x = flat(n.in[0]), *parts = partials(n.in[1]), *added = partials(n.in[2]);
-        const OpNode t =
-            ops::block_conv_rms(ctx, {x, norm.w, parts, added, part(n, "C").w[0], in->ctl}, {});
+        const OpNode t = ops::block_conv_rms(ctx, {x, norm.w, parts, added, part(n, "C").w[0], in->ctl}, {});
         made(y, Form::rows) = t[0];
         made(normed, Form::packed) = t[1];
     }

@@ -98,7 +98,7 @@ inline const auto &attention = row<AttentionArgs>("attention", [](auto &op, auto
 // The same, of rows that all see each other; on a GPU it takes no gate.
 inline const auto &block_attention = row<AttentionArgs>("block_attention", [](auto &op, auto &a) {
     attends(op, a);
-    op.derive([](auto &args) { args.block = 1; });
+    op.params(FIELD(block));
     op.out(FIELD(out), {D * H, T});
     op.room(FIELD(scratch), [](const auto &args) {
         const int64_t values = block_attention_scratch(args.T, args.H, args.pool.D);
@@ -235,16 +235,17 @@ inline const auto &attention_plan = row<AttentionArgs>("attention_plan", [](auto
 });
 
 // block_attention, whose results are packed for rowmm.
-inline const auto &block_attention_packed = row<AttentionArgs>("block_attention_packed", [](auto &op, auto &a) {
-    attends(op, a);
-    op.derive([](auto &args) { args.block = 1; });
-    op.room(FIELD(packed),
-            [](const auto &args) { return rowmm_op_bytes(args.T, int64_t(args.pool.D) * args.H); });
-    op.room(FIELD(scratch), [](const auto &args) {
-        return block_attention_scratch(args.T, args.H, args.pool.D) * int64_t(sizeof(float));
+inline const auto &block_attention_packed =
+    row<AttentionArgs>("block_attention_packed", [](auto &op, auto &a) {
+        attends(op, a);
+        op.params(FIELD(block));
+        op.room(FIELD(packed),
+                [](const auto &args) { return rowmm_op_bytes(args.T, int64_t(args.pool.D) * args.H); });
+        op.room(FIELD(scratch), [](const auto &args) {
+            return block_attention_scratch(args.T, args.H, args.pool.D) * int64_t(sizeof(float));
+        });
+        op.runs(nullptr, cuda::block_attention);
     });
-    op.runs(nullptr, cuda::block_attention);
-});
 // attention, or that of committed positions, whose results are packed for rowmm.
 inline const auto &attention_packed = row<AttentionArgs>("attention_packed", [](auto &op, auto &a) {
     attends(op, a);

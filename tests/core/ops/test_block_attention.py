@@ -63,7 +63,7 @@ def test_a_blocks_rows_see_the_context_and_all_of_the_block(name: str, native: L
     rows = B * len(contexts)
     q = rng.standard_normal((rows, heads * dim)).astype(np.float32)
     real = [int(np.float32(x).view(np.int32)) for x in (dim**-0.5, softcap)]
-    params = [0, window, max((n + B) // PAGE + 1 for n in contexts), *real]
+    params = [0, window, max((n + B) // PAGE + 1 for n in contexts), *real, B]
     scratch = rows * heads * 32 * (dim + 2)  # It is the core's block_attention_scratch.
     arrays = [q, None, k, v, step_ctl(*seqs), np.array(table, np.int32), sinks if with_sinks else None]
     found = op_run(native, device, "block_attention", arrays, params, shape=(1, rows * heads * dim + scratch))
