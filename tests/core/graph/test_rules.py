@@ -72,8 +72,8 @@ ON_CPU = {"host_experts", "experts_glu", "add_shared", "norm_rope", "norm_rope_k
 # A GPU has no other op for these patterns.
 NEEDED = {"mixture", "mixture_shared", "mixture_in_ram", "mixture_in_ram_shared", "routed_experts"}
 ON_GPU = NEEDED | {
-    "heads_open", "heads_plain", "heads_plain_k", "add_convolved", "queries", "queries_committed", "add_normed", "add_normed_packed",
-    "add_normed_scaled", "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer",
+    "heads_open", "heads_plain", "heads_plain_k", "queries", "queries_committed", "add_normed", "add_normed_packed",
+    "add_normed_scaled", "add_convolved", "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer",
     "draft_input",
     "matmul_first", "add_norm_partials", "norm_partials", "matmul_add",
 }  # fmt: skip
@@ -142,7 +142,7 @@ def run(native: Library, device: str, model: Model, files: tuple[Path, Path | No
 
 
 def best_path(sequence: Timeline, k: int) -> tuple[list[int], list[float]]:
-    """Returns the best of three lists of k candidates, each behind the one before, and how much the second was behind."""
+    """Returns the best of three lists, each behind the one before, and how much the second was behind."""
     lists, parent = sequence.lists(3, k, Form.CONDITIONAL), 0
     tokens, behind = list[int](), list[float]()
     for depth in range(3):
