@@ -73,9 +73,8 @@ ON_CPU = {"host_experts", "experts_glu", "add_shared", "norm_rope", "norm_rope_k
 NEEDED = {"mixture", "mixture_shared", "mixture_in_ram", "mixture_in_ram_shared", "routed_experts"}
 ON_GPU = NEEDED | {
     "heads_open", "heads_plain", "heads_plain_k", "queries", "queries_committed", "add_normed", "add_normed_packed",
-    "add_normed_scaled", "add_convolved", "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer",
-    "draft_input",
-    "matmul_first", "add_norm_partials", "norm_partials", "matmul_add",
+    "add_normed_scaled", "add_convolved", "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend",
+    "gated_norm", "delta_layer", "draft_input", "matmul_first", "add_norm_partials", "norm_partials", "matmul_add",
 }  # fmt: skip
 
 
