@@ -1,6 +1,7 @@
 // Turns activations of a prefill into F16 rows, with the norm or gate before them. A block has a row, in
 // registers from the first read to the last write. A row's values depend on that row alone.
 #include "common/activation.cuh"
+#include "common/device_limits.h"
 #include "common/pointers.h"
 #include "matmul/prompt.h"
 
@@ -67,13 +68,15 @@ __device__ float most(const float4 &v) {
 }
 
 // Returns the exponent by which a row whose largest value is `x` is divided. It is 0 where F16 holds the row
-// well, else the one that brings it to 512 .. 1023. A value that is not finite stays what it is.
-__device__ int row_exponent(float x) {
+// well, else the one that brings it to 512 .. 1023. For products whose sums are F16 it is the one that brings it below 2, or
+// below 4 where it is 2^127 and more. A value that is not finite stays what it is.
+__device__ int row_exponent(float x, bool f16_sums) {
     const int exponent = int(__float_as_uint(x) >> 23) - 127;
-    if (x == 0.0f || exponent == 128 || (exponent >= -6 && exponent < 15)) {
+    if (x == 0.0f || exponent == 128 || (!f16_sums && exponent >= -6 && exponent < 15)) {
         return 0;
     }
-    return max(exponent - 9, -126); // both powers of two are normal then
+    return f16_sums ? min(max(exponent, -126), 126)
+                    : max(exponent - 9, -126); // both powers of two are normal then
 }
 __device__ float power_of_two(int exponent) {
     return __uint_as_float(uint32_t(exponent + 127) << 23);
@@ -81,7 +84,7 @@ __device__ float power_of_two(int exponent) {
 
 // The grid is rows. Vector i of the row belongs to thread i % blockDim.x.
 template <int OWN, int INPUT>
-__global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a) {
+__global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a, bool f16_sums) {
     [[maybe_unused]] __shared__ float sums[MAX_WARPS];
     __shared__ float maxima[MAX_WARPS];
     const int64_t row = blockIdx.x, n = a.K / 4;
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArg
     for (int j = 0; j < OWN; j++) {
         largest = fmaxf(largest, most(v[j]));
     }
-    const int exponent = row_exponent(over_block(largest, maxima, Max()));
+    const int exponent = row_exponent(over_block(largest, maxima, Max()), f16_sums);
     const float down = power_of_two(-exponent);
     __half *out = static_cast<__half *>(a.out) + row * a.K;
 #pragma unroll
@@ -154,11 +157,11 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArg
     }
 }
 
-template <int INPUT> void launch(const RowmmPackArgs &a, cudaStream_t stream) {
+template <int INPUT> void launch(const RowmmPackArgs &a, bool f16_sums, cudaStream_t stream) {
     const int vectors = int(a.K / 4);
     // A thread then has about 5 vectors.
     const int warps = std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS);
-    const auto run = [&](auto kernel) { kernel<<<a.T, warps * WARP, 0, stream>>>(a); };
+    const auto run = [&](auto kernel) { kernel<<<a.T, warps * WARP, 0, stream>>>(a, f16_sums); };
     switch ((vectors + warps * WARP - 1) / (warps * WARP)) {
         case 1: return run(gemm_pack_kernel<1, INPUT>);
         case 2: return run(gemm_pack_kernel<2, INPUT>);
@@ -196,13 +199,18 @@ int cuda::gemm_pack(const RowmmPackArgs &args, void *stream) {
     if (args.T == 0) {
         return 0;
     }
+    DeviceLimits device;
+    if (const int error = device_limits(device); error != 0) {
+        return error;
+    }
+    const bool f16_sums = device.slow_f32_sums;
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     switch (args.input) {
-        case ROWMM_PLAIN: launch<ROWMM_PLAIN>(args, st); break;
-        case ROWMM_RMS: launch<ROWMM_RMS>(args, st); break;
-        case ROWMM_GLU: launch<ROWMM_GLU>(args, st); break;
-        case ROWMM_GATED: launch<ROWMM_GATED>(args, st); break;
-        default: launch<ROWMM_HEAD_RMS>(args, st);
+        case ROWMM_PLAIN: launch<ROWMM_PLAIN>(args, f16_sums, st); break;
+        case ROWMM_RMS: launch<ROWMM_RMS>(args, f16_sums, st); break;
+        case ROWMM_GLU: launch<ROWMM_GLU>(args, f16_sums, st); break;
+        case ROWMM_GATED: launch<ROWMM_GATED>(args, f16_sums, st); break;
+        default: launch<ROWMM_HEAD_RMS>(args, f16_sums, st);
     }
     return int(cudaGetLastError());
 }
