@@ -1,6 +1,7 @@
 // Computes cuBLAS's product of F16 rows and F16 weights, and applies the rows' powers of two after it. Its algorithms are
 // chosen when an engine opens (matmul/prompt_algorithms.cuh). Where sums in F32 are slow, products are luce's own instead
 // (matmul/prompt_f16.cu), and cuBLAS is not opened.
+#include "common/device_limits.h"
 #include "matmul/prompt_algorithms.cuh"
 
 #include <mutex>
