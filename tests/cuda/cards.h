@@ -12,7 +12,8 @@ using namespace luce;
 // Sources. By compute capability, from the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability") and
 // the tuning guides of Ampere and Ada: shared memory of a multiprocessor, of a block at most, and 1 KiB that the system takes
 // of each block; 64 Ki registers; threads and blocks at once. Multiprocessors, L2, memory and bandwidth: NVIDIA's white papers
-// (GA102, AD102, GB202, GA100, Hopper) and data sheets; so is that GeForce cards sum F16 products in F32 at half the rate. Only code for sm_90a has wgmma, and from 9.0 on there are bulk copies.
+// (GA102, AD102, GB202, GA100, Hopper) and data sheets. Those also say that GeForce cards sum F16 products in F32 at half the rate.
+// Only code for sm_90a has wgmma, and from 9.0 on there are bulk copies.
 //
 // Read off a card, by luce: H200 alone. Of the others these come from public tables of specifications, as the papers at hand do
 // not name them: L2 of the RTX 3060, 4070 and 5060 Ti, the A10 and the L4 (of whose multiprocessors, 7424 / 128 = 58, some

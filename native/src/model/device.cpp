@@ -274,7 +274,9 @@ luce_gpu_info gpu_info(const Device &device) {
         memcpy(info.pci, facts.pci, sizeof(info.pci));
         info.bandwidth = facts.bandwidth;
         info.capability = cuda::compute_capability(device.index);
-        info.multiprocessors = limits_of(device).multiprocessors;
+        const DeviceLimits limits = limits_of(device);
+        info.multiprocessors = limits.multiprocessors;
+        info.f16_sums = limits.slow_f32_sums;
         info.driver_cuda = facts.driver_cuda, info.built_cuda = facts.built_cuda;
         return info;
     }
