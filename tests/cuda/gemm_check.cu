@@ -264,10 +264,11 @@ void check_f16_product(const F16Product &p, double most) {
             }
             const double more = p.residual.empty() ? 0 : p.residual[t * p.N + n];
             const double off = std::fabs(got[t * p.N + n] - (sum * p.scales[t] + more));
-            // Two roundings of a sum of 16 products and of one of 32, a sum in F32 for each, and where F16 has steps of 2^-24
-            // half of one each. The residual's sum is one more of F32.
-            const double steps = double(p.K + F16_SUM - 1) / F16_SUM;
-            const double bound = (absolute * (2.0 / 2048 + steps / (1 << 24)) + steps * std::ldexp(1.0, -24)) * p.scales[t] +
+            // A sum in F16 is rounded behind each 16 products, where F16 has steps of 2^-24 by half of one, and added up in F32.
+            // The residual's sum is one more of F32.
+            constexpr double ROUNDED = F16_SUM / 16;
+            const double sums = double(p.K + F16_SUM - 1) / F16_SUM;
+            const double bound = (absolute * (ROUNDED / 2048 + sums / (1 << 24)) + sums * ROUNDED * std::ldexp(1.0, -25)) * p.scales[t] +
                                  (std::fabs(more) + std::fabs(sum * p.scales[t])) / (1 << 24) + 1e-37;
             of_bound = std::max(of_bound, std::isfinite(off) ? off / bound : INFINITY);
             error += off * off;
@@ -290,15 +291,15 @@ void check_f16_product(const F16Product &p, double most) {
 
 } // namespace
 
-// Against exact sums of the same F16 values a result is off by 4e-4 of the results' rms or less, and so by 6e-4 where rows
+// Against exact sums of the same F16 values a result is off by 5e-4 of the results' rms or less, and so by 6e-4 where rows
 // are rounded to F16 too.
 void check_gemm_f16(bool all) {
-    constexpr double RANDOM_SIGNS = 4e-4;
+    constexpr double RANDOM_SIGNS = 5e-4;
     check_f16_product(f16_product(3, 8, 4), RANDOM_SIGNS);
     check_f16_product(f16_product(70, 136, 140), RANDOM_SIGNS);
     check_f16_product(f16_product(17, 1000, 36), RANDOM_SIGNS);
     check_f16_product(f16_product(130, 96, 260), RANDOM_SIGNS);
-    check_f16_product(f16_largest(9, 320, 12), 1.0 / 2048);
+    check_f16_product(f16_largest(9, 320, 12), 2.0 / 2048);
     if (all) {
         check_f16_product(f16_product(515, 5120, 1004), RANDOM_SIGNS);
         check_f16_product(f16_product(1100, 17408, 300), RANDOM_SIGNS);

@@ -2,14 +2,14 @@
 // sums F16 products in F32 at half the rate (DeviceLimits::slow_f32_sums) one of luce's own.
 //
 // Weights are written out as F16 (rowmm_unpack), one matrix at a time, and activations are rounded to F16.
-// Products are summed in F32, or by luce's own in F16, 32 at a time, and those sums in F32. A row whose values F16 would not hold well (its largest below 2^-6 or from 2^15
+// Products are summed in F32, or by luce's own in F16, 64 at a time, and those sums in F32. A row whose values F16 would not hold well (its largest below 2^-6 or from 2^15
 // on) is brought into range by a power of two, and its results back, so that any finite F32 is in range. What
 // is not finite shows in its own row alone. Weights lose what F16 does not hold: F32 and BF16 weights of
 // 65520 and more are not finite here. Against exact weights and activations a product of 5120 terms is off by
 // 4e-4 of the result's rms or less, and by 6e-4 with sums in F16 (tests/cuda/gemm_check.cu).
 //
-// With sums in F16 every row but one of zeros is brought below 2 (below 4 from 2^127 on), so that 32 products with weights of
-// up to 511 never exceed what F16 holds. With larger weights a sum that does is not finite, and shows in its row.
+// With sums in F16 every row but one of zeros is brought below 2 (below 4 from 2^127 on), so that 64 products with weights of
+// up to 255 never exceed what F16 holds. With larger weights a sum that does is not finite, and shows in its row.
 //
 // Which it is, the device's name decides (common/device_limits.h), never a measured time. Multiplying in int8 would be faster on
 // such cards by what docs/gpus.md reckons, but activations of int8 are off by 8e-3 of a result's rms.

@@ -1,10 +1,10 @@
 // Computes a prompt's product with sums in F16, of F16_SUM products each, which are added up in F32: for GPUs that sum F16
 // products in F32 at half the rate (sm_80 and later, compiled for all).
 //
-// A result is summed in one order: K in steps of F16_SUM, of each two mma.sync of 16 products, the step's sum in F16 from 0,
-// then added to the F32 sum of the steps before. So a row's bits depend neither on other rows nor on the tile that it is in.
-// Each mma rounds a sum to F16, which is 2^-11 of it at most: a result is off by sum |x w| / 1024 at most by that, and by some
-// 2e-4 of the results' rms as errors add up where products have random signs.
+// A result is summed in one order: of each F16_SUM values of K, four mma.sync of 16 products add to a sum in F16, from 0, and that
+// is added to the F32 sum of those before. So a row's bits depend neither on other rows nor on the tile that it is in.
+// Each mma rounds the sum to F16, by 2^-11 of it at most: a result is off by sum |x w| / 512 at most, and by some 4e-4 of the
+// results' rms where products have random signs.
 #include "common/overlap.cuh"
 #include "matmul/prompt.h"
 #include "matmul/prompt_plan.h"
@@ -16,7 +16,8 @@ namespace luce {
 namespace {
 
 constexpr int WARP = 32;
-constexpr int ROW = F16_SUM * 2; // bytes of a row of a stage
+constexpr int STAGE_VALUES = F16_STAGE, STAGES_OF_SUM = F16_SUM / STAGE_VALUES;
+constexpr int ROW = STAGE_VALUES * 2; // bytes of a row of a stage
 constexpr int ROWS_AT_ONCE = F16_THREADS / (ROW / 16); // the block copies one word of so many rows at once
 constexpr int WARP_ROWS = 2, WARP_COLUMNS = 4; // warps of a block, by rows and by outputs
 constexpr int GROUP =
@@ -40,7 +41,8 @@ template <int ROWS, int OUTPUTS> struct F16Block {
     static constexpr int STAGE = (ROWS + OUTPUTS) * ROW, COPIES = (ROWS + OUTPUTS) / ROWS_AT_ONCE;
     static_assert(WARP_ROWS * WARP_COLUMNS * WARP == F16_THREADS && N % 2 == 0);
     static_assert(ROWS % ROWS_AT_ONCE == 0 && OUTPUTS % ROWS_AT_ONCE == 0);
-    static_assert(F16_SUM == 32, "a step is two mma");
+    static_assert(STAGE_VALUES == 32 && STAGES_OF_SUM == 2,
+                  "the loop over K has two stages, of two mma each");
 
     const GemmArgs &a;
     const uint32_t base;
@@ -50,6 +52,7 @@ template <int ROWS, int OUTPUTS> struct F16Block {
     uint32_t to = swizzle(threadIdx.x / (ROW / 16), threadIdx.x % (ROW / 16));
     uint32_t inside = 0; // bit i: its copy i is of a row that is there
     float c[M][N][4] = {};
+    uint32_t sums[M][N][2] = {}; // in F16, not yet added to c
 
     __device__ F16Block(const GemmArgs &args, uint32_t shared) : a(args), base(shared) {
         const int tiles = (a.T + ROWS - 1) / ROWS, columns = int((a.N + OUTPUTS - 1) / OUTPUTS);
@@ -69,47 +72,75 @@ template <int ROWS, int OUTPUTS> struct F16Block {
         }
     }
 
-    // Copies values step * F16_SUM .. of the tile's rows and weights into a stage, zeros for what is not there.
-    __device__ void load(int step, int stage) const {
-        const int64_t k = step * int64_t(F16_SUM);
+    // Copies the values of a stage of K, of the tile's rows and weights, zeros for what is not there.
+    __device__ void load(int stage, int stages) const {
+        if (stage >= stages) {
+            copies_commit();
+            return;
+        }
+        const uint32_t at = base + stage % F16_STAGES * STAGE;
+        const int64_t k = stage * int64_t(STAGE_VALUES);
         const bool in_row = k + threadIdx.x % (ROW / 16) * 8 < a.K;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const int of = i < ROWS / ROWS_AT_ONCE ? 0 : 1, more = i - of * (ROWS / ROWS_AT_ONCE);
             const bool there = in_row && (inside >> i & 1) != 0;
             const uint8_t *p = from[of] + (more * ROWS_AT_ONCE * a.K + k) * 2;
-            copy_word(base + stage * STAGE + i * ROWS_AT_ONCE * ROW + to, there ? p : a.weights, there);
+            copy_word(at + i * ROWS_AT_ONCE * ROW + to, there ? p : a.weights, there);
         }
+        copies_commit();
     }
 
-    __device__ void add_step(int stage) {
-        const uint32_t at = base + stage * STAGE;
+    // Adds a stage's products to the sums in F16, which FIRST begins anew: those before are added up then, tile by tile, while
+    // the tensor cores compute. Another stage's copies begin meanwhile.
+    template <bool FIRST> __device__ void add_stage(int stage, int stages) {
+        copies_wait<F16_STAGES - 2>();
+        __syncthreads(); // the stage's values are there, and those of the stage before are done with
+        const uint32_t at = base + stage % F16_STAGES * STAGE;
         const uint32_t rows = at + swizzle(warp / WARP_COLUMNS * M * 16 + lane % 16, lane / 16);
         const uint32_t outputs =
             at + ROWS * ROW + swizzle(warp % WARP_COLUMNS * N * 8 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-        uint32_t x[M][2][4];
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-            load_matrices(x[m][0], rows + m * 16 * ROW);
-            load_matrices(x[m][1], next_16(rows) + m * 16 * ROW);
-        }
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            uint32_t w[2][4]; // of each 16 values of K: two tiles of 8 outputs
-            load_matrices(w[0], outputs + n * 8 * ROW);
-            load_matrices(w[1], next_16(outputs) + n * 8 * ROW);
+        for (int k = 0; k < STAGE_VALUES / 16; k++) {
+            uint32_t x[M][4];
 #pragma unroll
             for (int m = 0; m < M; m++) {
+                load_matrices(x[m], (k == 0 ? rows : next_16(rows)) + m * 16 * ROW);
+            }
+            if (k == 0) {
+                load(stage + F16_STAGES - 1, stages);
+            }
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    uint32_t sum[2] = {};
-                    multiply_f16(sum, x[m][0], w[0][2 * i], w[0][2 * i + 1]);
-                    multiply_f16(sum, x[m][1], w[1][2 * i], w[1][2 * i + 1]);
-                    const float2 upper = as_floats(sum[0]), lower = as_floats(sum[1]);
-                    float (&to_add)[4] = c[m][n + i];
-                    to_add[0] += upper.x, to_add[1] += upper.y;
-                    to_add[2] += lower.x, to_add[3] += lower.y;
+            for (int n = 0; n < N; n += 2) {
+                uint32_t w[4]; // two tiles of 8 outputs
+                load_matrices(w, (k == 0 ? outputs : next_16(outputs)) + n * 8 * ROW);
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        if (FIRST && k == 0) {
+                            add_up(m, n + i);
+                        }
+                        multiply_f16(sums[m][n + i], x[m], w[2 * i], w[2 * i + 1]);
+                    }
                 }
+            }
+        }
+    }
+    // Adds a tile's sum in F16 to that in F32, and begins it anew.
+    __device__ void add_up(int m, int n) {
+        const float2 upper = as_floats(sums[m][n][0]), lower = as_floats(sums[m][n][1]);
+        c[m][n][0] += upper.x, c[m][n][1] += upper.y;
+        c[m][n][2] += lower.x, c[m][n][3] += lower.y;
+        sums[m][n][0] = sums[m][n][1] = 0;
+    }
+    // Adds up what the last stage has left.
+    __device__ void finish() {
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                add_up(m, n);
             }
         }
     }
@@ -149,23 +180,17 @@ template <int ROWS, int OUTPUTS, int BLOCKS>
 __global__ void __launch_bounds__(F16_THREADS, BLOCKS) gemm_f16_kernel(const __grid_constant__ GemmArgs a) {
     extern __shared__ __align__(1024) uint8_t shared[];
     F16Block<ROWS, OUTPUTS> block(a, shared_address(shared));
-    const int steps = int((a.K + F16_SUM - 1) / F16_SUM);
+    // Stages behind K are zeros, so that all sums in F16 have as many stages.
+    const int stages = int((a.K + F16_SUM - 1) / F16_SUM) * STAGES_OF_SUM;
 #pragma unroll
-    for (int step = 0; step < F16_STAGES - 1; step++) {
-        if (step < steps) {
-            block.load(step, step);
-        }
-        copies_commit();
+    for (int stage = 0; stage < F16_STAGES - 1; stage++) {
+        block.load(stage, stages);
     }
-    for (int step = 0; step < steps; step++) {
-        copies_wait<F16_STAGES - 2>();
-        __syncthreads(); // the step's values are there, and those of the step before are done with
-        if (step + F16_STAGES - 1 < steps) {
-            block.load(step + F16_STAGES - 1, (step + F16_STAGES - 1) % F16_STAGES);
-        }
-        copies_commit();
-        block.add_step(step % F16_STAGES);
+    for (int stage = 0; stage < stages; stage += STAGES_OF_SUM) {
+        block.template add_stage<true>(stage, stages);
+        block.template add_stage<false>(stage + 1, stages);
     }
+    block.finish();
     block.store();
 }
 

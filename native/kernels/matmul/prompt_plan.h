@@ -10,21 +10,21 @@
 namespace luce {
 
 // So many products of F16 are summed in F16 before the sum goes on in F32. Rows are packed with |x| < 4 (gemm_pack), so that
-// 32 products with weights up to 511 stay below 65,504, the largest F16, whatever their signs.
-constexpr int F16_SUM = 32;
-constexpr int F16_SUM_MOST_X = 4, F16_SUM_MOST_W = 511;
+// 64 products with weights up to 255 stay below 65,504, the largest F16, whatever their signs.
+constexpr int F16_SUM = 64;
+constexpr int F16_SUM_MOST_X = 4, F16_SUM_MOST_W = 255;
 static_assert(F16_SUM * F16_SUM_MOST_X * F16_SUM_MOST_W < 65504);
 
-// A block has a tile of rows and outputs, and a ring of stages, of F16_SUM values of K each.
-constexpr int F16_STAGES = 4, F16_THREADS = 256;
+// A block has a tile of rows and outputs, and a ring of stages, of F16_STAGE values of K each.
+constexpr int F16_STAGES = 4, F16_STAGE = 32, F16_THREADS = 256;
 struct F16Tile {
     int rows, outputs;
     // What a result of it costs beside one of the largest tile, where multiprocessors are full: smaller ones read more of L2 and
     // shared memory. No such card was there to measure it.
     int cost;
-    constexpr int shared() const { return F16_STAGES * (rows + outputs) * F16_SUM * 2; }
+    constexpr int shared() const { return F16_STAGES * (rows + outputs) * F16_STAGE * 2; }
 };
-constexpr F16Tile F16_TILES[] = {{128, 256, 20}, {128, 128, 22}, {64, 128, 26}};
+constexpr F16Tile F16_TILES[] = {{128, 192, 20}, {128, 128, 22}, {64, 128, 26}};
 
 struct F16Plan {
     int tile; // of F16_TILES
