@@ -13,6 +13,13 @@ A step takes the longest of three times, and what its launches cost:
                multiprocessor issues 4 a clock. They are counted in the loops over weights as CUDA 13.0 assembles them
                for 8.6: the median of 14 loops, which types of weights have of their own, of 17 to 34
 
+A chunk of a prompt takes the sum of three:
+
+    products   at a share of what the tensor cores do at most: 256 products a clock of a multiprocessor with sums in F32,
+               512 with sums in F16, 1,024 of int8 (NVIDIA's white papers)
+    weights    that are read and written out as F16, at 0.9 of the bandwidth
+    rest       attention, DeltaNet, norms: what an H200 took, by its bandwidth
+
 Launches cost 1.0 ms a step where one begins beside another (9.0 and above), as recorded on an H200, and twice that
 elsewhere, which is assumed. Clocks are the boost clocks of data sheets; cards, multiprocessors and bandwidth are those
 of tests/cuda/cards.h.
@@ -43,6 +50,20 @@ CLOCK_MHZ = {  # boost
     "RTX 5090": 2407,
 }
 ROWS = (8, 16, 32)
+
+# Prompts of the 27B. The weights of its layers' matrices, {weights of one, how many}: FFNs, DeltaNet, attention.
+FFN, DELTANET, ATTENTION = 3 * 5120 * 17408, 5120 * (10240 + 2 * 6144 + 96), 5120 * (12288 + 2 * 1024 + 6144)
+LAYERS = 64 * FFN + 48 * DELTANET + 16 * ATTENTION
+BYTES_OF_WEIGHT = 0.6  # Q4_K_M, about
+CHUNKS = (1024, 2048)
+PRODUCTS = {"F32": 256, "F16": 512, "int8": 1024}  # of a multiprocessor, a clock, by the sums
+# cuBLAS is taken to reach so much with sums in F32. With sums in F16 it is what luce's kernel reached on an H200 whose
+# tensor cores were made half as fast beside all else, as they are on these cards (each mma.sync issued twice). With
+# int8 it is what ggml's MMQ reached: 9,266 tokens a second of an 8B in Q4_K_S on an RTX 4090, with all else
+# that a prompt takes (llama.cpp's pull request 7860).
+REACHED = {"F32": 0.95, "F16": F16_REACHED_HERE, "int8": 2 * 7.5e9 * 9266 / (2 * 1024 * 128 * 2520e6)}
+REST_OF_H200 = {1024: REST_1024, 2048: REST_2048}  # ms
+PREFILL_RECORD = "2026-11-30-prompts-f16-sums-h200.txt"
 
 
 @dataclass(frozen=True)
@@ -139,8 +160,42 @@ def step(card: Card, model: Model, rows: int) -> float:
     return max(parts(card, model, rows).values()) + launches(card)
 
 
+def chunk_parts(card: Card, rows: int, sums: str) -> dict[str, float]:
+    """Milliseconds of a chunk of a prompt of the 27B, by what takes them."""
+    clocks = card.multiprocessors * CLOCK_MHZ[card.name] * 1e3  # a millisecond, of all multiprocessors
+    written = BYTES_OF_WEIGHT + 2 if sums != "int8" else 0  # ggml's kernel reads the weights as they are
+    return {
+        "products": LAYERS * rows / (PRODUCTS[sums] * clocks * REACHED[sums]),
+        "weights": LAYERS * written / (SHARE * card.bandwidth * 1e6),
+        "rest": REST_OF_H200[rows] * cards()["H200"].bandwidth / card.bandwidth,
+    }
+
+
+def chunk(card: Card, rows: int, sums: str) -> float:
+    """Milliseconds of a chunk of a prompt."""
+    return sum(chunk_parts(card, rows, sums).values())
+
+
+def prompts_table() -> list[str]:
+    """Lines of the table of prompts."""
+    lines = ["| reckoned: a chunk of a prompt, 27B, Q4_K | products with sums in F32, in F16, ms | weights as F16, ms | rest, ms "
+             "| tokens a second: F32, F16 | gain | int8 as ggml's |",
+             "|---" * 7 + "|"]  # fmt: skip
+    dense = models()[0]
+    for card in (c for c in cards().values() if c.name in CLOCK_MHZ and fits(c, dense)):
+        for rows in CHUNKS:
+            f32, f16 = chunk_parts(card, rows, "F32"), chunk_parts(card, rows, "F16")
+            speeds = {sums: rows / chunk(card, rows, sums) * 1e3 for sums in PRODUCTS}
+            lines.append(
+                f"| {card.name}, {rows:,} rows | {f32['products']:.0f}, {f16['products']:.0f} | {f16['weights']:.0f} "
+                f"| {f16['rest']:.0f} | {speeds['F32']:.0f}, {speeds['F16']:.0f} | {speeds['F16'] / speeds['F32']:.2f} "
+                f"| {speeds['int8']:.0f} |"
+            )
+    return lines
+
+
 def tables() -> str:
-    """Both tables, as Markdown."""
+    """All tables, as Markdown."""
     known = cards()
     shown = [known[name] for name in CLOCK_MHZ]
     h200 = known["H200"]
@@ -164,7 +219,7 @@ def tables() -> str:
         lines.append(f"| {card.name} | {of} | {ratios} | {drafted:.0f} |")
     own_steps = " | ".join(f"{steps_of_h200()[rows]:.2f}" for rows in ROWS)
     lines.append(f"| H200, recorded | | {own_steps} | {mode['tok_per_s']:.0f} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *prompts_table()]) + "\n"
 
 
 def written(page: str) -> str:

@@ -73,59 +73,67 @@ template <int ROWS, int OUTPUTS> struct F16Block {
     }
 
     // Copies the values of a stage of K, of the tile's rows and weights, zeros for what is not there.
-    __device__ void load(int stage, int stages) const {
-        if (stage >= stages) {
-            copies_commit();
-            return;
-        }
-        const uint32_t at = base + stage % F16_STAGES * STAGE;
-        const int64_t k = stage * int64_t(STAGE_VALUES);
-        const bool in_row = k + threadIdx.x % (ROW / 16) * 8 < a.K;
+    __device__ void copy(int stage, int stages) const {
+        if (stage < stages) {
+            const uint32_t at = base + stage % F16_STAGES * STAGE;
+            const int64_t k = stage * int64_t(STAGE_VALUES);
+            const uint32_t there = k + threadIdx.x % (ROW / 16) * 8 < a.K ? inside : 0;
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) {
-            const int of = i < ROWS / ROWS_AT_ONCE ? 0 : 1, more = i - of * (ROWS / ROWS_AT_ONCE);
-            const bool there = in_row && (inside >> i & 1) != 0;
-            const uint8_t *p = from[of] + (more * ROWS_AT_ONCE * a.K + k) * 2;
-            copy_word(at + i * ROWS_AT_ONCE * ROW + to, there ? p : a.weights, there);
+            for (int i = 0; i < COPIES; i++) {
+                const int of = i < ROWS / ROWS_AT_ONCE ? 0 : 1, more = i - of * (ROWS / ROWS_AT_ONCE);
+                copy_word(at + i * ROWS_AT_ONCE * ROW + to, from[of] + (more * ROWS_AT_ONCE * a.K + k) * 2,
+                          (there >> i & 1) != 0);
+            }
         }
         copies_commit();
     }
 
-    // Adds a stage's products to the sums in F16, which FIRST begins anew: those before are added up then, tile by tile, while
-    // the tensor cores compute. Another stage's copies begin meanwhile.
-    template <bool FIRST> __device__ void add_stage(int stage, int stages) {
-        copies_wait<F16_STAGES - 2>();
-        __syncthreads(); // the stage's values are there, and those of the stage before are done with
+    // Loads 16 values of K of the warp's rows and weights.
+    struct Fragments {
+        uint32_t x[M][4], w[N / 2][4]; // tiles of 16 rows, and pairs of tiles of 8 outputs
+    };
+    __device__ void fetch(Fragments &to, int stage, int k) const {
         const uint32_t at = base + stage % F16_STAGES * STAGE;
         const uint32_t rows = at + swizzle(warp / WARP_COLUMNS * M * 16 + lane % 16, lane / 16);
         const uint32_t outputs =
             at + ROWS * ROW + swizzle(warp % WARP_COLUMNS * N * 8 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
-        for (int k = 0; k < STAGE_VALUES / 16; k++) {
-            uint32_t x[M][4];
+        for (int m = 0; m < M; m++) {
+            load_matrices(to.x[m], (k == 0 ? rows : next_16(rows)) + m * 16 * ROW);
+        }
+#pragma unroll
+        for (int n = 0; n < N / 2; n++) {
+            load_matrices(to.w[n], (k == 0 ? outputs : next_16(outputs)) + n * 16 * ROW);
+        }
+    }
+
+    // Adds products to the sums in F16, which FIRST begins anew: those before are added up then, tile by tile, while the tensor
+    // cores compute.
+    template <bool FIRST> __device__ void multiply(const Fragments &f) {
+#pragma unroll
+        for (int n = 0; n < N; n++) {
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                load_matrices(x[m], (k == 0 ? rows : next_16(rows)) + m * 16 * ROW);
-            }
-            if (k == 0) {
-                load(stage + F16_STAGES - 1, stages);
-            }
-#pragma unroll
-            for (int n = 0; n < N; n += 2) {
-                uint32_t w[4]; // two tiles of 8 outputs
-                load_matrices(w, (k == 0 ? outputs : next_16(outputs)) + n * 8 * ROW);
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        if (FIRST && k == 0) {
-                            add_up(m, n + i);
-                        }
-                        multiply_f16(sums[m][n + i], x[m], w[2 * i], w[2 * i + 1]);
-                    }
+                if (FIRST) {
+                    add_up(m, n);
                 }
+                multiply_f16(sums[m][n], f.x[m], f.w[n / 2][n % 2 * 2], f.w[n / 2][n % 2 * 2 + 1]);
             }
         }
+    }
+    // Does a stage's part. What is multiplied next is fetched ahead of the products, of the next stage too.
+    template <bool FIRST> __device__ void add_stage(int stage, int stages, Fragments (&f)[2]) {
+        fetch(f[1], stage, 1);
+        copy(stage + F16_STAGES - 1, stages); // over the stage before, which all have fetched
+        multiply<FIRST>(f[0]);
+        next_stage();
+        fetch(f[0], stage + 1, 0); // of the last, what an earlier stage has left
+        multiply<false>(f[1]);
+    }
+    // Waits until the next stage's values are there, and all have fetched this one's.
+    __device__ void next_stage() const {
+        copies_wait<F16_STAGES - 2>();
+        __syncthreads();
     }
     // Adds a tile's sum in F16 to that in F32, and begins it anew.
     __device__ void add_up(int m, int n) {
@@ -184,11 +192,14 @@ __global__ void __launch_bounds__(F16_THREADS, BLOCKS) gemm_f16_kernel(const __g
     const int stages = int((a.K + F16_SUM - 1) / F16_SUM) * STAGES_OF_SUM;
 #pragma unroll
     for (int stage = 0; stage < F16_STAGES - 1; stage++) {
-        block.load(stage, stages);
+        block.copy(stage, stages);
     }
+    typename F16Block<ROWS, OUTPUTS>::Fragments f[2];
+    block.next_stage();
+    block.fetch(f[0], 0, 0);
     for (int stage = 0; stage < stages; stage += STAGES_OF_SUM) {
-        block.template add_stage<true>(stage, stages);
-        block.template add_stage<false>(stage + 1, stages);
+        block.template add_stage<true>(stage, stages, f);
+        block.template add_stage<false>(stage + 1, stages, f);
     }
     block.finish();
     block.store();
