@@ -51,7 +51,8 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--luce-device", default="cpu",
-        help="where models run: cpu (default), cuda, cuda:N, or in stages on several: cpu,cpu or cuda:0,cuda:1",
+        help="where models run: cpu (default), cuda, cuda:N, in stages on several: cpu,cpu or cuda:0,cuda:1, or with a part "
+        "of each matrix on several: cpu+cpu",
     )
     parser.addoption("--luce-device-only", action="store_true", help="only tests that run models there")
 
@@ -190,7 +191,7 @@ def luce_(native, tiny_gguf, device):
     def run(*args, stdin=None):
         args = [str(tiny_gguf) if arg == "{}" else str(arg) for arg in args]
         if args[:1] == ["generate"] and "--device" not in args:
-            args += ["--device", device]
+            args += ["--device", device.replace("+", ","), *(["--split", "tensor"] if "+" in device else [])]
         return CliRunner().invoke(cli, args, input=stdin)
 
     return run

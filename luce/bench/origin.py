@@ -16,6 +16,7 @@ from typing import Any
 
 from luce import native as _native
 from luce.cli.stdout import as_json
+from luce.planning.split import names_of
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
@@ -81,7 +82,7 @@ def device_text(device: str, threads: int) -> str:
     if device.startswith("cpu"):
         return f"{cpu_name()} ({threads} threads)"
     known = {each.name: each.description for each in _native.default().devices()}
-    return ", ".join(known[name] for name in device.split(","))
+    return ", ".join(known[name] for name in names_of(device))
 
 
 def driver_version() -> str:

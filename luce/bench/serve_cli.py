@@ -29,6 +29,7 @@ from luce.errors import ArgumentError, about
 from luce.files.tokenizer import Tokenizer
 from luce.planning.opened import Files
 from luce.planning.plan import SPECS, Options, require_supported
+from luce.planning.split import names_of
 
 LEAST = 100  # A conversation's last prompt has at least so many tokens.
 
@@ -122,7 +123,7 @@ def serve_bench(**flags: Any) -> None:
             require_supported(files.facts)
         tokenizer, trained = files.tokenizer, files.facts.context_length or MAX_U32
         chosen = files.plan(Options(threads=flags["threads"]))
-        device = chosen.device if "," in chosen.device else _native.default().device(files.device).name
+        device = chosen.device if len(names_of(chosen.device)) > 1 else _native.default().device(files.device).name
     needed = _needed(flags, trained)
     if flags["turns"] and min(turn_lengths(flags["turns"], flags["length"])) < (least := len(turn_of(tokenizer))):
         said = f"a conversation of {flags['length']} tokens is too short for {flags['turns']} turns of {least} or more"

@@ -20,6 +20,7 @@ from luce.files.hub import fetch
 from luce.native.files import is_assistant
 from luce.native.structs import Sampling
 from luce.planning.plan import DEFAULT_BUDGET, DEFAULT_GAMMA, MAX_BUDGET, MAX_GAMMA, SPECS, Options
+from luce.planning.split import Split
 
 if TYPE_CHECKING:  # Only a chat needs it.
     from luce.text.prompt import Template
@@ -103,12 +104,14 @@ def unlike(devices: Sequence[str | None]) -> str | None:
     return None
 
 
-def shares(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def shares(ctx: click.Context, param: click.Parameter, value: str | None) -> Split | None:
     """Checks shares of layers, 3,1; auto becomes none at all."""
     if value is None or value == "auto":
         return None if value is None else ()
+    if value == "tensor":
+        return "tensor"
     if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})+", value):
-        raise click.BadParameter(f"{value!r} is neither auto nor shares of the layers like 3,1.", ctx, param)
+        raise click.BadParameter(f"{value!r} is neither auto, tensor nor shares of the layers like 3,1.", ctx, param)
     return tuple(int(share) for share in value.split(","))
 
 
@@ -147,10 +150,12 @@ DRAFT_DEVICE = (
                  "[default: the last of --device]"),
 )  # fmt: skip
 SPLIT = (
-    click.option("--split", callback=shares, metavar="auto|A,B",
+    click.option("--split", callback=shares, metavar="auto|A,B|tensor",
                  help="Share the layers out among several devices, which without --device are all GPUs: 3,1 gives the "
-                 "first three of four, and numbers that add up to the layers are layers; auto goes by what is free.  "
-                 "[default: auto with several devices]"),
+                 "first three of four, and numbers that add up to the layers are layers; auto goes by what is free. "
+                 "tensor gives each device an equal part of every matrix, so that all work on each token at once "
+                 "(--device cuda:0,cuda:1 --split tensor): tokens are the same in every mode, and may be others than "
+                 "on one device.  [default: auto with several devices]"),
 )  # fmt: skip
 KV_TYPE = (
     click.option(
@@ -198,7 +203,9 @@ def idle_split(flags: Mapping[str, Any]) -> str | None:
         return None
     n = len(device.split(","))
     if n == 1:
-        return f"--split shares layers out among several devices, and --device {device} is one"
+        return f"--split shares a model out among several devices, and --device {device} is one"
+    if split == "tensor":
+        return None
     return f"--split has {len(split)} shares, and --device names {n} devices" if len(split) not in (0, n) else None
 
 

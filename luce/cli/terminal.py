@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from luce.cli import stdout
 from luce.decode.events import Finished
 from luce.files.probe import Facts, Layers
-from luce.native.structs import DeviceMemory, EngineInfo, Tensor
+from luce.native.structs import EngineInfo, Tensor
 from luce.planning.memory import Fit
 from luce.planning.plan import Plan
 
@@ -329,7 +329,7 @@ def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
     largest = f"the longest context that fits is {fit.largest}" if fit.largest else "no context fits"
     several = fit.memory.devices if len(fit.memory.devices) > 1 else ()
     by_device = [
-        ("", f"{each.name} {'has' if each.parts <= each.free else 'lacks'} room for {_of(each)}: "
+        ("", f"{each.name} {'has' if each.parts <= each.free else 'lacks'} room for {fit.memory.layers_of(each)}: "
              f"{size(each.parts)} of {size(each.free)}")
         for each in several
     ]  # fmt: skip
@@ -339,10 +339,6 @@ def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
         *(("", f"{fit.expert_slots} of each layer's experts have a slot; all are in host memory") for _ in experts),
         ("", f"{answer} the {size(fit.memory.device_free)} that are free; {largest}"),
     ]
-
-
-def _of(device: DeviceMemory) -> str:
-    return f"{device.n_layers} layers from {device.first} on" if device.n_layers else "the output and the drafters"
 
 
 def devices_text(core: Library) -> str:

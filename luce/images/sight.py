@@ -24,6 +24,7 @@ from luce.images.gemma4 import BudgetProcessor, budget_of
 from luce.images.opening import pillow
 from luce.images.pixels import Picture, Processor
 from luce.native import File, ImageSpan, Model, Progress, Tower
+from luce.planning.split import names_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,7 +85,7 @@ class Sight:
         if tokens is not None and not FEWEST_TOKENS <= tokens <= MOST_TOKENS:
             raise ArgumentError(f"images of {tokens} tokens: expected {FEWEST_TOKENS} to {MOST_TOKENS}")
         self._file, self._say, self._said = File(path), say, False
-        device = device.split(",")[0]  # Rows of images enter the model on its first one.
+        device = names_of(device)[0]  # Rows of images enter the model on its first one.
         try:
             with about(self._file.path):
                 budget = budget_of(tokens) if _has_budget(self._file) else None

@@ -52,22 +52,23 @@ def with_defaults(files: Files, options: Options, shrink: bool, image: int = 0) 
 
 def with_room(options: Options, image: int) -> Options:
     """Makes chunks longer that the core would choose, where they have no room for an image of so many tokens."""
-    on_gpu = CORE_GPUS_CHUNK if _on_several(options) else CORE_GPU_CHUNK
+    on_gpu = CORE_GPUS_CHUNK if _one_after_the_other(options) else CORE_GPU_CHUNK
     if options.chunk is not None or image <= (on_gpu if _on_gpu(options) else CORE_CPU_CHUNK):
         return options
     return replace(options, chunk=_pages(image))
 
 
 def _gpu_chunk(files: Files, options: Options) -> int:
-    if _on_several(options):
+    if _one_after_the_other(options):
         return GPU_CHUNK
     needed = files.memory(files.plan(replace(options, chunk=CORE_GPU_CHUNK, copies=False)))
     spare = all(each.total <= (1 - SPARE) * each.free for each in needed.devices)
     return CORE_GPU_CHUNK if spare else GPU_CHUNK
 
 
-def _on_several(options: Options) -> bool:
-    return options.split is not None or "," in (options.device or "")
+def _one_after_the_other(options: Options) -> bool:
+    """Says whether several devices have layers each, so that chunks follow each other through them."""
+    return options.split not in (None, "tensor") or "," in (options.device or "")
 
 
 def _on_gpu(options: Options) -> bool:

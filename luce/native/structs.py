@@ -100,6 +100,14 @@ class Memory:
         """Adds up all parts, also where the weights are only mapped."""
         return self.weights + self.kv + self.state + self.experts + self.compute + self.other
 
+    def layers_of(self, device: DeviceMemory) -> str:
+        """Says what one of several devices has of the layers: some, or a part of all; of one without any it says so."""
+        if device.n_layers == 0:
+            return "the output and the drafters"
+        if sum(each.n_layers > 0 and each.first == 0 for each in self.devices) > 1:
+            return f"a part of each of {device.n_layers} layers"
+        return f"{device.n_layers} layers from {device.first} on"
+
     @property
     def fits(self) -> bool:
         """Says whether each device has room for what is allocated there."""

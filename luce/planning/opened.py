@@ -29,7 +29,7 @@ from luce.planning.plan import (
     with_room,
     with_slots,
 )
-from luce.planning.split import devices_of, lacking
+from luce.planning.split import devices_of, lacking, names_of
 
 
 class Files:
@@ -142,7 +142,7 @@ class Files:
         Cancelled (from `progress`), DeviceError and others."""
         cpu_experts, (first, *_) = max(each.cpu_experts for each in plans), plans
         drafts_on = next((each.draft_device for each in plans if each.draft_device), None)
-        if "," in first.device or drafts_on:
+        if len(names_of(first.device)) > 1 or drafts_on:
             for each in plans:
                 if lack := lacking(self.memory(replace(each, layers=first.layers, draft_device=drafts_on))):
                     raise OutOfMemory(lack)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from luce.errors import ArgumentError, ContextFull, FileError, UnsupportedError
 from luce.files.probe import Facts
 from luce.native.structs import EngineParams, Memory
-from luce.planning.split import layers_of
+from luce.planning.split import Split, are_ranks, layers_of
 
 DEFAULT_CTX = 4096
 DEFAULT_GAMMA = 2  # A chain has so many where it is asked for without a length.
@@ -47,8 +47,8 @@ class Options:
 
     `device` names one device, or several, of which each has consecutive layers. With a `split` a model lies on all GPUs
     where none is named by its number; it has each device's share of the layers, or is empty, and then they are shared
-    out by what is free. The drafters lie on a `draft_device`, which has no layers, and the output with them; with None
-    they are where the last layers are.
+    out by what is free. With "tensor" each device has an equal part of every matrix. The drafters lie on a
+    `draft_device`, which has no layers, and the output with them; with None they are where the last layers are.
 
     `cpu_experts` counts the layers, from the first, whose experts stay in host memory, where the CPU
     multiplies them; with "auto" it is as few as leave room on the device. With `expert_slots` the experts of
@@ -64,7 +64,7 @@ class Options:
 
     device: str | None = None
     draft_device: str | None = None
-    split: tuple[int, ...] | None = None
+    split: Split | None = None
     ctx: int | None = None
     kv_type: str | None = None
     threads: int | None = None
@@ -300,7 +300,7 @@ def plan(
     asked, default = "as asked", "the default"
     return Plan(
         device=options.device or "auto",
-        layers=layers_of(options.split, trunk_layers(facts)) if options.split else (),
+        layers=_layers(facts, options),
         ctx=ctx,
         kv_type=options.kv_type or "f16",
         chunk=options.chunk or 0,
@@ -317,7 +317,7 @@ def plan(
         expert_slots=expert_slots,
         reasons={
             "device": asked if options.device else "a CUDA device if there is one, else the CPU",
-            "layers": asked if options.split else "all on one device",
+            "layers": _why_layers(options),
             "ctx": why_ctx,
             "kv_type": asked if options.kv_type else default,
             "rows": asked if options.rows else "as many as drafts need",
@@ -335,6 +335,17 @@ def plan(
             "draft_device": "as asked, with the output" if options.draft_device else "drafters are with the layers",
         },
     )
+
+
+def _layers(facts: Facts, options: Options) -> tuple[int, ...]:
+    shares = options.split
+    return layers_of(shares, trunk_layers(facts)) if shares and shares != "tensor" else ()
+
+
+def _why_layers(options: Options) -> str:
+    if are_ranks(options.device):
+        return "each device has an equal part of every layer, as asked"
+    return "as asked" if options.split else "all on one device"
 
 
 def _require_drafter(drafting: Drafting, device: str | None) -> None:

@@ -25,6 +25,7 @@ from luce.model.loaded import Loaded, Settings, in_thread_of
 from luce.planning import cpus
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_THREADS, Options
+from luce.planning.split import names_of
 from luce.prompts.scorer import COUNTED, Scorer, longest_of
 from luce.server.ask import Ask, Message, Refused, TooLong, refuse
 from luce.server.lanes import FETCHED, GRAMMARS, IMAGES, LARGE, MESSAGE, PICTURES, SCORES, SHORT, Lane, fitting
@@ -330,7 +331,7 @@ class Slot:
     def may_share(self, other: Slot) -> bool:
         """Says whether a device of this model may be one of another's: unloading it makes room for that. What is on no
         GPU that was named by its number may be on any."""
-        ours, theirs = ({name for each in slot.devices for name in (each or "").split(",")} for slot in (self, other))
+        ours, theirs = ({name for each in slot.devices for name in names_of(each) or [""]} for slot in (self, other))
         named = all(name.startswith("cuda:") for name in ours | theirs)
         return not (ours and theirs and named) or bool(ours & theirs)
 

@@ -25,6 +25,7 @@ from luce.decode.request import Request
 from luce.decode.scheduler import Job
 from luce.errors import Busy, Cancelled, DeviceError
 from luce.model.loaded import Loaded
+from luce.planning.split import names_of
 
 log = logging.getLogger(__name__)
 # What others cost a request, in tokens of prompts that are read in that time. They are guessed, and were not measured:
@@ -139,7 +140,7 @@ class Replicas:
 def _described(names: str) -> list[str]:
     """Returns what devices are, which are named as a model's are: "cuda:0,cuda:1"."""
     library = _native.default()
-    return [library.device(name).description for name in names.split(",")]
+    return [library.device(name).description for name in names_of(names)]
 
 
 def _numbered(names: Sequence[str], at: int) -> str:

@@ -193,7 +193,10 @@ typedef struct luce_drafter_file {
 typedef struct luce_model_params {
     uint64_t struct_size;
     /* "auto" (= NULL), "cpu", "cuda", "cuda:N", or several of a kind, "cuda:0,cuda:1": each has consecutive layers in this
-     * order, the first the embeddings too, the last the output and the drafters. */
+     * order, the first the embeddings too, the last the output and the drafters. "cuda:0+cuda:1": each has all layers, with an
+     * equal part of their heads and widths, and the last the output and the drafters. Sums over the parts are added in this order:
+     * tokens are the same in every mode, and may be others than on one device. E_UNSUPPORTED names what has no equal parts,
+     * or that luce does not cut the architecture so. */
     const char *device;
     /* One more of that kind, without layers: the output and the drafters lie there, and rows are chosen there. NULL: on the
      * last of `device`. E_UNSUPPORTED: an assistant, which reads the layers' cells. */
@@ -260,7 +263,7 @@ typedef struct luce_engine_params {
 /* What one of a model's devices has, of the same parts as luce_memory. */
 typedef struct luce_device_memory {
     char name[32];
-    uint32_t first, n_layers; /* its layers of the trunk: a draft_device has none */
+    uint32_t first, n_layers; /* its layers of the trunk, whole or a part of each: a draft_device has none */
     uint64_t weights, kv, state, experts, compute, other, total, free;
 } luce_device_memory;
 
@@ -293,7 +296,7 @@ LUCE_API luce_status luce_model_close(luce_model *model);
 typedef struct luce_model_info {
     uint64_t struct_size;
     char architecture[32]; /* general.architecture of the file */
-    char device[128]; /* "cpu", "cuda:0", of several "cuda:0,cuda:1" */
+    char device[128]; /* "cpu", "cuda:0", of several "cuda:0,cuda:1" or "cuda:0+cuda:1" */
     uint64_t n_params; /* weights, all tensors */
     uint64_t weight_bytes;
     uint32_t n_vocab;

@@ -1,7 +1,8 @@
-"""The devices of models that tests cut into stages: a CPU several times, or GPUs of --luce-device."""
+"""The devices of models that tests cut into stages or ranks: a CPU several times, or GPUs of --luce-device."""
 
 from __future__ import annotations
 
+import re
 from itertools import cycle, islice
 
 import pytest
@@ -9,10 +10,24 @@ import pytest
 
 def stages(device: str, n: int) -> str | None:
     """Returns n devices for n stages, of those that are tested, or None where there are too few GPUs."""
-    given = device.split(",")
+    given = re.split("[,+]", device)
     if not device.startswith("cpu") and len(given) < n:
         return None
     return ",".join(islice(cycle(given), n))
+
+
+def ranks(device: str, n: int) -> str | None:
+    """Returns n devices that have a part of each matrix, likewise; of one its name."""
+    given = re.split("[,+]", device)
+    if not device.startswith("cpu") and len(given) < n:
+        return None
+    return "+".join(islice(cycle(given), n))
+
+
+def two_ranks(device: str) -> str:
+    if (found := ranks(device, 2)) is None:
+        pytest.skip("one GPU is tested, and a rank needs one of its own")
+    return found
 
 
 def two_stages(device: str) -> str:

@@ -40,7 +40,16 @@ std::shared_ptr<Model> describe(const OpenFile &file, const luce_model_params *p
     for (uint32_t i = 0; i < std::min(n, uint32_t(LUCE_MAX_DRAFTERS) + 1); i++) { // more are refused there
         drafters.push_back({g_files.get(params->drafters[i].file)->gguf, params->drafters[i].kind});
     }
-    Split split(find_devices(params == nullptr ? nullptr : params->device), {});
+    std::string names = params == nullptr || params->device == nullptr ? "auto" : params->device;
+    const bool tensors = names.find('+') != std::string::npos;
+    if (tensors && names.find(',') != std::string::npos) {
+        fail(LUCE_E_ARG,
+             "%s: a model's devices have layers each (a,b), or all have a part of each matrix (a+b)",
+             names.c_str());
+    }
+    std::replace(names.begin(), names.end(), '+', ',');
+    Split split(find_devices(names.c_str()), {});
+    split.tensors = tensors;
     std::vector<const Device *> all = split.devices;
     if (params != nullptr && params->draft_device != nullptr) {
         all.push_back(split.drafts_on = &find_device(params->draft_device));
@@ -233,7 +242,7 @@ luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
         auto m = describe(*f, model);
         m->stand_in();
         const EngineParams params = Engine::resolve(*m, engine);
-        if (m->n_with_layers() > 1 && model->n_layers == 0) {
+        if (m->n_with_layers() > 1 && m->n_ranks() == 1 && model->n_layers == 0) {
             const std::vector<uint32_t> layers = Engine::share_layers(*m, params);
             luce_model_params with = *model;
             with.layers = layers.data();

@@ -230,4 +230,15 @@ void cpu_rows_matmul(const RowsMatmulArgs &a, int ith, int nth) {
     }
 }
 
+void cpu_add_parts(const AddPartsArgs &a, int ith, int nth) {
+    const int64_t n = a.E * a.T, begin = n * ith / nth, end = n * (ith + 1) / nth;
+    for (int64_t i = begin; i < end; i++) {
+        float sum = a.parts[0][i];
+        for (int32_t rank = 1; rank < a.n_parts; rank++) {
+            sum += a.parts[rank][i];
+        }
+        a.out[i] = a.x[i] + sum;
+    }
+}
+
 } // namespace luce

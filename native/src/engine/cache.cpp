@@ -95,6 +95,13 @@ Cache::Cache(const Model &model, const CacheParams &params)
         const bool is_last = &on == &model.placements().back();
         stages_.emplace_back(model, on, 6 * (on.end - on.first) + (is_last ? 2 * n_drafter + 2 : 0));
     }
+    if (model.n_ranks() > 1 && model.gpu()) {
+        const uint32_t rows = std::max(uint32_t(MAX_ROWS), std::min(params.n_chunk, params.n_ctx));
+        exchange_ = std::make_unique<Exchange>(model, rows);
+        for (uint32_t rank = 0; rank < model.n_ranks(); rank++) {
+            stages_[rank].state_bytes += exchange_->bytes();
+        }
+    }
     host_context_ = new_context(ggml_tensor_overhead() * 2);
     ggml_context *last = stages_.back().tensors.get(), *host = host_context_.get();
     uint64_t &last_bytes = stages_.back().state_bytes;
@@ -187,6 +194,9 @@ void Cache::allocate() {
     set_data(nullptr);
     for (Stage &stage : stages_) {
         stage.allocate();
+    }
+    if (exchange_) {
+        exchange_->allocate(stages_);
     }
     const auto add_pool = [](Stage &stage, const KvCells &kv) {
         if (kv.k != nullptr) {

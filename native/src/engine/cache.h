@@ -38,6 +38,7 @@
 #pragma once
 
 #include "common/kernels.h"
+#include "engine/exchange.h"
 #include "engine/expert_slots.h"
 #include "engine/stage.h"
 
@@ -137,6 +138,7 @@ public:
     bool images_are_whole() const { return images_are_whole_; } // Model::images_are_whole
     // Returns the first page of which a row at this position sees any in some sliding layer.
     uint32_t first_window_page(uint32_t position) const;
+    const Exchange *exchange() const { return exchange_.get(); } // of ranks on GPUs, else null
     const KvCells &kv(uint32_t block) const { return kv_[block]; }
     const DeltaState &delta(uint32_t block) const { return delta_[block]; }
     // Of the trunk's mixtures, in the order of layers, where experts are at home; else there are none.
@@ -208,6 +210,7 @@ private:
     uint32_t window_; // the widest of the sliding layers; 0 where there are none
     bool takes_images_, images_are_whole_;
     std::deque<Stage> stages_;
+    std::unique_ptr<Exchange> exchange_;
     std::vector<KvCells>
         kv_; // they are in the order of trunk blocks; entries of layers without cells are empty
     std::vector<ExpertSlots> expert_slots_;

@@ -92,7 +92,7 @@ uint32_t usual_chunk(const Model &model) {
     if (!model.gpu()) {
         return 512;
     }
-    return model.is_cut() ? 1024 : 2048;
+    return model.is_cut() && model.n_ranks() == 1 ? 1024 : 2048;
 }
 
 } // namespace
@@ -164,8 +164,8 @@ luce_memory Engine::memory_of(const Model &model, const Cache &cache, const Step
         const Stage &stage = cache.stages()[i];
         luce_device_memory &d = m.devices[m.n_devices++];
         snprintf(d.name, sizeof(d.name), "%s", stage.device.name.c_str());
-        d.first = stage.first;
         d.n_layers = stage.end - stage.first;
+        d.first = d.n_layers > 0 ? model.layer_of(stage.first) : model.hparams().n_layer;
         d.weights = weights[i];
         d.kv = stage.kv_bytes;
         d.experts = stage.expert_bytes;

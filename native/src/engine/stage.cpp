@@ -57,7 +57,7 @@ Stage::Stage(const Model &model, const Placement &on, size_t n_tensors)
 #else
     (void) model;
 #endif
-    if (threaded && !device.gpu) {
+    if (threaded && !device.gpu && model.n_ranks() == 1) { // ranks wait for each other all the time
         own = std::make_unique<ggml_backend_buffer_type>(*device.buffer_type());
     }
 }
@@ -121,9 +121,17 @@ uint64_t Stage::passage_bytes(const ggml_tensor *rows) {
     return (ggml_nbytes(rows) + 15) / 16 * 16;
 }
 
+bool Stage::reaches([[maybe_unused]] const Stage &other) const {
+#ifdef LUCE_USE_CUDA
+    return !parted && cuda::peers(other.device.index, device.index);
+#else
+    return true;
+#endif
+}
+
 void Stage::connect([[maybe_unused]] const Stage &before, [[maybe_unused]] uint64_t bytes) {
 #ifdef LUCE_USE_CUDA
-    if (device.gpu && (parted || !cuda::peers(before.device.index, device.index))) {
+    if (device.gpu && !reaches(before)) {
         passage = pinned(device, std::max<uint64_t>(bytes, 64), "rows between two devices");
     }
 #endif

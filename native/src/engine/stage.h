@@ -30,6 +30,7 @@ struct Stage {
     void open(const Model &model, int n_threads, bool drafts);
     static void *stream(const Backend &backend); // as CUDA knows it
     static uint64_t passage_bytes(const ggml_tensor *rows); // rows of a step take so many on their way
+    bool reaches(const Stage &other) const; // on GPUs: kernels of each reach the other's memory
     // Finds the way to here from the stage before. Where it is the host's memory, `bytes` are what a step sends at most.
     void connect(const Stage &before, uint64_t bytes);
     // Lets the steps of this stage, on a GPU, go on when those of another one have come to where they are now.

@@ -29,6 +29,9 @@ struct Architecture {
     // norm, and chooses. It calls feed_drafters with each block's output. Ahead of each layer stands
     // Plain::enter, and layers that it denies are left out.
     void (*build_step)(Plain &graph);
+
+    // Whether its layers can be cut into ranks: read_trunk takes each one's part, and the graph adds parts up (add_part).
+    bool has_ranks;
 };
 
 // E_UNSUPPORTED says what the file's architecture is, where luce does not run it.

@@ -8,10 +8,11 @@ Attention read_attention(WeightReader &r, const std::string &p, const AttentionS
     Attention a{};
     a.shape = shape;
     a.gated = gated;
-    a.q = r.matrix(p + "attn_q.weight", E, (gated ? 2 : 1) * D * H);
-    a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
-    a.v = r.matrix(p + "attn_v.weight", E, D * Hkv);
-    a.out = r.matrix(p + "attn_output.weight", D * H, E);
+    a.q = r.matrix(p + "attn_q.weight", E, (gated ? 2 : 1) * D * H, ROWS);
+    const Cut of_kv = {ROWS.axis, 1, shape.kv_copies};
+    a.k = r.matrix(p + "attn_k.weight", E, D * Hkv, of_kv);
+    a.v = r.matrix(p + "attn_v.weight", E, D * Hkv, of_kv);
+    a.out = r.matrix(p + "attn_output.weight", D * H, E, COLUMNS);
     a.q_norm = r.f32(p + "attn_q_norm.weight", {D});
     a.k_norm = r.f32(p + "attn_k_norm.weight", {D});
     return a;
@@ -20,9 +21,9 @@ Attention read_attention(WeightReader &r, const std::string &p, const AttentionS
 Ffn read_ffn(WeightReader &r, const std::string &p, int64_t E, int64_t FF, const char *suffix) {
     const auto named = [&](const char *part) { return p + "ffn_" + part + suffix + ".weight"; };
     Ffn f{};
-    f.gate = r.matrix(named("gate"), E, FF);
-    f.up = r.matrix(named("up"), E, FF);
-    f.down = r.matrix(named("down"), FF, E);
+    f.gate = r.matrix(named("gate"), E, FF, ROWS);
+    f.up = r.matrix(named("up"), E, FF, ROWS);
+    f.down = r.matrix(named("down"), FF, E, COLUMNS);
     return f;
 }
 
@@ -34,13 +35,15 @@ Moe read_mixture(WeightReader &r, const std::string &p, const MoeShape &shape, i
     m.in_ram = in_ram;
     m.router = r.router(p + "ffn_gate_inp.weight", E, n);
     if (r.has(p + "ffn_gate_up_exps.weight")) {
-        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, in_ram, 2);
+        const Cut both = {ROWS.axis, 2};
+        m.gate_up = r.experts(p + "ffn_gate_up_exps.weight", E, 2 * FF, n, in_ram, both, 2);
     } else {
-        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n, in_ram);
-        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n, in_ram);
+        m.gate = r.experts(p + "ffn_gate_exps.weight", E, FF, n, in_ram, ROWS);
+        m.up = r.experts(p + "ffn_up_exps.weight", E, FF, n, in_ram, ROWS);
     }
     const std::string down = p + "ffn_down_exps.weight";
-    m.down = scaled ? r.scaled_experts(down, FF, E, n, in_ram) : r.experts(down, FF, E, n, in_ram);
+    m.down = scaled ? r.scaled_experts(down, FF, E, n, in_ram, COLUMNS)
+                    : r.experts(down, FF, E, n, in_ram, COLUMNS);
     m.down_scale = scaled ? r.f32(p + "ffn_down_exps.scale", {n}) : nullptr;
     return m;
 }
@@ -89,6 +92,31 @@ static Val moe(Val x, const Moe &w) {
 
 Val feed_forward(Val x, const Block &block) {
     return block.moe() != nullptr ? moe(x, *block.moe()) : ffn(x, *block.dense());
+}
+
+Stream embed_stream(Plain &g) {
+    const Weights &w = g.model.weights();
+    Stream x;
+    for (uint32_t rank = 0; rank < g.model.n_ranks(); rank++) {
+        x.push_back(embed(g, w.rank_embd.empty() ? w.token_embd : w.rank_embd[rank]));
+    }
+    return x;
+}
+
+void add_part(Stream &x, uint32_t layer, const std::function<Val(Val x, uint32_t block)> &part) {
+    Plain &g = *x[0].graph;
+    std::vector<Val> parts;
+    for (uint32_t rank = 0; rank < x.size(); rank++) {
+        g.enter(layer, rank);
+        parts.push_back(part(x[rank], g.model.block_of(layer, rank)));
+        if (x.size() > 1) { // all ranks' parts come ahead of the first sum, which waits for them
+            compute(parts.back());
+        }
+    }
+    for (uint32_t rank = 0; rank < x.size(); rank++) {
+        g.enter(layer, rank);
+        x[rank] = x.size() == 1 ? add(x[0], parts[0]) : exchanged(x[rank], parts);
+    }
 }
 
 void end_step(Val x, const std::vector<Val> &outputs) {

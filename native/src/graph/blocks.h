@@ -4,6 +4,8 @@
 
 #include "graph/drafter.h"
 
+#include <functional>
+
 namespace luce {
 
 // Takes the tensors of attention and of SwiGLU that begin with `prefix` ("blk.0."), over rows of E values.
@@ -26,6 +28,13 @@ Val ffn(Val x, const Ffn &w, Activation activation = SILU);
 Val feed_forward(Val x, const Block &block);
 // The weighted sum of what the experts that the router's logits {n, T} choose give rows x {E, T} -> {E, T}.
 Val mixture(Val x, Val logits, const Moe &w);
+
+// The residual stream {E, T}: one value, or each rank's (Model::n_ranks), which all have the same bits.
+using Stream = std::vector<Val>;
+Stream embed_stream(Plain &g);
+// Adds to it what a layer's block, or each rank's block, makes of it: part(x, block) -> {E, T}. Ranks' parts are added to each
+// other first, in the order of the ranks.
+void add_part(Stream &x, uint32_t layer, const std::function<Val(Val x, uint32_t block)> &part);
 
 // What follows the blocks of a trunk, whose last one put out x {E, T}: its logits and choices, and what drafters read. A
 // prefill has logits of its last row or none, and a verify of all rows.

@@ -392,7 +392,7 @@ void read_ends(WeightReader &r, const Found &f, const HParams &trunk, const Weig
     }
     d.d2t = d2t == nullptr ? nullptr : r.ids("d2t", rows, V);
     d.token_embd = r.table("token_embd.weight", E, V, false);
-    d.output = r.matrix("output.weight", E, rows, false);
+    d.output = r.matrix_or_none("output.weight", E, rows);
     if (d.output == nullptr) {
         d.output = d.token_embd == nullptr ? weights.output : r.tied("token_embd.weight", d.token_embd);
     }

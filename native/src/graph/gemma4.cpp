@@ -116,7 +116,7 @@ Attention read_attention(WeightReader &r, const std::string &p, const AttentionS
     }
     if (has_cells) {
         a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
-        a.v = r.matrix(p + "attn_v.weight", E, D * Hkv, /*required=*/false);
+        a.v = r.matrix_or_none(p + "attn_v.weight", E, D * Hkv);
         a.k_norm = r.f32(p + "attn_k_norm.weight", {D});
     } else { // published files may hold them
         for (const char *unused : {"attn_k.weight", "attn_v.weight", "attn_k_norm.weight"}) {
@@ -195,7 +195,7 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
     Weights w{};
     w.token_embd = r.table("token_embd.weight", E, hp.n_vocab);
     w.output_norm = r.f32("output_norm.weight", {E});
-    w.output = r.matrix("output.weight", E, hp.n_vocab, false);
+    w.output = r.matrix_or_none("output.weight", E, hp.n_vocab);
     if (w.output == nullptr) {
         w.output = r.tied("token_embd.weight", w.token_embd);
     }
@@ -310,6 +310,7 @@ void build_gemma4(Plain &g) {
 } // namespace
 
 const Architecture GEMMA4 = {"gemma4",     /*layer_nodes=*/128,   trunk_hparams,
-                             gemma4_trunk, /*read_head=*/nullptr, build_gemma4};
+                             gemma4_trunk, /*read_head=*/nullptr, build_gemma4,
+                             /*has_ranks=*/false};
 
 } // namespace luce

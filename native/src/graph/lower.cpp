@@ -28,19 +28,18 @@ StepOutputs lower(Plain &plain, const std::vector<StepInputs> &in, ggml_context 
 StepOutputs Lowering::run() {
     fuse(plain, {plain, gpu, [this](ggml_type type) { return looks_up(type); }});
     made_.assign(plain.nodes.size() * MAX_OUT * size_t(Form::count), nullptr);
-    outputs_.first_nodes = outputs_.n_arrivals = {0};
+    outputs_.runs = {{0, 0, 0}};
     for (int32_t i = 0; size_t(i) < plain.nodes.size(); i++) {
         const Node &n = plain.nodes[size_t(i)];
-        while (!n.dead && n.stage >= outputs_.first_nodes.size()) {
-            next_stage();
+        const bool in_order = has(n.op, RUNS_IN_ORDER);
+        if (!n.dead && (in_order || n.stage >= plain.model.n_ranks())) {
+            go_to(n.stage);
         }
-        if (!n.dead && has(n.op, RUNS_IN_ORDER)) {
+        if (!n.dead && in_order) {
             emit(i);
         }
     }
-    while (outputs_.first_nodes.size() <= plain.last_stage()) {
-        next_stage();
-    }
+    go_to(plain.last_stage());
     StepOutputs &out = outputs_;
     const auto shown = [&](Val v) {
         ggml_tensor *t = v.graph == nullptr ? nullptr : rows(v);
@@ -60,6 +59,31 @@ static bool stands_for_cells(Op op, int32_t out) {
     return out == 0 && (op == Op::kv_write || op == Op::norm_rope || op == Op::heads);
 }
 
+// Ranks have turns, and behind them the other stages come one after the other.
+void Lowering::go_to(uint32_t stage) {
+    const uint32_t n_ranks = plain.model.n_ranks();
+    if (stage < n_ranks && stage_index() < n_ranks) {
+        turn_to(stage);
+        return;
+    }
+    while (stage_index() < stage) {
+        turn_to(std::max(stage_index(), n_ranks - 1)); // what is behind the trunk follows the last rank
+        next_stage();
+    }
+}
+
+// What is emitted from here on is of this rank. What the ranks have made stays theirs.
+void Lowering::turn_to(uint32_t stage) {
+    if (stage == stage_index()) {
+        return;
+    }
+    in = &inputs_[stage];
+    if (outputs_.runs.back().first == ggml_graph_n_nodes(graph)) {
+        outputs_.runs.pop_back(); // it has no nodes
+    }
+    outputs_.runs.push_back({stage, ggml_graph_n_nodes(graph), 0});
+}
+
 // A stage ends with the rows that later ones read, and the next one begins with copies of them, which are all that it has of
 // them: other forms stay behind.
 void Lowering::next_stage() {
@@ -76,13 +100,11 @@ void Lowering::next_stage() {
         }
     }
     in = &inputs_[next];
-    masks_.clear();
     std::fill(made_.begin(), made_.end(), nullptr);
-    outputs_.first_nodes.push_back(ggml_graph_n_nodes(graph));
+    outputs_.runs.push_back({next, ggml_graph_n_nodes(graph), int(sent.size())});
     for (const auto &[v, t] : sent) {
         made(v, Form::rows) = expand(ggml_dup(ctx, t));
     }
-    outputs_.n_arrivals.push_back(int(sent.size()));
 }
 
 // ---- forms ----
@@ -294,7 +316,7 @@ ggml_tensor *Lowering::gathered(const KvCells &cells, ggml_tensor *pool, ggml_ty
 
 // The mask {n_kv, T + more} F16 of all rows, of which a prompt over so many cells has its own.
 ggml_tensor *Lowering::mask(const AttentionShape &s, uint32_t n_kv, uint32_t more) {
-    ggml_tensor *&t = masks_[{s.window, n_kv}];
+    ggml_tensor *&t = masks_[{stage_index(), s.window, n_kv}];
     if (t == nullptr) {
         MaskArgs a{};
         a.T = int32_t(plain.T + more);
@@ -516,7 +538,7 @@ void Lowering::emit(int32_t node) {
         case Op::silu: set(ggml_silu(ctx, flat(n.in[0]))); break;
         case Op::gated: {
             ggml_tensor *gate = rows(n.in[1]);
-            if (gate->ne[0] != n.n[0] && gate->ne[0] != 1) {
+            if ((gate->ne[0] != n.n[0] && gate->ne[0] != 1) || gate->ne[2] != 1) { // of heads, or of one
                 gate = ggml_cont_2d(ctx, gate, n.n[0], n.T); // {D*H, T}
             }
             set(ggml_mul(ctx, flat(n.in[0]), ggml_sigmoid(ctx, gate)));
@@ -616,6 +638,7 @@ void Lowering::emit(int32_t node) {
             }
             break;
         case Op::compute: expand(rows(n.in[0])); break;
+        case Op::exchange: exchange(n, y); break;
         case Op::choose: {
             const Chooses &chooses = std::get<Chooses>(n.params);
             ChooseArgs a{};

@@ -48,13 +48,18 @@ struct StepOutputs {
     ggml_tensor *logits = nullptr; // {V, n_out} F32; it is null where none were asked for
     ggml_tensor *hidden = nullptr; // {E, T} F32 of a verify, before the output norm
     ggml_tensor *choice = nullptr; // {CHOICE_WIDTH, n_out} I32; a row is a ChoiceRow (kernels.h)
-    std::vector<int> first_nodes; // of each stage: its nodes begin there, and end where the next one's begin
-    // Of each stage, how many of its nodes, the first ones, are copies of rows that the stage before it sends (Step::cross).
-    std::vector<int> n_arrivals;
+    // Nodes of one stage, from `first` up to the next run's. The first ones are copies of rows that the stage before sends.
+    struct Run {
+        uint32_t stage;
+        int first, n_arrivals;
+    };
+    // A run of each stage, in their order; where there are ranks, which all have a part of each layer, they have turns.
+    std::vector<Run> runs;
 };
 
 // Lowers a plain graph, which it changes, into `nodes`. Each stage has the step's inputs on its device, and its nodes read
-// nothing of another one's: rows that later stages read pass from each stage to the next as copies.
+// nothing of another one's: rows that later stages read pass from each stage to the next as copies. (Ranks read each other's
+// parts in an exchange alone.)
 StepOutputs lower(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx, ggml_cgraph *nodes);
 
 } // namespace luce

@@ -116,6 +116,15 @@ protected:
         rows_input(norm.eps, {x, norm.w, nullptr, nullptr, residual}, normed, &y);
     }
 
+    // All parts are in reach.
+    void exchange(const Node &n, Val y) override {
+        std::vector<ggml_tensor *> args;
+        for (const Val v : n.in) {
+            args.push_back(dense(v));
+        }
+        made(y, Form::rows) = expand(ops::add_parts(ctx, args));
+    }
+
     void check_no_slots(const Moe &w) const {
         if (plain.cache.slots_of(w) != nullptr) {
             fail(LUCE_E_UNSUPPORTED,

@@ -359,6 +359,22 @@ protected:
         }
     }
 
+    // It sends this rank's part to the others, and waits for theirs.
+    void exchange(const Node &n, Val y) override {
+        const Cache &cache = plain.cache;
+        const uint32_t rank = stage_index();
+        ExchangeArgs a{};
+        a.rank = int32_t(rank);
+        std::vector<ggml_tensor *> args = {dense(n.in[0]), dense(n.in[1 + rank]),
+                                           cache.exchange()->counts[rank], cache.exchange()->failure};
+        args.insert(args.end(), cache.exchange()->boxes.begin(), cache.exchange()->boxes.end());
+        made(y, Form::rows) = expand(ops::exchange(ctx, args, a));
+    }
+    ggml_tensor *dense(Val v) {
+        ggml_tensor *t = flat(v);
+        return ggml_is_contiguous(t) ? t : ggml_cont(ctx, t);
+    }
+
     void heads(const Node &n, Val y) {
         const Node &k_norm = part(n, "k_norm");
         const KvLayer &kv = std::get<KvLayer>(n.params);
@@ -427,6 +443,7 @@ protected:
     struct AttentionPlan {
         ggml_tensor *node;
         int32_t layers; // so many have taken it so far
+        uint32_t stage; // of these layers
     };
     std::pair<ggml_tensor *, int32_t> plan_of(const Node &n) {
         if (plain.kind == StepKind::draft) {
@@ -441,12 +458,13 @@ protected:
         shape.pool.Hkv = int32_t(a.shape->n_head_kv);
         shape.pool.D = int32_t(a.shape->head_dim);
         for (AttentionPlan &known : plans_) {
-            if (ops::attention_plan.same(known.node, shape) && known.layers < PLAN_LAYERS) {
+            if (known.stage == stage_index() && ops::attention_plan.same(known.node, shape) &&
+                known.layers < PLAN_LAYERS) {
                 return {known.node, known.layers++};
             }
         }
         ggml_tensor *plan = ops::attention_plan(ctx, {in->ctl}, shape);
-        plans_.push_back({expand(plan), 1}); // it does not stand between a layer's kernels
+        plans_.push_back({expand(plan), 1, stage_index()}); // it does not stand between a layer's kernels
         return {plan, 0};
     }
 
@@ -572,11 +590,6 @@ protected:
         if (!plain.prefill() && packs) {
             made({y.graph, y.node, 1}, Form::packed) = t[1];
         }
-    }
-
-    void next_stage() override {
-        Lowering::next_stage();
-        plans_.clear();
     }
 
     void emit_own(const Node &n, Val y) override {

@@ -48,6 +48,7 @@ protected:
     void emit(int32_t node);
     virtual void emit_own(const Node &n, Val y) = 0; // an op that a device does in its own way
     virtual void keep(Val h); // of a step's rows, for drafters that read hidden rows
+    virtual void exchange(const Node &n, Val y) = 0; // whose parts are computed
     virtual const OpRow<DeltaArgs> &delta_op(const DeltaShape &) { return ops::deltanet; }
     virtual bool looks_up(ggml_type) const { return false; }
 
@@ -89,9 +90,8 @@ protected:
     of_prompts(ggml_tensor *input) const; // the entries of its sequences in an input of a prefill
 
     // What is emitted runs on this stage, and `in` is there.
-    uint32_t stage_index() const { return uint32_t(outputs_.first_nodes.size()) - 1; }
+    uint32_t stage_index() const { return outputs_.runs.back().stage; }
     const Stage &stage() const { return plain.cache.stages()[stage_index()]; }
-    virtual void next_stage();
 
     Plain &plain;
     const StepInputs *in;
@@ -103,6 +103,9 @@ private:
     static constexpr size_t MAX_OUT = 4;
 
     ggml_tensor *mask(const AttentionShape &s, uint32_t n_kv, uint32_t more);
+    void go_to(uint32_t stage);
+    void turn_to(uint32_t stage);
+    void next_stage();
     void emit_norm_rope(const Node &n, Val y);
     ggml_tensor *previous(ggml_tensor *h);
     ggml_tensor *embedding(ggml_tensor *table);
@@ -114,9 +117,9 @@ private:
 
     const std::vector<StepInputs> &inputs_;
     std::vector<ggml_tensor *> made_;
-    // Of prompts' attention, by window and number of cells, on this stage. Their rows are the step's, and ATTEND_ROWS more where
-    // attention of few rows wants them.
-    std::map<std::pair<uint32_t, uint32_t>, ggml_tensor *> masks_;
+    // Of prompts' attention, by stage, window and number of cells. Their rows are the step's, and ATTEND_ROWS more where attention
+    // of few rows wants them.
+    std::map<std::tuple<uint32_t, uint32_t, uint32_t>, ggml_tensor *> masks_;
     StepOutputs outputs_;
 };
 

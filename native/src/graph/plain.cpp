@@ -11,6 +11,7 @@ static int traits_of(Op op) {
         case Op::row_scores:
         case Op::norm_rope:
         case Op::compute:
+        case Op::exchange:
         case Op::choose:
         case Op::keep_best:
         case Op::lattice: return RUNS_IN_ORDER;
@@ -147,6 +148,11 @@ Val matmul(Val x, ggml_tensor *w) {
 }
 Val add(Val x, Val y) {
     return like(Op::add, x, {x, y});
+}
+Val exchanged(Val x, const std::vector<Val> &parts) {
+    std::vector<Val> in = {x};
+    in.insert(in.end(), parts.begin(), parts.end());
+    return like(Op::exchange, x, std::move(in));
 }
 Val mul(Val x, Val y) {
     return like(Op::mul, x, {x, y});

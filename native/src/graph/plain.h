@@ -53,6 +53,7 @@ enum class Op : uint8_t {
     unit_norm, // the same without w
     matmul, // up to 4 products of one x, an output each
     add, // x + y
+    exchange, // x + (p0 + p1 ..): of each rank a part, which lies there
     mul, // x * y
     silu, // x * sigmoid(x)
     glu, // f(x) * y, where f is SiLU or GELU
@@ -204,9 +205,10 @@ public:
     bool writes_out() const { return kind == StepKind::prefill || kind == StepKind::prefill_last; }
     const DrafterUse &use() const { return cache.params().drafters[drafter]; }
     uint32_t last_stage() const { return uint32_t(cache.stages().size()) - 1; }
-    // Goes to a layer of the trunk: what is written from here on runs on its stage. Returns whether the step has the layer.
-    bool enter(uint32_t layer) {
-        stage_ = model.stage_of(layer);
+    // Goes to a layer of the trunk, or to a rank's part of it: what is written from here on runs on its stage. Returns whether
+    // the step has the layer.
+    bool enter(uint32_t layer, uint32_t rank = 0) {
+        stage_ = model.stage_of(model.block_of(layer, rank));
         return !brief || model.first_of_kind(layer);
     }
 
@@ -253,6 +255,7 @@ template <size_t N> std::array<Val, N> matmul(Val x, ggml_tensor *const (&w)[N])
     return out;
 }
 Val add(Val x, Val y);
+Val exchanged(Val x, const std::vector<Val> &parts); // x lies on the rank that the node is of
 Val mul(Val x, Val y);
 Val silu(Val x);
 Val glu(Val gate, Val up, Activation activation = SILU);

@@ -177,17 +177,20 @@ Moe read_moe(WeightReader &r, const HParams &hp, const std::string &p, bool in_r
 
 DeltaNet read_deltanet(WeightReader &r, const std::string &p, const DeltaNetShape &shape, int64_t E) {
     const int64_t Hv = shape.n_v_heads, S = shape.state_size, C = shape.conv_dim();
+    // Value head i reads key head i % Hk. So a rank has a part of each run of Hk heads: of the keys, the queries and the values.
+    const int64_t runs = std::max<int64_t>(Hv / shape.n_k_heads, 1);
+    const Cut of_all = {ROWS.axis, 2 + runs}, rows = {ROWS.axis, runs}, columns = {COLUMNS.axis, runs};
     DeltaNet d{};
     d.shape = shape;
-    d.qkv = r.matrix(p + "attn_qkv.weight", E, C);
-    d.gate = r.matrix(p + "attn_gate.weight", E, Hv * S);
-    d.conv = r.f32(p + "ssm_conv1d.weight", {shape.conv_taps, C});
-    d.dt = r.f32(p + "ssm_dt.bias", {Hv});
-    d.a = r.f32(p + "ssm_a", {Hv});
-    d.alpha = r.matrix(p + "ssm_alpha.weight", E, Hv);
-    d.beta = r.matrix(p + "ssm_beta.weight", E, Hv);
+    d.qkv = r.matrix(p + "attn_qkv.weight", E, C, of_all);
+    d.gate = r.matrix(p + "attn_gate.weight", E, Hv * S, rows);
+    d.conv = r.f32(p + "ssm_conv1d.weight", {shape.conv_taps, C}, true, of_all);
+    d.dt = r.f32(p + "ssm_dt.bias", {Hv}, true, columns);
+    d.a = r.f32(p + "ssm_a", {Hv}, true, columns);
+    d.alpha = r.matrix(p + "ssm_alpha.weight", E, Hv, rows);
+    d.beta = r.matrix(p + "ssm_beta.weight", E, Hv, rows);
     d.norm = r.f32(p + "ssm_norm.weight", {S});
-    d.out = r.matrix(p + "ssm_out.weight", Hv * S, E);
+    d.out = r.matrix(p + "ssm_out.weight", Hv * S, E, columns);
     return d;
 }
 
@@ -221,7 +224,7 @@ NextN read_nextn(WeightReader &r, const HParams &hp, uint32_t il, const Weights 
     n.enorm = r.f32(p + "enorm.weight", {E});
     n.hnorm = r.f32(p + "hnorm.weight", {E});
     n.norm = r.f32(p + "shared_head_norm.weight", {E}, false);
-    n.output = r.matrix(p + "shared_head_head.weight", E, V, false);
+    n.output = r.matrix_or_none(p + "shared_head_head.weight", E, V);
     n.token_embd = r.table(p + "embed_tokens.weight", E, V, false);
     n.norm = n.norm == nullptr ? trunk.output_norm : n.norm;
     n.output = n.output == nullptr ? trunk.output : n.output;
@@ -245,14 +248,21 @@ HParams hparams(const GgufFile &file) {
 
 Weights read_trunk(WeightReader &reader, const HParams &hp) {
     Weights w{};
-    w.token_embd = reader.table("token_embd.weight", hp.n_embd, hp.n_vocab);
+    const uint32_t n_ranks = reader.n_ranks();
+    const HParams of_rank = rank_hparams(reader.file(), hp, n_ranks);
+    for (uint32_t rank = 0; rank < n_ranks; rank++) {
+        reader.take_rank(rank);
+        w.token_embd = reader.table("token_embd.weight", hp.n_embd, hp.n_vocab);
+        w.rank_embd.push_back(w.token_embd);
+        for (uint32_t il = 0; il < hp.n_layer; il++) {
+            w.blocks.push_back(read_block(reader, of_rank, il));
+        }
+    }
+    reader.take_whole();
     w.output_norm = reader.f32("output_norm.weight", {hp.n_embd});
-    w.output = reader.matrix("output.weight", hp.n_embd, hp.n_vocab, false);
+    w.output = reader.matrix_or_none("output.weight", hp.n_embd, hp.n_vocab);
     if (w.output == nullptr) {
         w.output = reader.tied("token_embd.weight", w.token_embd);
-    }
-    for (uint32_t il = 0; il < hp.n_layer; il++) {
-        w.blocks.push_back(read_block(reader, hp, il));
     }
     WeightReader unloaded = reader.checking();
     for (uint32_t il = hp.n_layer; il < hp.n_layer + hp.n_nextn; il++) {
@@ -327,23 +337,31 @@ static Val deltanet(Val x, const DeltaNet &w, const DeltaState &state, float eps
 static void build(Plain &g) {
     const Weights &w = g.model.weights();
     const float eps = g.model.hparams().rms_eps;
-    Val x = embed(g, w.token_embd); // {E, T}
-    std::vector<Val> outputs; // of the blocks
+    Stream x = embed_stream(g); // {E, T}
+    std::vector<Val> outputs; // of the layers
+    const auto mixer = [&](Val x, uint32_t i) {
+        const Block &block = w.blocks[i];
+        const Val y = norm(x, block.attn_norm, eps);
+        return block.attention() != nullptr ? attention(y, *block.attention(), {g.cache.kv(i)}, eps)
+                                            : deltanet(y, *block.deltanet(), g.cache.delta(i), eps);
+    };
+    const auto behind = [&](Val x, uint32_t i) {
+        return feed_forward(norm(x, w.blocks[i].post_norm, eps), w.blocks[i]);
+    };
     for (uint32_t il = 0; il < g.model.hparams().n_layer; il++) {
         if (g.enter(il)) {
-            const Block &block = w.blocks[il];
-            const Val y = norm(x, block.attn_norm, eps);
-            x = add(x, block.attention() != nullptr ? attention(y, *block.attention(), {g.cache.kv(il)}, eps)
-                                                    : deltanet(y, *block.deltanet(), g.cache.delta(il), eps));
-            x = add(x, feed_forward(norm(x, block.post_norm, eps), block));
-            named(x, "l_out-" + std::to_string(il));
+            add_part(x, il, mixer);
+            add_part(x, il, behind);
+            named(x.back(), "l_out-" + std::to_string(il));
         }
-        outputs.push_back(x);
+        outputs.push_back(x.back());
     }
-    end_step(x, outputs);
+    end_step(x.back(), outputs);
 }
 
-const Architecture QWEN35 = {"qwen35", /*layer_nodes=*/64, hparams, read_trunk, read_head, build};
-const Architecture QWEN35MOE = {"qwen35moe", /*layer_nodes=*/64, hparams, read_trunk, read_head, build};
+const Architecture QWEN35 = {"qwen35", /*layer_nodes=*/64, hparams, read_trunk, read_head, build,
+                             /*has_ranks=*/true};
+const Architecture QWEN35MOE = {"qwen35moe", /*layer_nodes=*/64, hparams, read_trunk, read_head, build,
+                                /*has_ranks=*/true};
 
 } // namespace luce

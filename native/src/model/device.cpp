@@ -456,13 +456,21 @@ void upload(const Device &device, const std::vector<Upload> &items,
                              pinned(device, slot_size, "uploading weights")};
     uint64_t done = 0;
     int turn = 0;
+    std::vector<uint8_t> gathered; // what lies in pieces
     for (const Upload &item : items) {
         const size_t unit = item.recoding.bytes_to(), units = size_t(item.size / unit);
         for (size_t at = 0; at < units; turn ^= 1) {
             const size_t n = std::min(slot_size / unit, units - at);
             auto *slot = static_cast<uint8_t *>(ggml_backend_buffer_get_base(slots[turn].get()));
+            const size_t from = item.recoding.bytes_from();
+            const uint8_t *data = item.data + item.slice.first + at * from;
+            if (item.slice.piece != 0 && item.slice.piece < units * from) {
+                gathered.resize(n * from);
+                copy_slice(item.slice, item.data, at * from, n * from, gathered.data());
+                data = gathered.data();
+            }
             // This runs while the other slot is transferred.
-            parallel_recode(item.recoding, slot, item.data + at * item.recoding.bytes_from(), n);
+            parallel_recode(item.recoding, slot, data, n);
             ggml_backend_synchronize(backend.get());
             ggml_backend_tensor_set_async(backend.get(), item.tensor, slot, at * unit, n * unit);
             at += n;

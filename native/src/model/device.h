@@ -4,6 +4,7 @@
 
 #include "abi/status.h"
 #include "model/recode.h"
+#include "model/split.h"
 
 #include <ggml-backend.h>
 
@@ -139,6 +140,7 @@ struct Upload {
     // Where not null, `packed` lies in host memory, and what is permuted passes through this, {bytes} I8 on the device: single
     // values that a kernel writes to the host are slow.
     ggml_tensor *through_home = nullptr;
+    Slice slice = {}; // of `data`, where the tensor is a part of what lies there
 };
 void upload(const Device &device, const std::vector<Upload> &items,
             const std::function<bool(uint64_t)> &progress);

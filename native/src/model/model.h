@@ -37,6 +37,7 @@ struct Yarn {
 struct AttentionShape {
     uint32_t n_head = 0; // H; it counts query heads
     uint32_t n_head_kv = 0; // Hkv
+    uint32_t kv_copies = 1; // so many ranks have each of these heads, of which there are fewer than ranks
     uint32_t head_dim = 0; // D
     uint32_t value_dim = 0; // of a head of V
     uint32_t rope_dim = 0; // the first dims of a head rotate
@@ -161,10 +162,11 @@ struct OwnWeights {
 };
 
 struct Weights {
-    ggml_tensor *token_embd; // {E, V}
+    ggml_tensor *token_embd; // {E, V}, of several ranks the last one's
+    std::vector<ggml_tensor *> rank_embd; // each rank's; empty where there is one
     ggml_tensor *output_norm; // {E}
     ggml_tensor *output; // {E, V}; it is token_embd where the file ties them
-    std::vector<Block> blocks;
+    std::vector<Block> blocks; // Model::block_of
     std::vector<std::shared_ptr<const Drafter>> drafters; // as they were asked for
     std::shared_ptr<const OwnWeights> own; // null where the architecture has none
 };
@@ -209,10 +211,10 @@ extern std::atomic<bool> images_on_gpus;
 // Says why luce takes no images there.
 extern const char *const NO_IMAGES_ON_GPUS;
 
-// Consecutive layers of the trunk on one device: none on one that the output and the drafters have for themselves.
+// Consecutive blocks of the trunk on one device: none on one that the output and the drafters have for themselves.
 struct Placement {
     const Device *device;
-    uint32_t first, end; // its layers
+    uint32_t first, end; // its blocks, of which a layer is one, or one of each rank
 };
 
 class Model {
@@ -240,7 +242,12 @@ public:
     size_t n_with_layers() const { // of the placements, the first ones
         return placements_.size() - (placements_.back().first == placements_.back().end);
     }
-    uint32_t stage_of(uint32_t layer) const; // which of these has it
+    // Ranks are the placements, the first ones, that have all layers each, with a part of their heads and widths: where layers
+    // are whole there is one. A layer's blocks are of its shape, and of one rank each.
+    uint32_t n_ranks() const { return n_ranks_; }
+    uint32_t block_of(uint32_t layer, uint32_t rank) const { return rank * hp_.n_layer + layer; }
+    uint32_t layer_of(uint32_t block) const { return block % hp_.n_layer; }
+    uint32_t stage_of(uint32_t block) const; // which of these has it
     // Of each layer whether it lies where the one before it does (model/split.h).
     const std::vector<bool> &joined() const { return joined_; }
     bool gpu() const { return placements_[0].device->gpu; }
@@ -291,6 +298,7 @@ private:
     void place_copies(uint32_t stage);
     std::string each_device(const std::function<std::string(const Device &)> &text) const;
     void place_mapped(bool all);
+    void place_slices();
     uint64_t upload_stage(uint32_t stage, const std::function<bool(uint64_t)> &progress);
 
     std::shared_ptr<GgufFile> file_;
@@ -303,12 +311,17 @@ private:
     std::vector<Context> contexts_; // one a placement
     std::vector<Context> copy_contexts_; // likewise
     std::map<const ggml_tensor *, ggml_tensor *> copies_; // by the matrix
-    std::vector<std::pair<ggml_tensor *, const GgufTensor *>> tensors_;
+    struct Loaded {
+        ggml_tensor *tensor;
+        const GgufTensor *source;
+        Slice slice;
+    };
+    std::vector<Loaded> tensors_;
     std::deque<std::vector<float>> scales_; // what scales_of() gives, and what scalar() has read
     std::vector<Buffer> buffers_;
     uint64_t weight_bytes_ = 0;
     uint64_t n_params_ = 0;
-    uint32_t n_cpu_experts_ = 0;
+    uint32_t n_cpu_experts_ = 0, n_ranks_ = 1;
     bool experts_at_home_ = false;
     std::vector<bool> first_of_kind_; // they are in the order of trunk blocks
 };

@@ -1,9 +1,20 @@
 #include "model/split.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 namespace luce {
+
+void copy_slice(const Slice &slice, const uint8_t *whole, uint64_t begin, uint64_t n, uint8_t *to) {
+    const uint64_t piece = slice.piece == 0 ? begin + n : slice.piece;
+    for (uint64_t at = begin, end = begin + n; at < end;) {
+        const uint64_t some = std::min(end - at, piece - at % piece);
+        memcpy(to, whole + slice.first + at / piece * slice.step + at % piece, size_t(some));
+        to += some;
+        at += some;
+    }
+}
 
 // Gives each device, from the first on, as many layers as fill it up to a part of what is free. Returns whether that is enough
 // for all of them.

@@ -1,4 +1,5 @@
-// Says how the layers of a model are shared out among several devices: consecutive layers each, in the order of the devices.
+// Says how a model is shared out among several devices: consecutive layers each, in the order of the devices, or of all layers
+// a part of their heads and widths each (Cut).
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@ struct Device;
 struct Split {
     std::vector<const Device *> devices;
     std::vector<uint32_t> layers;
+    bool tensors = false; // the devices are ranks: each has all layers, and of their matrices a part
     const Device *drafts_on =
         nullptr; // the output and the drafters lie there, and no layer; null: on the last device
 
@@ -20,6 +22,24 @@ struct Split {
     Split(std::vector<const Device *> devices, std::vector<uint32_t> layers)
         : devices(std::move(devices)), layers(std::move(layers)) {}
 };
+
+// What one of n ranks has of a tensor, along an axis of it: of each of so many equal segments an equal part, that of its number.
+// Matrices whose rows are heads or a width are cut by ROWS, those that read these by COLUMNS; each rank's product with the latter
+// is a part of a sum. Segments are what lies behind each other in a tensor and is cut alike.
+struct Cut {
+    int axis = -1; // -1: each rank has all of it
+    int64_t segments = 1;
+    uint32_t copies = 1; // so many ranks in a row have the same part
+};
+constexpr Cut WHOLE{}, COLUMNS{0}, ROWS{1};
+
+// Where a rank's part of a tensor is: byte i lies at first + i / piece * step + i % piece.
+struct Slice {
+    uint64_t first = 0, piece = 0, step = 0; // with piece 0 it is all of the tensor
+};
+
+// Copies n bytes of the part from its byte `begin` on.
+void copy_slice(const Slice &slice, const uint8_t *whole, uint64_t begin, uint64_t n, uint8_t *to);
 
 // What has to be shared out, in bytes.
 struct Shares {

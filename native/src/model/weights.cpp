@@ -153,6 +153,9 @@ bool WeightReader::is_at_home(const std::string &experts) const {
 }
 
 uint32_t WeightReader::stage_of(const std::string &name, Kind kind) const {
+    if (rank_ >= 0) {
+        return uint32_t(rank_);
+    }
     if (const uint32_t layer = trunk_layer(name); layer < m_.hp_.n_layer) {
         return m_.stage_of(layer);
     }
@@ -168,7 +171,7 @@ ggml_tensor *WeightReader::f32_of_layers(const std::string &name, std::vector<in
     const uint32_t stage = trunk ? m_.stage_of(layer) : uint32_t(m_.placements_.size()) - 1;
     ggml_tensor *&made = shared_[{name, stage}];
     if (made == nullptr) {
-        made = take(name, std::move(shape), Kind::f32, true, 1, &stage);
+        made = take(name, std::move(shape), Kind::f32, true, WHOLE, 1, &stage);
     }
     return made;
 }
@@ -241,8 +244,8 @@ ggml_tensor *WeightReader::order(const std::string &name, int64_t n) {
 }
 
 ggml_tensor *WeightReader::scaled_experts(const std::string &name, int64_t a, int64_t b, int64_t n,
-                                          bool in_ram) {
-    ggml_tensor *tensor = experts(name, a, b, n, in_ram);
+                                          bool in_ram, Cut cut) {
+    ggml_tensor *tensor = experts(name, a, b, n, in_ram, cut);
     if (const std::string scale = name.substr(0, name.rfind(".weight")) + ".scale"; !has(scale)) {
         fail(LUCE_E_FILE, "%s: tensor %s is missing, expected {%lld}", file_.path().c_str(), scale.c_str(),
              (long long) n);
@@ -268,8 +271,27 @@ float WeightReader::scalar(const std::string &name) {
     return value[0];
 }
 
+// E_UNSUPPORTED where a part has no whole blocks of the tensor's type.
+Slice WeightReader::slice_of(const GgufTensor &whole, const std::vector<int64_t> &part, Cut cut) const {
+    if (rank_ < 0 || cut.axis < 0) {
+        return {};
+    }
+    const int64_t values = part[size_t(cut.axis)] / cut.segments, block = ggml_blck_size(whole.type);
+    if (cut.axis == 0 && values % block != 0) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s: tensor %s lies in blocks of %lld values along %lld, of which %u devices cannot have equal "
+             "parts: give each device layers of its own",
+             file_.path().c_str(), whole.name.c_str(), (long long) block,
+             (long long) (whole.ne[0] / cut.segments), m_.n_ranks_);
+    }
+    const uint64_t piece =
+        cut.axis == 0 ? ggml_row_size(whole.type, values)
+                      : ggml_row_size(whole.type, whole.ne[0]) * uint64_t(values);
+    return {uint64_t(uint32_t(rank_) / cut.copies) * piece, piece, piece * (m_.n_ranks_ / cut.copies)};
+}
+
 ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
-                                int32_t parts, const uint32_t *where) {
+                                Cut cut, int32_t parts, const uint32_t *where) {
     const char *path = file_.path().c_str();
     const GgufTensor *t = file_.tensor(name);
     if (t == nullptr) {
@@ -280,6 +302,10 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
         return nullptr;
     }
     shape.resize(GGML_MAX_DIMS, 1);
+    const std::vector<int64_t> part = shape; // of this rank
+    if (rank_ >= 0 && cut.axis >= 0) {
+        shape[size_t(cut.axis)] *= m_.n_ranks_ / cut.copies;
+    }
     if (memcmp(t->ne, shape.data(), sizeof(t->ne)) != 0) {
         uint32_t n = GGML_MAX_DIMS;
         while (n > 1 && shape[n - 1] == 1) {
@@ -313,7 +339,8 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
                            : kind == Kind::table  ? recoded_table(t->type)
                                                   : recoded_matrix(t->type);
     const uint32_t stage = where != nullptr ? *where : stage_of(name, kind);
-    ggml_tensor *tensor = ggml_new_tensor(m_.contexts_[stage].get(), type, GGML_MAX_DIMS, t->ne);
+    const Slice slice = slice_of(*t, part, cut);
+    ggml_tensor *tensor = ggml_new_tensor(m_.contexts_[stage].get(), type, GGML_MAX_DIMS, part.data());
     ggml_set_name(tensor, name.c_str());
     tensor->extra = const_cast<float *>(scales);
     const bool packed = (kind == Kind::matrix || kind == Kind::experts) && packs(type);
@@ -323,7 +350,7 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
                            : kind == Kind::experts && is_at_home(name) ? AT_HOME
                                                                        : 0;
     tensor->op_params[3] = int32_t(stage);
-    m_.tensors_.emplace_back(tensor, t);
+    m_.tensors_.push_back({tensor, t, slice});
     m_.weight_bytes_ += bytes_of(tensor, m_.placements_[stage].device->holds_weights());
     return tensor;
 }
@@ -445,10 +472,51 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
              "%zu devices are given %zu numbers of layers, %u in all: %s has %u, and each device has some", n,
              split.layers.size(), sum, path, n_layer);
     }
-    if (all.size() > 1 && gpu && experts_in_ram) {
+    if (all.size() > 1 && (gpu || split.tensors) && experts_in_ram) {
         fail(LUCE_E_UNSUPPORTED,
              "experts in host memory and several GPUs do not go together yet: leave one out");
     }
+    if (split.tensors && (n < 2 || !split.layers.empty())) {
+        fail(LUCE_E_ARG, "%s was to have a part of each matrix on %zu devices%s", path, n,
+             n < 2 ? ": name two or more" : ", and numbers of layers: leave one out");
+    }
+}
+
+// Divides by so many ranks, or fails and names what it is.
+static void share(const GgufFile &file, uint32_t n, const char *what, uint32_t &value) {
+    if (value % n != 0) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s has %u %s, of which %u devices cannot have equal parts: give each device layers of its own",
+             file.path().c_str(), value, what, n);
+    }
+    value /= n;
+}
+
+HParams rank_hparams(const GgufFile &file, const HParams &whole, uint32_t n) {
+    HParams hp = whole;
+    if (n == 1) {
+        return hp;
+    }
+    for (uint32_t il = 0; il < hp.n_layer; il++) {
+        if (auto *attention = std::get_if<AttentionShape>(&hp.mixers[il])) {
+            share(file, n, "heads", attention->n_head);
+            if (uint32_t &n_kv = attention->n_head_kv; n_kv < n && n % n_kv == 0) {
+                attention->kv_copies = n / n_kv;
+                n_kv = 1;
+            } else {
+                share(file, n, "KV heads", n_kv);
+            }
+        } else {
+            DeltaNetShape &d = std::get<DeltaNetShape>(hp.mixers[il]);
+            share(file, n, "key heads of DeltaNet", d.n_k_heads);
+            share(file, n, "value heads of DeltaNet", d.n_v_heads);
+            share(file, n, "values of DeltaNet's heads", d.n_inner);
+        }
+    }
+    share(file, n, "values between the products of a feed-forward layer", hp.n_ff);
+    share(file, n, "values between the products of an expert", hp.moe.n_ff);
+    share(file, n, "values between the products of the shared expert", hp.moe.n_ff_shared);
+    return hp;
 }
 
 std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
@@ -485,16 +553,33 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
                 "it none of its own",
                 drafter.file->path().c_str(), kind.title, split.drafts_on->name.c_str());
         }
+        if (split.tensors && kind.reads_from != nullptr) {
+            fail(LUCE_E_UNSUPPORTED,
+                 "%s: %s reads cells of the model's layers, of which each of several devices would have a "
+                 "part: give each device layers of its own",
+                 drafter.file->path().c_str(), kind.title);
+        }
         if (split.devices.size() > 1 && kind.reads_from != nullptr) {
             read_at_end = std::min(read_at_end, kind.reads_from(*drafter.file, hp));
         }
     }
     model->joined_ = joined_layers(hp.n_layer, hp.cells_of, read_at_end);
-    if (split.devices.size() > 1) {
+    if (split.tensors) {
+        if (!model->architecture_->has_ranks) {
+            fail(LUCE_E_UNSUPPORTED,
+                 "%s: luce does not share matrices of %s out among devices yet: give each device layers of its "
+                 "own",
+                 trunk.path().c_str(), model->architecture_->name);
+        }
+        model->n_ranks_ = uint32_t(split.devices.size());
+        check_shapes(trunk.path().c_str(), rank_hparams(trunk, hp, model->n_ranks_));
+    } else if (split.devices.size() > 1) {
         check_joined(trunk, model->joined_, split);
     }
     std::vector<uint32_t> layers = split.layers;
-    if (split.devices.size() == 1) {
+    if (split.tensors) {
+        layers.assign(split.devices.size(), hp.n_layer);
+    } else if (split.devices.size() == 1) {
         layers = {hp.n_layer};
     } else if (layers.empty()) {
         Shares shares = shares_of(trunk, drafters, hp.n_layer, split.devices);
@@ -506,7 +591,8 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
         model->placements_.push_back({split.devices[i], uint32_t(first), uint32_t(first + layers[i])});
     }
     if (split.drafts_on != nullptr) {
-        model->placements_.push_back({split.drafts_on, hp.n_layer, hp.n_layer});
+        const uint32_t end = model->placements_.back().end;
+        model->placements_.push_back({split.drafts_on, end, end});
     }
     const GgufTensor *embd = trunk.tensor("token_embd.weight");
     if (embd == nullptr || embd->n_dims != 2) {
@@ -577,7 +663,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
 // The tensors of layer N are named "blk.N." and so on in every GGUF.
 void Model::find_kinds() {
     std::vector<std::string> kinds(hp_.n_layer);
-    for (const auto &[tensor, source] : tensors_) {
+    for (const auto &[tensor, source, slice] : tensors_) {
         unsigned layer = 0;
         int end = 0;
         sscanf(tensor->name, "blk.%u.%n", &layer, &end);
@@ -586,7 +672,8 @@ void Model::find_kinds() {
                             shape_text(tensor->ne, GGML_MAX_DIMS) + (is_in_ram(tensor) ? "in ram;" : ";");
         }
     }
-    std::set<std::pair<uint32_t, std::string>> found; // by stage: each device loads its kernels
+    // By stage: each device loads its kernels. What ranks have of a layer is alike.
+    std::set<std::pair<uint32_t, std::string>> found;
     for (uint32_t layer = 0; layer < hp_.n_layer; layer++) {
         if (const Attention *attention = weights_.blocks[layer].attention()) {
             kinds[layer] +=
@@ -637,7 +724,7 @@ uint64_t Model::identity() const {
         }
     };
     std::set<const GgufTensor *> seen; // a tied one may be there twice
-    for (const auto &[tensor, source] : tensors_) {
+    for (const auto &[tensor, source, slice] : tensors_) {
         if (!seen.insert(source).second) {
             continue;
         }
@@ -654,7 +741,7 @@ uint64_t Model::identity() const {
 
 std::vector<uint64_t> Model::placed_bytes() const {
     std::vector<uint64_t> bytes(placements_.size(), 0);
-    for (const auto &[tensor, source] : tensors_) {
+    for (const auto &[tensor, source, slice] : tensors_) {
         const uint32_t stage = luce::stage_of(tensor);
         bytes[stage] +=
             bytes_of(tensor, placements_[stage].device->holds_weights()) + nbytes_or_0(copy_of(tensor));
@@ -671,7 +758,7 @@ uint32_t Model::trunk_layer(const GgufTensor *source) const {
 
 std::vector<uint64_t> Model::layer_bytes() const {
     std::vector<uint64_t> bytes(hp_.n_layer + 1, 0);
-    for (const auto &[tensor, source] : tensors_) {
+    for (const auto &[tensor, source, slice] : tensors_) {
         const bool holds = placements_[luce::stage_of(tensor)].device->holds_weights();
         bytes[trunk_layer(source)] += bytes_of(tensor, holds) + nbytes_or_0(copy_of(tensor));
     }
@@ -693,7 +780,7 @@ void Model::plan_copies([[maybe_unused]] uint64_t most) {
     for (size_t stage = 0; stage < placements_.size(); stage++) {
         copy_contexts_.push_back(new_context(ggml_tensor_overhead() * (tensors_.size() + 1)));
     }
-    for (const auto &[tensor, source] : tensors_) {
+    for (const auto &[tensor, source, slice] : tensors_) {
         const uint32_t layer = trunk_layer(source);
         if (layer == hp_.n_layer || !is_packed(tensor) || matrices_of(tensor).n != 1) {
             continue;
@@ -730,9 +817,9 @@ void Model::place_copies(uint32_t stage) {
     buffers_.push_back(std::move(buffer));
 }
 
-uint32_t Model::stage_of(uint32_t layer) const {
+uint32_t Model::stage_of(uint32_t block) const {
     uint32_t stage = 0;
-    while (layer >= placements_[stage].end) {
+    while (block >= placements_[stage].end) {
         stage++;
     }
     return stage;
@@ -752,7 +839,8 @@ std::string Model::each_device(const std::function<std::string(const Device &)> 
 std::string Model::device_names() const {
     std::string all;
     for (const Placement &placed : placements_) {
-        all += (all.empty() ? "" : ",") + placed.device->name;
+        const bool is_rank = n_ranks_ > 1 && placed.end > placed.first;
+        all += (all.empty() ? "" : is_rank ? "+" : ",") + placed.device->name;
     }
     return all;
 }
@@ -760,12 +848,13 @@ std::string Model::device_names() const {
 std::string Model::arithmetic() const {
     const std::string cpu = find_device("cpu").arithmetic();
     return each_device([](const Device &device) { return device.arithmetic(); }) +
-           (n_cpu_experts_ > 0 ? format(", experts of %u layers on %s", n_cpu_experts_, cpu.c_str()) : "");
+           (n_cpu_experts_ > 0 ? format(", experts of %u layers on %s", n_cpu_experts_, cpu.c_str()) : "") +
+           (n_ranks_ > 1 ? format(", each matrix in %u parts", n_ranks_) : "");
 }
 
 std::set<std::pair<int64_t, int64_t>> Model::layer_matrices() const {
     std::set<std::pair<int64_t, int64_t>> shapes;
-    for (const auto &[tensor, source] : tensors_) {
+    for (const auto &[tensor, source, slice] : tensors_) {
         const auto is_output = [tensor = tensor](const auto &drafter) { return tensor == drafter->output; };
         const bool output = tensor == weights_.output ||
                             std::any_of(weights_.drafters.begin(), weights_.drafters.end(), is_output);
@@ -777,7 +866,7 @@ std::set<std::pair<int64_t, int64_t>> Model::layer_matrices() const {
 }
 
 void Model::stand_in() {
-    for (auto &[tensor, source] : tensors_) {
+    for (auto &[tensor, source, slice] : tensors_) {
         tensor->data = const_cast<uint8_t *>(source->data);
         if (ggml_tensor *copy = copy_of(tensor)) {
             copy->data = tensor->data;
@@ -798,7 +887,7 @@ void Model::place_packed(uint32_t stage, bool at_home) {
         return (size + 255) / 256 * 256;
     };
     uint64_t total = 0;
-    for (auto &[tensor, source] : tensors_) {
+    for (auto &[tensor, source, slice] : tensors_) {
         total += lies_here(tensor) ? room(tensor) : 0;
     }
     if (total == 0) {
@@ -808,13 +897,17 @@ void Model::place_packed(uint32_t stage, bool at_home) {
         at_home ? pinned(device, total, "the model's experts") : allocate(device, total, "the weights");
     ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     uint8_t *at = static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffer.get()));
-    for (auto &[tensor, source] : tensors_) {
+    for (auto &[tensor, source, slice] : tensors_) {
         if (lies_here(tensor)) {
             ggml_backend_tensor_alloc(buffer.get(), tensor, at);
             at += room(tensor);
         }
     }
     buffers_.push_back(std::move(buffer));
+}
+
+static bool is_in_one_piece(const Slice &slice, const ggml_tensor *part) {
+    return slice.piece == 0 || slice.piece == ggml_nbytes(part);
 }
 
 // Places tensors where the files are mapped: all, or experts that stay in host memory.
@@ -830,11 +923,33 @@ void Model::place_mapped(bool all) {
     for (const Mapping *part : parts) {
         void *base = const_cast<uint8_t *>(part->data());
         buffers_.emplace_back(ggml_backend_cpu_buffer_from_ptr(base, part->size()));
-        for (auto &[tensor, source] : tensors_) {
-            if ((all || is_in_ram(tensor)) && source->data >= part->data() &&
+        for (auto &[tensor, source, slice] : tensors_) {
+            if ((all || is_in_ram(tensor)) && source->data >= part->data() && is_in_one_piece(slice, tensor) &&
                 source->data < part->data() + part->size()) {
-                ggml_backend_tensor_alloc(buffers_.back().get(), tensor, const_cast<uint8_t *>(source->data));
+                ggml_backend_tensor_alloc(buffers_.back().get(), tensor,
+                                          const_cast<uint8_t *>(source->data) + slice.first);
             }
+        }
+    }
+}
+
+// Copies what lies in pieces in the mapping.
+void Model::place_slices() {
+    const auto room = [](const ggml_tensor *t) { return (ggml_nbytes(t) + 255) / 256 * 256; };
+    uint64_t total = 0;
+    for (const auto &[tensor, source, slice] : tensors_) {
+        total += is_in_one_piece(slice, tensor) ? 0 : room(tensor);
+    }
+    if (total == 0) {
+        return;
+    }
+    buffers_.push_back(allocate(*placements_[0].device, total, "parts of the weights"));
+    auto *at = static_cast<uint8_t *>(ggml_backend_buffer_get_base(buffers_.back().get()));
+    for (auto &[tensor, source, slice] : tensors_) {
+        if (!is_in_one_piece(slice, tensor)) {
+            ggml_backend_tensor_alloc(buffers_.back().get(), tensor, at);
+            copy_slice(slice, source->data, 0, ggml_nbytes(tensor), at);
+            at += room(tensor);
         }
     }
 }
@@ -842,6 +957,7 @@ void Model::place_mapped(bool all) {
 void Model::load(const std::function<bool(float)> &progress) {
     if (!gpu()) {
         place_mapped(true);
+        place_slices();
         if (!progress(1.0f)) {
             fail(LUCE_E_CANCELLED, "loading was cancelled");
         }
@@ -849,7 +965,7 @@ void Model::load(const std::function<bool(float)> &progress) {
     }
     place_mapped(false);
     uint64_t total = 0, done = 0;
-    for (auto &[tensor, source] : tensors_) {
+    for (auto &[tensor, source, slice] : tensors_) {
         total += is_in_ram(tensor) ? 0 : ggml_nbytes(tensor);
     }
     for (uint32_t stage = 0; stage < placements_.size(); stage++) {
@@ -863,7 +979,7 @@ uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)>
     const Device &device = *placements_[stage].device;
     // A packed matrix passes through staging, and what goes home once more.
     uint64_t staging_size = 0, home_size = 0, need = 0, total = 0, at_home = 0;
-    for (auto &[tensor, source] : tensors_) {
+    for (auto &[tensor, source, slice] : tensors_) {
         if (luce::stage_of(tensor) == stage && !is_in_ram(tensor)) {
             need += bytes_of(tensor, true) + nbytes_or_0(copy_of(tensor));
             staging_size =
@@ -900,7 +1016,7 @@ uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)>
     ggml_tensor *through = staged(0, staging_size);
     ggml_tensor *through_home = home_size > 0 ? staged(staging_size, home_size) : nullptr;
     std::vector<Upload> items;
-    for (auto &[tensor, source] : tensors_) {
+    for (auto &[tensor, source, slice] : tensors_) {
         if (is_in_ram(tensor) || luce::stage_of(tensor) != stage) {
             continue;
         }
@@ -912,6 +1028,7 @@ uint64_t Model::upload_stage(uint32_t stage, const std::function<bool(uint64_t)>
         } else {
             items.push_back({tensor, source->data, ggml_nbytes(tensor), recoding});
         }
+        items.back().slice = slice;
         total += items.back().size;
     }
     upload(device, items, progress);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "model/model.h"
+#include "model/split.h"
 
 #include <map>
 #include <set>
@@ -14,18 +15,29 @@ public:
     // With loading false, tensors are only checked, and null is returned.
     WeightReader(Model &model, const GgufFile &file, bool loading = true);
 
+    // Where a model has several ranks, what is taken from now on is of this one: shapes are those of its parts, which `cut` says.
+    // It is whole, and lies behind the trunk, from take_whole() on.
+    uint32_t n_ranks() const { return loading_ && &file_ == m_.file_.get() ? m_.n_ranks_ : 1; }
+    void take_rank(uint32_t rank) { rank_ = n_ranks() > 1 ? int32_t(rank) : -1; }
+    void take_whole() { rank_ = -1; }
+
     // Takes a matrix {a, b} of any weight type.
-    ggml_tensor *matrix(const std::string &name, int64_t a, int64_t b, bool required = true) {
-        return take(name, {a, b}, Kind::matrix, required);
+    ggml_tensor *matrix(const std::string &name, int64_t a, int64_t b, Cut cut = WHOLE) {
+        return take(name, {a, b}, Kind::matrix, true, cut);
+    }
+    // Takes the same where the file has it, else returns null.
+    ggml_tensor *matrix_or_none(const std::string &name, int64_t a, int64_t b) {
+        return take(name, {a, b}, Kind::matrix, false);
     }
     // Takes a matrix {a, b} of each of n experts, which lie one behind the other in one tensor. With in_ram
     // it stays in host memory on any device.
-    ggml_tensor *experts(const std::string &name, int64_t a, int64_t b, int64_t n, bool in_ram,
+    ggml_tensor *experts(const std::string &name, int64_t a, int64_t b, int64_t n, bool in_ram, Cut cut,
                          int32_t parts = 1) {
-        return take(name, {a, b, n}, in_ram ? Kind::ram_experts : Kind::experts, true, parts);
+        return take(name, {a, b, n}, in_ram ? Kind::ram_experts : Kind::experts, true, cut, parts);
     }
     // Takes the same with "NAME.scale" {n}: a factor of each expert's products (scales_of).
-    ggml_tensor *scaled_experts(const std::string &name, int64_t a, int64_t b, int64_t n, bool in_ram);
+    ggml_tensor *scaled_experts(const std::string &name, int64_t a, int64_t b, int64_t n, bool in_ram,
+                                Cut cut);
     // Says whether the experts of a layer of the trunk are to stay there.
     bool in_ram(uint32_t layer) const;
     // Takes a matrix {a, b} that a GPU multiplies in F32.
@@ -44,8 +56,9 @@ public:
     // Takes an order of n things, I32 {n}, in which each of 0 .. n - 1 has to be once.
     ggml_tensor *order(const std::string &name, int64_t n);
     // Takes a vector or small table that the graph reads as F32.
-    ggml_tensor *f32(const std::string &name, std::vector<int64_t> shape, bool required = true) {
-        return take(name, std::move(shape), Kind::f32, required);
+    ggml_tensor *f32(const std::string &name, std::vector<int64_t> shape, bool required = true,
+                     Cut cut = WHOLE) {
+        return take(name, std::move(shape), Kind::f32, required, cut);
     }
 
     // Takes the same where layers share it, for one of them: each stage has its own.
@@ -69,7 +82,8 @@ public:
 private:
     enum class Kind { matrix, table, experts, ram_experts, router, f32, ids, order };
     ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
-                      int32_t parts = 1, const uint32_t *where = nullptr);
+                      Cut cut = WHOLE, int32_t parts = 1, const uint32_t *where = nullptr);
+    Slice slice_of(const GgufTensor &whole, const std::vector<int64_t> &part, Cut cut) const;
 
     bool packs(ggml_type type) const;
     uint32_t trunk_layer(const std::string &name) const;
@@ -82,6 +96,10 @@ private:
     std::set<std::string> left_;
     std::map<std::pair<std::string, uint32_t>, ggml_tensor *> shared_; // by name and stage
     const bool loading_;
+    int32_t rank_ = -1; // -1: what is taken is whole
 };
+
+// Returns what each of n ranks has of the trunk's heads and widths. E_UNSUPPORTED names what does not divide.
+HParams rank_hparams(const GgufFile &file, const HParams &whole, uint32_t n);
 
 } // namespace luce

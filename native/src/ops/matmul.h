@@ -4,6 +4,7 @@
 #include "cpu/inputs.h"
 #include "cpu/matmul.h"
 #include "matmul/prompt.h"
+#include "exchange/exchange.h"
 #include "ops/row.h"
 
 #include <algorithm>
@@ -81,7 +82,35 @@ inline const auto &rows_matmul = row<RowsMatmulArgs>("rows_matmul", [](auto &op,
     op.runs(cpu_rows_matmul, nullptr);
 });
 
+// x + (the first part + the second ..), of products whose K several ranks share.
+inline const auto &add_parts = row<AddPartsArgs>("add_parts", [](auto &op, auto &a) {
+    op.in(FIELD(x), {E, T});
+    op.in("parts", ArgForm::f32, {E, T}, [](auto &args, const ggml_tensor &, uint8_t *at) {
+          args.parts[args.n_parts++] = reinterpret_cast<const float *>(at);
+      }).up_to(MAX_RANKS);
+    op.dims(a.E, E, a.T, T);
+    op.out(FIELD(out), {E, T});
+    op.even = true;
+    op.runs(cpu_add_parts, nullptr);
+});
+
 #ifdef LUCE_USE_CUDA
+// The same on one of several GPUs, which has its own part and sends it to the others.
+inline const auto &exchange = row<ExchangeArgs>("exchange", [](auto &op, auto &a) {
+    op.in(FIELD(x), {E, T});
+    op.in(FIELD(part), {E, T});
+    op.in(FIELD(counts), {ANY});
+    op.in(FIELD(failure), {ANY});
+    op.in("boxes", ArgForm::rows, {ANY}, [](auto &args, const ggml_tensor &box, uint8_t *at) {
+          args.boxes[args.n_ranks++] = at;
+          args.box_bytes = box.ne[0];
+      }).up_to(MAX_RANKS);
+    op.dims(a.E, E, a.T, T);
+    op.params(FIELD(rank));
+    op.out(FIELD(out), {E, T});
+    op.runs(nullptr, cuda::exchange);
+});
+
 // Inputs of rowmm, packed: the ops rowmm_pack..
 template <class Row, class A> void packs(Row &op, A &a, RowmmInput input) {
     op.dims(a.T, T, a.K, K);

@@ -3,6 +3,7 @@
 #include "graph/architecture.h"
 #include "graph/drafter.h"
 #include "ops/attention.h"
+#include "ops/matmul.h"
 #include "ops/row.h"
 #include "step/faults.h"
 #include "step/reserve.h"
@@ -225,18 +226,18 @@ void Step::Graph::move_inputs(ptrdiff_t bytes) {
     }
 }
 
-std::vector<const ggml_tensor *> Step::Graph::arrivals(size_t stage) const {
+std::vector<const ggml_tensor *> Step::Graph::arrivals(const StepOutputs::Run &run) const {
     std::vector<const ggml_tensor *> rows;
-    for (int i = 0; i < outputs.n_arrivals[stage]; i++) {
-        rows.push_back(ggml_graph_node(nodes, outputs.first_nodes[stage] + i));
+    for (int i = 0; i < run.n_arrivals; i++) {
+        rows.push_back(ggml_graph_node(nodes, run.first + i));
     }
     return rows;
 }
 
-std::vector<int> Step::Graph::stages_of_nodes(const Cache &cache) const {
+std::vector<int> Step::Graph::stages_of_nodes() const {
     std::vector<int> stages(size_t(ggml_graph_n_nodes(nodes)), 0);
-    for (size_t stage = 1; stage < cache.stages().size(); stage++) {
-        std::fill(stages.begin() + outputs.first_nodes[stage], stages.end(), int(stage));
+    for (const StepOutputs::Run &run : outputs.runs) {
+        std::fill(stages.begin() + run.first, stages.end(), int(run.stage));
     }
     return stages;
 }
@@ -257,7 +258,7 @@ GraphAllocator step_allocator(const Cache &cache) {
 
 std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, const Step::Graph &graph) {
     std::vector<size_t> sizes(cache.stages().size(), 0);
-    ggml_gallocr_reserve_n_size(galloc, graph.nodes, graph.stages_of_nodes(cache).data(),
+    ggml_gallocr_reserve_n_size(galloc, graph.nodes, graph.stages_of_nodes().data(),
                                 graph.stages_of_leaves(cache).data(), sizes.data());
     // Stages on one device share a buffer, which counts to the first of them.
     for (size_t i = 1; i < sizes.size(); i++) {
@@ -273,7 +274,7 @@ std::vector<uint64_t> compute_sizes(ggml_gallocr *galloc, const Cache &cache, co
 // Several prompts' attention takes so many nodes of each in a layer, where ggml computes it.
 static size_t most_nodes(const Model &model, const Cache &cache, size_t n_prompts) {
     constexpr size_t PROMPT_NODES = 16;
-    size_t n_layer = model.hparams().n_layer;
+    size_t n_layer = model.hparams().n_layer * model.n_ranks();
     const size_t more = n_prompts > 1 ? n_layer * n_prompts * PROMPT_NODES : 0;
     for (const Drafter *drafter : cache.drafters()) {
         n_layer += drafter->n_layer() + 1 + drafter->n_block / 4; // a draft of its own can take 16 nodes
@@ -359,7 +360,7 @@ void Step::Graph::log_ops(const CacheParams &params) const {
 
 // Asks first, since ggml aborts on an op that a device does not have.
 static void check_supported(const Cache &cache, const Step::Graph &graph) {
-    const std::vector<int> stages = graph.stages_of_nodes(cache);
+    const std::vector<int> stages = graph.stages_of_nodes();
     for (int i = 0; i < ggml_graph_n_nodes(graph.nodes); i++) {
         const ggml_tensor *node = ggml_graph_node(graph.nodes, i);
         const Device &device = cache.stages()[size_t(stages[size_t(i)])].device;
@@ -393,6 +394,16 @@ static int stage_of_leaf(const Model &model, const Cache &cache, const Step::Gra
                                                           : int(cache.stages().size()) - 1;
 }
 
+// Ranks' parts are read by each, on a GPU through their boxes.
+static bool exchanges(const ggml_tensor *node) {
+    const CustomOp *op = custom_op(node);
+#ifdef LUCE_USE_CUDA
+    return op == &ops::add_parts || op == &ops::exchange;
+#else
+    return op == &ops::add_parts;
+#endif
+}
+
 // What a node reads lies on its own stage's device, but for rows that arrive there, and on a CPU for cells. (Where GPUs would
 // read each other's, the model was refused: check_joined in model/weights.cpp.)
 static void check_stages(const Model &model, const Cache &cache, const Step::Graph &graph) {
@@ -400,12 +411,17 @@ static void check_stages(const Model &model, const Cache &cache, const Step::Gra
         return;
     }
     std::map<const ggml_tensor *, int> made; // by which stage
-    const std::vector<int> stages = graph.stages_of_nodes(cache);
+    const std::vector<int> stages = graph.stages_of_nodes();
+    std::set<const ggml_tensor *> arrived;
+    for (const StepOutputs::Run &run : graph.outputs.runs) {
+        const std::vector<const ggml_tensor *> rows = graph.arrivals(run);
+        arrived.insert(rows.begin(), rows.end());
+    }
     for (int i = 0; i < ggml_graph_n_nodes(graph.nodes); i++) {
         const ggml_tensor *node = ggml_graph_node(graph.nodes, i);
         const int stage = stages[size_t(i)];
         made[node] = stage;
-        if (i < graph.outputs.first_nodes[size_t(stage)] + graph.outputs.n_arrivals[size_t(stage)]) {
+        if (arrived.count(node) != 0 || exchanges(node)) {
             continue;
         }
         for (const ggml_tensor *source : node->src) {
@@ -558,11 +574,13 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
                 most.bytes = taken[stage];
                 most.largest = shape;
             }
-            uint64_t arriving = 0;
-            for (const ggml_tensor *rows : g->arrivals(stage)) {
+        }
+        for (const StepOutputs::Run &run : g->outputs.runs) {
+            uint64_t arriving = 0, &most = sizes.compute[run.stage].arriving;
+            for (const ggml_tensor *rows : g->arrivals(run)) {
                 arriving += Stage::passage_bytes(rows);
             }
-            most.arriving = std::max(most.arriving, arriving);
+            most = std::max(most, arriving);
         }
         n_nodes = std::max<uint64_t>(n_nodes, uint64_t(ggml_graph_n_nodes(g->nodes)));
         if (!model.gpu()) {

@@ -20,13 +20,13 @@ struct Step::Graph {
 
     ~Graph() { drop_capture(); }
     void drop_capture();
-    // What a stage has of the rows of the one before.
-    std::vector<const ggml_tensor *> arrivals(size_t stage) const;
+    // What a run has of the rows of the stage before.
+    std::vector<const ggml_tensor *> arrivals(const StepOutputs::Run &run) const;
     void move_inputs(ptrdiff_t bytes); // the ops that are enqueued from now on read them there
     static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
                                         const StepShape &shape);
     // Of each node, or leaf, the stage whose buffer has it. A leaf without memory of its own is a drafter's.
-    std::vector<int> stages_of_nodes(const Cache &cache) const;
+    std::vector<int> stages_of_nodes() const;
     std::vector<int> stages_of_leaves(const Cache &cache) const;
     // Tells the log the ops that do something: "a verify of 1 rows: deltanet 3, rowmm 6, of ggml: GET_ROWS 1".
     void log_ops(const CacheParams &params) const;

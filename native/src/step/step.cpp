@@ -47,7 +47,7 @@ Step::Step(const Model &model, Cache &cache, const EngineParams &params, const S
             std::max(uint32_t(MAX_ROWS), std::min(params.cache.n_chunk, params.cache.n_ctx));
         ram_.allocate(first().device, int32_t(rows), *moe, model.hparams().n_embd);
     }
-    for (size_t i = 1; i < cache.stages().size(); i++) {
+    for (size_t i = model.n_ranks(); i < cache.stages().size(); i++) {
         cache.stages()[i].connect(cache.stages()[i - 1], sizes.compute[i].arriving);
     }
     reserve(sizes);
@@ -84,7 +84,7 @@ uint64_t Step::allocated() const {
 
 // Places a graph's tensors in the buffers of its stages, which grow where they have no room.
 bool Step::reserve(const Graph &g) {
-    return ggml_gallocr_reserve_n(galloc_.get(), g.nodes, g.stages_of_nodes(cache_).data(),
+    return ggml_gallocr_reserve_n(galloc_.get(), g.nodes, g.stages_of_nodes().data(),
                                   g.stages_of_leaves(cache_).data());
 }
 
@@ -141,41 +141,58 @@ static bool is_wide(const ggml_cgraph &segment) {
     return work >= WORTH_MEETING;
 }
 
-// Runs the graph in its order, on one stage after the other: run_op(op, node, stage) for our ops, ggml for what lies
+// Runs the graph in its order, one run of a stage's nodes after the other: run_op(op, node, stage) for our ops, ggml for what lies
 // between them. On GPUs a stage begins when the rows of the one before have arrived, and the first stage's stream goes on
 // when the last stage has ended.
 // Chunks of prompts follow each other instead: a stage goes on with the next chunk as soon as its rows of this one have been
 // fetched. Nothing else is shared by two chunks: each stage has its inputs, caches and scratch, which its stream takes in order,
 // and the host's side of the inputs has a mirror for each chunk (prefill_host).
+// Ranks begin together, and wait for each other in their kernels (kernels/exchange). Their runs have turns, and no host call comes
+// between the exchanges of all of them, so that what the host may wait for, such as room in a stream, waits for nothing that
+// has yet to be enqueued.
 template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     const std::deque<Stage> &stages = cache_.stages();
-    for (size_t i = 0; i < stages.size(); i++) {
-        int begin = g.outputs.first_nodes[i];
-        const int end = i + 1 < stages.size() ? g.outputs.first_nodes[i + 1] : ggml_graph_n_nodes(g.nodes);
-        if (i > 0 && stages[i].device.gpu) {
-            stages[i].receive(stages[i - 1], g.arrivals(i));
-            begin += g.outputs.n_arrivals[i];
-        } else if (i > 0 && stages[i].thread) {
-            stages[i].follow(stages[i - 1]);
-            run_segments(g, stages[i], begin, begin + g.outputs.n_arrivals[i], run_op);
-            begin += g.outputs.n_arrivals[i];
+    const std::vector<StepOutputs::Run> &runs = g.outputs.runs;
+    const uint32_t n_ranks = model_.n_ranks();
+    std::vector<bool> begun(stages.size(), false);
+    begun[0] = true;
+    for (size_t r = 0; r < runs.size(); r++) {
+        const StepOutputs::Run &run = runs[r];
+        const Stage &stage = stages[run.stage];
+        int begin = run.first;
+        const int end = r + 1 < runs.size() ? runs[r + 1].first : ggml_graph_n_nodes(g.nodes);
+        if (run.stage >= n_ranks) {
+            const Stage &before = stages[run.stage - 1];
+            if (stage.device.gpu) {
+                stage.receive(before, g.arrivals(run));
+                begin += run.n_arrivals;
+            } else if (stage.thread) {
+                stage.follow(before);
+                run_segments(g, stage, begin, begin + run.n_arrivals, run_op);
+                begin += run.n_arrivals;
+            }
+            if (pipelines(g)) {
+                before.follow(stage);
+            }
+        } else if (!begun[run.stage]) {
+            stage.follow(first());
         }
-        if (i > 0 && pipelines(g)) {
-            stages[i - 1].follow(stages[i]);
-        }
-        make_current(stages[i].device);
-        run_segments(g, stages[i], begin, end, run_op);
+        begun[run.stage] = true;
+        make_current(stage.device);
+        run_segments(g, stage, begin, end, run_op);
     }
     if (stages.size() > 1) {
-        if (!pipelines(g)) {
-            first().follow(cache_.last());
+        for (size_t i = 1; i < stages.size() && !pipelines(g); i++) {
+            if (begun[i] && (i < n_ranks || i + 1 == stages.size())) {
+                first().follow(stages[i]);
+            }
         }
         make_current(first().device);
     }
 }
 
 bool Step::pipelines(const Graph &g) const {
-    return g.shape.prefill() && cache_.stages().size() > 1 && first().runs_beside();
+    return g.shape.prefill() && cache_.stages().size() > 1 && model_.n_ranks() == 1 && first().runs_beside();
 }
 
 // Ahead of a step all that the stages' streams have to do comes first, and behind it the step: what is launched on the first
@@ -403,6 +420,7 @@ void Step::compute(Graph &g, uint32_t links) {
             synchronisations_++;
             int error = 0;
             finish_all(&error);
+            mend_exchange();
             end_chunks();
             throw;
         }
@@ -636,10 +654,29 @@ void Step::synchronize() {
     if (const Stage *failed = finish_all(&error); failed != nullptr) {
         fail_device(failed->device, "a step failed", error);
     }
+    check_exchange();
     finish_threads();
     end_chunks();
     kept_.clear();
     fail_wait();
+}
+
+// A device that did not send its part left the others with wrong sums.
+void Step::check_exchange() const {
+    const int32_t rank = cache_.exchange() == nullptr ? -1 : cache_.exchange()->failed();
+    if (rank >= 0) {
+        fail(LUCE_E_DEVICE, "%s: a step failed: the others have waited for its part of a sum in vain",
+             cache_.stages()[size_t(rank)].device.name.c_str());
+    }
+}
+
+// A step was enqueued in part, and has ended.
+void Step::mend_exchange() const {
+    const auto runs = [](const Stage &stage) { return works(stage.device); };
+    if (cache_.exchange() != nullptr &&
+        std::all_of(cache_.stages().begin(), cache_.stages().end(), runs)) {
+        cache_.exchange()->reset();
+    }
 }
 
 void Step::poison() {
@@ -657,6 +694,7 @@ void Step::wait([[maybe_unused]] const Event &event) {
         fail_device(failed == nullptr ? cache_.last().device : failed->device, "a step failed", error);
     }
 #endif
+    check_exchange();
     fail_wait();
 }
 

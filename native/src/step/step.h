@@ -167,6 +167,8 @@ private:
                  const int32_t *pages);
     void wait_for_drafts();
     void fail_wait() const; // where a test asks for it
+    void check_exchange() const;
+    void mend_exchange() const;
     void enqueue_logits(const Graph &g);
     const Choice &chosen(int32_t entry) const {
         return static_cast<const Choice *>(cache_.given()->data)[entry];

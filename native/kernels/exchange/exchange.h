@@ -1,0 +1,50 @@
+// Ranks are devices that have a part of each matrix each (model/model.h). Behind products whose K they share, each has a part of
+// every sum, and needs all: x + (p0 + p1 ..), added in the order of the ranks, so that all have the same bits.
+//
+// On GPUs each rank has a box, in its own memory or, where the devices do not reach each other's, in pinned memory of the host.
+// A rank's kernel puts its part into the boxes of all others, says so there by a number that grows by one with each exchange, waits
+// until all have said so in its own, and adds. A block does so for its values alone. Slots alternate: who writes a slot again has
+// heard in between, through the exchange that had the other slot, that the readers are done.
+#pragma once
+
+#include <cstdint>
+
+namespace luce {
+
+constexpr int MAX_RANKS = 8;
+
+struct AddPartsArgs {
+    int64_t E, T;
+    const float *x; // [T][E]
+    int32_t n_parts;
+    const float *parts[MAX_RANKS]; // [T][E] each
+    float *out; // [T][E]
+};
+
+constexpr int EXCHANGE_BLOCKS = 128; // at most
+
+// A box holds two slots of so many values from each other rank, and a number from each rank's block.
+constexpr int64_t exchange_box_bytes(int64_t n_ranks, int64_t values) {
+    return 2 * (n_ranks - 1) * values * int64_t(sizeof(float)) +
+           n_ranks * EXCHANGE_BLOCKS * int64_t(sizeof(uint32_t));
+}
+// The numbers that a rank's blocks have reached, and behind them 1 where it has waited in vain and waits no more.
+constexpr int64_t EXCHANGE_COUNTS = EXCHANGE_BLOCKS + 1;
+
+struct ExchangeArgs {
+    int64_t E, T; // E is a multiple of 4
+    int32_t rank, n_ranks;
+    const float *x; // [T][E]
+    const float *part; // [T][E], this rank's
+    int32_t *counts; // [EXCHANGE_COUNTS], this rank's
+    int32_t *failure; // [1] in host memory: 1 + the rank that did not answer
+    void *boxes[MAX_RANKS]; // each rank's
+    int64_t box_bytes;
+    float *out; // [T][E]
+};
+
+namespace cuda {
+int exchange(const ExchangeArgs &args, void *stream);
+} // namespace cuda
+
+} // namespace luce

@@ -1,0 +1,31 @@
+// Memory through which an engine's ranks on GPUs pass each other their parts of sums (kernels/exchange/exchange.h).
+#pragma once
+
+#include "engine/stage.h"
+
+#include <deque>
+#include <vector>
+
+namespace luce {
+
+struct Exchange {
+    // Describes it without taking any: for steps of so many rows of the model's width.
+    Exchange(const Model &model, uint32_t rows);
+
+    uint64_t bytes() const; // on each rank's device, at most
+    void allocate(const std::deque<Stage> &stages);
+    // All begin to count anew. No rank is in a step.
+    void reset() const;
+    // The rank that did not answer another one, or -1.
+    int32_t failed() const;
+
+    std::vector<ggml_tensor *> boxes; // (ranks) I8, in the rank's memory or in the host's
+    std::vector<ggml_tensor *> counts; // (ranks) {EXCHANGE_COUNTS} I32
+    ggml_tensor *failure; // {1} I32 in the host's memory
+
+private:
+    Context tensors_;
+    std::vector<Buffer> buffers_;
+};
+
+} // namespace luce
