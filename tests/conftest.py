@@ -51,8 +51,8 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--luce-device", default="cpu",
-        help="where models run: cpu (default), cuda, cuda:N, in stages on several: cpu,cpu or cuda:0,cuda:1, or with a part "
-        "of each matrix on several: cpu+cpu",
+        help="where models run: cpu (default), cuda, cuda:N, in stages on several: cpu,cpu or cuda:0,cuda:1, or with "
+        "a part of each matrix on several: cpu+cpu",
     )
     parser.addoption("--luce-device-only", action="store_true", help="only tests that run models there")
 

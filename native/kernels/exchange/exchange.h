@@ -4,10 +4,11 @@
 // On GPUs each rank has a box, in its own memory or, where the devices do not reach each other's, in pinned memory of the host.
 // A rank's kernel puts its part into the boxes of all others, says so there by a number that grows by one with each exchange, waits
 // until all have said so in its own, and adds. A block does so for its values alone. Slots alternate: who writes a slot again has
-// heard in between, through the exchange that had the other slot, that the readers are done.
+// heard in between, through the exchange that had the other slot, that the readers are done. A step begins when all of the step
+// before has ended.
 #pragma once
 
-#include <cstdint>
+#include "matmul/quantised.h"
 
 namespace luce {
 
@@ -21,7 +22,7 @@ struct AddPartsArgs {
     float *out; // [T][E]
 };
 
-constexpr int EXCHANGE_BLOCKS = 128; // at most
+constexpr int EXCHANGE_BLOCKS = 2048; // of an exchange, at most: a step's chunks of all of its rows
 
 // A box holds two slots of so many values from each other rank, and a number from each rank's block.
 constexpr int64_t exchange_box_bytes(int64_t n_ranks, int64_t values) {
@@ -31,20 +32,35 @@ constexpr int64_t exchange_box_bytes(int64_t n_ranks, int64_t values) {
 // The numbers that a rank's blocks have reached, and behind them 1 where it has waited in vain and waits no more.
 constexpr int64_t EXCHANGE_COUNTS = EXCHANGE_BLOCKS + 1;
 
-struct ExchangeArgs {
-    int64_t E, T; // E is a multiple of 4
+// Where a rank meets the others.
+struct ExchangeRanks {
     int32_t rank, n_ranks;
-    const float *x; // [T][E]
-    const float *part; // [T][E], this rank's
+    int32_t slot; // 0 and 1 in turn, from one exchange of a step to the next
     int32_t *counts; // [EXCHANGE_COUNTS], this rank's
     int32_t *failure; // [1] in host memory: 1 + the rank that did not answer
     void *boxes[MAX_RANKS]; // each rank's
     int64_t box_bytes;
+};
+
+// Rows of many values: prompts'.
+struct ExchangeArgs {
+    int64_t E, T; // E is a multiple of 4
+    const float *x; // [T][E]
+    const float *part; // [T][E], this rank's
     float *out; // [T][E]
+    ExchangeRanks ranks;
+};
+
+// As rowmm_pack does with parts (RowmmPackArgs): the sum over K that a launch has left in parts is this rank's part. What follows
+// reads x + the sum of all ranks' packed, times a norm's weights.
+struct ExchangeNormArgs {
+    RowmmPackArgs pack; // with input ROWMM_RMS, parts, w and x
+    ExchangeRanks ranks;
 };
 
 namespace cuda {
 int exchange(const ExchangeArgs &args, void *stream);
+int exchange_norm(const ExchangeNormArgs &args, void *stream);
 } // namespace cuda
 
 } // namespace luce

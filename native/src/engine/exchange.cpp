@@ -5,14 +5,14 @@
 namespace luce {
 
 Exchange::Exchange(const Model &model, uint32_t rows)
-    : tensors_(new_context(ggml_tensor_overhead() * (2 * model.n_ranks() + 1))) {
+    : tensors_(new_context(ggml_tensor_overhead() * (model.n_ranks() + 2))) {
     ggml_context *ctx = tensors_.get();
-    const int64_t n = model.n_ranks(),
-                  bytes = exchange_box_bytes(n, int64_t(rows) * model.hparams().n_embd);
+    const int64_t n = model.n_ranks();
+    box_bytes_ = (exchange_box_bytes(n, int64_t(rows) * model.hparams().n_embd) + 255) / 256 * 256;
     for (int64_t rank = 0; rank < n; rank++) {
-        boxes.push_back(ggml_new_tensor_1d(ctx, GGML_TYPE_I8, (bytes + 15) / 16 * 16));
         counts.push_back(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, EXCHANGE_COUNTS));
     }
+    boxes = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n + 1);
     failure = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, 1);
     for (ggml_tensor *t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
         t->data = reinterpret_cast<void *>(uintptr_t(256)); // nothing of it is for the graph allocator to place
@@ -20,31 +20,36 @@ Exchange::Exchange(const Model &model, uint32_t rows)
 }
 
 uint64_t Exchange::bytes() const {
-    return ggml_nbytes(boxes[0]) + ggml_nbytes(counts[0]);
+    return uint64_t(box_bytes_) + ggml_nbytes(counts[0]);
 }
 
 void Exchange::allocate(const std::deque<Stage> &stages) {
-    const auto place = [&](ggml_tensor *t, Buffer buffer) {
-        ggml_backend_buffer_clear(buffer.get(), 0);
+    constexpr const char *WHAT = "what devices pass each other";
+    const auto place = [](ggml_tensor *t, const Buffer &buffer) {
         t->data = nullptr;
         ggml_backend_tensor_alloc(buffer.get(), t, ggml_backend_buffer_get_base(buffer.get()));
-        buffers_.push_back(std::move(buffer));
     };
     bool reach = true;
-    for (size_t i = 0; i < boxes.size(); i++) {
+    for (size_t i = 0; i < counts.size(); i++) {
         for (size_t j = 0; j < i; j++) {
             reach = stages[i].reaches(stages[j]) && reach;
         }
     }
-    for (size_t rank = 0; rank < boxes.size(); rank++) {
+    table_ = pinned(stages[0].device, ggml_nbytes(boxes), WHAT);
+    place(boxes, table_);
+    auto *table = static_cast<int64_t *>(boxes->data);
+    for (size_t rank = 0; rank < counts.size(); rank++) {
         const Device &device = stages[rank].device;
-        const size_t bytes = ggml_nbytes(boxes[rank]);
-        place(boxes[rank], reach ? luce::allocate(device, bytes, "what devices pass each other")
-                                 : pinned(device, bytes, "what devices pass each other"));
-        place(counts[rank],
-              luce::allocate(device, ggml_nbytes(counts[rank]), "what devices pass each other"));
+        buffers_.push_back(reach ? luce::allocate(device, size_t(box_bytes_), WHAT)
+                                 : pinned(device, size_t(box_bytes_), WHAT));
+        table[rank] = int64_t(uintptr_t(ggml_backend_buffer_get_base(buffers_.back().get())));
+        buffers_.push_back(luce::allocate(device, ggml_nbytes(counts[rank]), WHAT));
+        place(counts[rank], buffers_.back());
     }
-    place(failure, pinned(stages[0].device, 64, "what devices pass each other"));
+    table[counts.size()] = box_bytes_;
+    buffers_.push_back(pinned(stages[0].device, 64, WHAT));
+    place(failure, buffers_.back());
+    reset();
 }
 
 void Exchange::reset() const {

@@ -19,13 +19,15 @@ struct Exchange {
     // The rank that did not answer another one, or -1.
     int32_t failed() const;
 
-    std::vector<ggml_tensor *> boxes; // (ranks) I8, in the rank's memory or in the host's
-    std::vector<ggml_tensor *> counts; // (ranks) {EXCHANGE_COUNTS} I32
+    std::vector<ggml_tensor *> counts; // (ranks) {EXCHANGE_COUNTS} I32 on the rank's device
+    ggml_tensor *boxes; // {ranks + 1} I64 in the host's memory: where each rank's box is, and how long all are
     ggml_tensor *failure; // {1} I32 in the host's memory
 
 private:
     Context tensors_;
-    std::vector<Buffer> buffers_;
+    int64_t box_bytes_;
+    std::vector<Buffer> buffers_; // of all that reset() clears
+    Buffer table_;
 };
 
 } // namespace luce

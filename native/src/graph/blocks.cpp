@@ -103,15 +103,13 @@ Stream embed_stream(Plain &g) {
     return x;
 }
 
-void add_part(Stream &x, uint32_t layer, const std::function<Val(Val x, uint32_t block)> &part) {
+void add_part(Stream &x, uint32_t layer, const std::function<Val(Val x, uint32_t block)> &make) {
     Plain &g = *x[0].graph;
     std::vector<Val> parts;
     for (uint32_t rank = 0; rank < x.size(); rank++) {
         g.enter(layer, rank);
-        parts.push_back(part(x[rank], g.model.block_of(layer, rank)));
-        if (x.size() > 1) { // all ranks' parts come ahead of the first sum, which waits for them
-            compute(parts.back());
-        }
+        const Val y = make(x[rank], g.model.block_of(layer, rank));
+        parts.push_back(x.size() == 1 ? y : part(y)); // all ranks' come ahead of the first sum, which waits for them
     }
     for (uint32_t rank = 0; rank < x.size(); rank++) {
         g.enter(layer, rank);

@@ -32,9 +32,9 @@ Val mixture(Val x, Val logits, const Moe &w);
 // The residual stream {E, T}: one value, or each rank's (Model::n_ranks), which all have the same bits.
 using Stream = std::vector<Val>;
 Stream embed_stream(Plain &g);
-// Adds to it what a layer's block, or each rank's block, makes of it: part(x, block) -> {E, T}. Ranks' parts are added to each
+// Adds to it what a layer's block, or each rank's block, makes of it: make(x, block) -> {E, T}. Ranks' parts are added to each
 // other first, in the order of the ranks.
-void add_part(Stream &x, uint32_t layer, const std::function<Val(Val x, uint32_t block)> &part);
+void add_part(Stream &x, uint32_t layer, const std::function<Val(Val x, uint32_t block)> &make);
 
 // What follows the blocks of a trunk, whose last one put out x {E, T}: its logits and choices, and what drafters read. A
 // prefill has logits of its last row or none, and a verify of all rows.

@@ -638,7 +638,6 @@ void Lowering::emit(int32_t node) {
             }
             break;
         case Op::compute: expand(rows(n.in[0])); break;
-        case Op::exchange: exchange(n, y); break;
         case Op::choose: {
             const Chooses &chooses = std::get<Chooses>(n.params);
             ChooseArgs a{};

@@ -117,7 +117,7 @@ protected:
     }
 
     // All parts are in reach.
-    void exchange(const Node &n, Val y) override {
+    void exchange(const Node &n, Val y) {
         std::vector<ggml_tensor *> args;
         for (const Val v : n.in) {
             args.push_back(dense(v));
@@ -207,6 +207,8 @@ protected:
             case Op::matmul_first: matmul(n, y); break;
             case Op::add_norm: add_norm(n, y); break;
             case Op::glu: values(y); break;
+            case Op::part: set(expand(dense(n.in[0]))); break;
+            case Op::exchange: exchange(n, y); break;
             case Op::route: { // ids, then weights
                 RouteArgs a{};
                 a.n_used = int32_t(std::get<const Moe *>(n.params)->shape.n_used);

@@ -27,6 +27,10 @@
 //                        out, residual ..    as above, and the FFN
 //   where products are normed ahead of the residual
 //                        residual, norms     rowmm_parts_post      adds the parts up, norms; x, squares of x, packed x * w
+//   with a part of each matrix on several GPUs, in the place of what adds the residual
+//                        parts, sum, norm    exchange_norm         as rowmm_parts_rms, between all GPUs (kernels/exchange)
+//                        or rows, sum        exchange              ahead of a mixture and behind it, and of prompts; a mixture
+//                                                                  is moe_route, moe_up, moe_down, moe_sum_prompt
 //   and its mixture, beside an FFN whose sum is normed by ggml
 //                        norms, router       moe_route, moe_up, moe_down, moe_sum_prompt   the router's norm is another
 //   once a step          plan                attention_plan        which block of attention does what, for all layers
@@ -359,15 +363,69 @@ protected:
         }
     }
 
+    // ---- ranks ----
+
+    // The norm of an exchange's sum that the exchange itself can pack, or null. All ranks' kernels of an exchange are of one kind,
+    // so each has to have one.
+    const Node *packs_behind(const Node &part) const {
+        const Target target = {plain, gpu, nullptr};
+        const Node &product = plain.at(part.in[0]), *own = nullptr;
+        if (product.op != Op::matmul || !target.leaves_partials(product.w) ||
+            part.T * chunks_of(part.n[0]) > EXCHANGE_BLOCKS) {
+            return nullptr;
+        }
+        for (const int32_t sum : plain.readers(index_of(part))) {
+            const Node *norm = nullptr;
+            for (const int32_t r : plain.readers(sum)) {
+                const Node &reader = plain.nodes[size_t(r)];
+                const std::vector<int32_t> behind = plain.readers(r);
+                const bool packed = std::all_of(behind.begin(), behind.end(), [&](int32_t b) {
+                    return has(plain.nodes[size_t(b)].op, TAKES_PACKED);
+                });
+                if (reader.op == Op::norm && packed && reader.stage == plain.nodes[size_t(sum)].stage) {
+                    norm = &reader;
+                }
+            }
+            if (norm == nullptr) {
+                return nullptr;
+            }
+            own = norm->stage == part.stage ? norm : own;
+        }
+        return own;
+    }
+
+    void rank_part(const Node &n, Val y) {
+        if (packs_behind(n) != nullptr) {
+            expand(partials(n.in[0]));
+        } else {
+            made(y, Form::rows) = expand(dense(n.in[0]));
+        }
+    }
+
     // It sends this rank's part to the others, and waits for theirs.
-    void exchange(const Node &n, Val y) override {
-        const Cache &cache = plain.cache;
+    void exchange(const Node &n, Val y) {
+        const Exchange &through = *plain.cache.exchange();
         const uint32_t rank = stage_index();
+        const Val part = n.in[1 + rank];
+        ExchangeRanks ranks{};
+        ranks.rank = int32_t(rank);
+        exchanges_.resize(std::max<size_t>(exchanges_.size(), rank + 1), 0);
+        ranks.slot = exchanges_[rank]++ % 2;
+        std::vector<ggml_tensor *> args;
+        if (const Node *norm = packs_behind(plain.at(part))) {
+            args = {norm->w[0], partials(plain.at(part).in[0]), dense(n.in[0])};
+            args.insert(args.end(), {through.counts[rank], through.failure, through.boxes});
+            ExchangeNormArgs a{};
+            a.ranks = ranks;
+            const OpNode t = ops::exchange_norm(ctx, args, a);
+            expand(t.node);
+            made(y, Form::rows) = t[0];
+            made({&plain, index_of(*norm), 0}, Form::packed) = t[1];
+            return;
+        }
+        args = {dense(n.in[0]), rows(part), through.counts[rank], through.failure, through.boxes};
         ExchangeArgs a{};
-        a.rank = int32_t(rank);
-        std::vector<ggml_tensor *> args = {dense(n.in[0]), dense(n.in[1 + rank]),
-                                           cache.exchange()->counts[rank], cache.exchange()->failure};
-        args.insert(args.end(), cache.exchange()->boxes.begin(), cache.exchange()->boxes.end());
+        a.ranks = ranks;
         made(y, Form::rows) = expand(ops::exchange(ctx, args, a));
     }
     ggml_tensor *dense(Val v) {
@@ -536,7 +594,7 @@ protected:
         return ggml_is_contiguous(x) ? x : ggml_cont(ctx, x);
     }
 
-    // The mixture of experts of x {E, T}, alone.
+    // The mixture of experts of x {E, T}, without a residual.
     ggml_tensor *routed_experts(const Node &n) {
         const Moe &w = *std::get<const Moe *>(part(n, "H").params);
         ggml_tensor *routed = route(n, w, rows_of_mixture(n));
@@ -548,7 +606,7 @@ protected:
         of_dims.dims = sum.dims = dims_of(stage().device, w, n.T);
         ggml_tensor *of_down = offsets(plain.cache.slots_of(w), w.down);
         ggml_tensor *experts =
-            ops::moe_down(ctx, {routed, up(w, routed, n.T), w.down, nullptr, of_down}, of_dims);
+            ops::moe_down(ctx, {routed, up(w, routed, n.T), w.down, w.shared.down, of_down}, of_dims);
         return ops::moe_sum_prompt(ctx, {routed, experts, nullptr, nullptr, nullptr, w.down_scale, counts(w)},
                                    sum);
     }
@@ -607,6 +665,8 @@ protected:
             }
             case Op::add_normed: add_normed(n, y); break;
             case Op::add_convolved: add_convolved(n, y); break;
+            case Op::part: rank_part(n, y); break;
+            case Op::exchange: exchange(n, y); break;
             case Op::heads: heads(n, y); break;
             case Op::queries: made(y, Form::rows) = queries(n); break;
             case Op::delta_layer: delta_layer(n, y); break;
@@ -623,6 +683,7 @@ protected:
 
 private:
     std::vector<AttentionPlan> plans_;
+    std::vector<int32_t> exchanges_; // of each rank so far
 };
 
 } // namespace

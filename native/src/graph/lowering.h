@@ -48,7 +48,6 @@ protected:
     void emit(int32_t node);
     virtual void emit_own(const Node &n, Val y) = 0; // an op that a device does in its own way
     virtual void keep(Val h); // of a step's rows, for drafters that read hidden rows
-    virtual void exchange(const Node &n, Val y) = 0; // whose parts are computed
     virtual const OpRow<DeltaArgs> &delta_op(const DeltaShape &) { return ops::deltanet; }
     virtual bool looks_up(ggml_type) const { return false; }
 

@@ -15,6 +15,7 @@ static int traits_of(Op op) {
         case Op::choose:
         case Op::keep_best:
         case Op::lattice: return RUNS_IN_ORDER;
+        case Op::part:
         case Op::heads: return RUNS_IN_ORDER | ADDS_UP;
         case Op::keep_hidden: return RUNS_IN_ORDER | TAKES_PACKED;
         case Op::matmul:
@@ -148,6 +149,9 @@ Val matmul(Val x, ggml_tensor *w) {
 }
 Val add(Val x, Val y) {
     return like(Op::add, x, {x, y});
+}
+Val part(Val x) {
+    return like(Op::part, x, {x});
 }
 Val exchanged(Val x, const std::vector<Val> &parts) {
     std::vector<Val> in = {x};

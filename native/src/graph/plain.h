@@ -53,7 +53,8 @@ enum class Op : uint8_t {
     unit_norm, // the same without w
     matmul, // up to 4 products of one x, an output each
     add, // x + y
-    exchange, // x + (p0 + p1 ..): of each rank a part, which lies there
+    part, // x, a rank's part of a sum, which lies there
+    exchange, // x + (p0 + p1 ..), of each rank a part
     mul, // x * y
     silu, // x * sigmoid(x)
     glu, // f(x) * y, where f is SiLU or GELU
@@ -255,6 +256,7 @@ template <size_t N> std::array<Val, N> matmul(Val x, ggml_tensor *const (&w)[N])
     return out;
 }
 Val add(Val x, Val y);
+Val part(Val x);
 Val exchanged(Val x, const std::vector<Val> &parts); // x lies on the rank that the node is of
 Val mul(Val x, Val y);
 Val silu(Val x);

@@ -60,8 +60,8 @@ Pattern gate_of_shared(Pattern shared) {
 }
 const Pattern SHARED = {
     Op::matmul, "D", {{Op::glu, "", {part(Op::matmul, "U", 0), part(Op::matmul, "U", 1)}}}};
-Pattern beside_shared(Pattern shared) {
-    return {Op::add, "", {expert_products(NORMED), gate_of_shared(std::move(shared))}};
+Pattern beside_shared(Pattern shared, const char *name = "") {
+    return {Op::add, name, {expert_products(NORMED), gate_of_shared(std::move(shared))}};
 }
 // The residual stream and a product that is normed ahead.
 const Pattern NORMED_PRODUCT = {Op::add, "S", {any("x"), {Op::norm, "A", {{Op::matmul, "M"}}}}};
@@ -95,6 +95,10 @@ bool experts_on_gpu(const Target &t, const Match &m) {
 }
 bool experts_of_gpu(const Target &t, const Match &m) {
     return t.gpu && std::get<float>(node(t, m, "P").params) == std::get<float>(node(t, m, "Q").params);
+}
+// The residual is added behind the parts of all ranks.
+bool experts_of_rank(const Target &t, const Match &m) {
+    return t.gpu && t.graph.model.n_ranks() > 1 && !moe_of(t, m).in_ram;
 }
 bool experts_beside_gpu(const Target &t, const Match &m) {
     return t.gpu && moe_of(t, m).in_ram;
@@ -227,6 +231,14 @@ std::vector<Rule> table() {
         {"routed_experts", experts_of_gpu, Bits::device,
             "as the rule mixture; a norm comes ahead of the residual, so that it is not in these launches", "",
             expert_products(NORMED, OWN_NORM),
+            Op::routed_experts, "mix", {{"x"}}, {{"mix"}}},
+        {"rank_experts_shared", experts_of_rank, Bits::device,
+            "as the rule mixture_shared, of a part that is added to those of other devices", "",
+            beside_shared(SHARED, "S"),
+            Op::routed_experts, "S", {{"x"}}, {{"S"}}},
+        {"rank_experts", experts_of_rank, Bits::device,
+            "the same without a shared expert", "",
+            expert_products(NORMED),
             Op::routed_experts, "mix", {{"x"}}, {{"mix"}}},
         {"host_experts", experts_in_ram, Bits::device,
             "an expert's weights are read once for all of its rows", "",

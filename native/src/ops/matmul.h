@@ -95,22 +95,6 @@ inline const auto &add_parts = row<AddPartsArgs>("add_parts", [](auto &op, auto 
 });
 
 #ifdef LUCE_USE_CUDA
-// The same on one of several GPUs, which has its own part and sends it to the others.
-inline const auto &exchange = row<ExchangeArgs>("exchange", [](auto &op, auto &a) {
-    op.in(FIELD(x), {E, T});
-    op.in(FIELD(part), {E, T});
-    op.in(FIELD(counts), {ANY});
-    op.in(FIELD(failure), {ANY});
-    op.in("boxes", ArgForm::rows, {ANY}, [](auto &args, const ggml_tensor &box, uint8_t *at) {
-          args.boxes[args.n_ranks++] = at;
-          args.box_bytes = box.ne[0];
-      }).up_to(MAX_RANKS);
-    op.dims(a.E, E, a.T, T);
-    op.params(FIELD(rank));
-    op.out(FIELD(out), {E, T});
-    op.runs(nullptr, cuda::exchange);
-});
-
 // Inputs of rowmm, packed: the ops rowmm_pack..
 template <class Row, class A> void packs(Row &op, A &a, RowmmInput input) {
     op.dims(a.T, T, a.K, K);
@@ -220,6 +204,46 @@ inline const auto &rowmm_parts_rms = row<RowmmPackArgs>("rowmm_parts_rms", [](au
     op.out(FIELD(copy), {K, T});
     op.room(FIELD(out), [](const auto &args) { return rowmm_op_bytes(args.T, args.K); });
     op.runs(nullptr, cuda::rowmm_pack);
+});
+// Where a rank meets the others.
+template <class Row, class A> void meets(Row &op, A &a) {
+    op.in(FIELD(ranks.counts), {ANY});
+    op.in(FIELD(ranks.failure), {ANY});
+    op.in("boxes", ArgForm::i64, {ANY}, [](auto &args, const ggml_tensor &table, uint8_t *at) {
+        const auto *boxes = reinterpret_cast<const int64_t *>(at); // in the host's memory
+        args.ranks.n_ranks = int32_t(table.ne[0]) - 1;
+        args.ranks.box_bytes = boxes[args.ranks.n_ranks];
+        for (int32_t rank = 0; rank < args.ranks.n_ranks; rank++) {
+            args.ranks.boxes[rank] = reinterpret_cast<void *>(uintptr_t(boxes[rank]));
+        }
+    });
+    op.params(FIELD(ranks.rank), FIELD(ranks.slot));
+}
+// x + the sum of all ranks' parts, of which each has one and sends it to the others (add_parts).
+inline const auto &exchange = row<ExchangeArgs>("exchange", [](auto &op, auto &a) {
+    op.in(FIELD(x), {E, T});
+    op.in(FIELD(part), {E, T});
+    meets(op, a);
+    op.dims(a.E, E, a.T, T);
+    op.out(FIELD(out), {E, T});
+    op.runs(nullptr, cuda::exchange);
+});
+// The same of a part that a launch has left in parts itself, and the sum packed for a product that norms it.
+inline const auto &exchange_norm = row<ExchangeNormArgs>("exchange_norm", [](auto &op, auto &a) {
+    op.in(FIELD(pack.w), {K});
+    op.launch(FIELD(pack.parts));
+    op.in(FIELD(pack.x), {K, T}).row(a.pack.x_row);
+    meets(op, a);
+    op.dims(a.pack.K, K);
+    op.derive([](auto &args) {
+        args.pack.T = args.pack.parts->T;
+        args.pack.input = ROWMM_RMS;
+        args.pack.overlap = 1;
+    });
+    op.known(T, a.pack.T);
+    op.out(FIELD(pack.copy), {K, T});
+    op.room(FIELD(pack.out), [](const auto &args) { return rowmm_op_bytes(args.pack.T, args.pack.K); });
+    op.runs(nullptr, cuda::exchange_norm);
 });
 // x + the sum of parts, normed ahead, times a number, and where there is w that packed for a product that norms it.
 inline const auto &rowmm_parts_post = row<RowmmPackArgs>("rowmm_parts_post", [](auto &op, auto &a) {

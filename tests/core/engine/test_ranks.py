@@ -12,25 +12,22 @@ from typing import Any
 
 import drive
 import numpy as np
-import op_run
 import pytest
 import tiny
 import tiny_dflash
-import tiny_gemma4
 from cut_models import DENSE, MODELS, files, run
 from depth import deeper_but
 from split import ranks, two_ranks
 
 from luce.errors import ArgumentError, UnsupportedError
 from luce.native import Library
-from luce.planning.memory import fits
 from luce.planning.opened import Files
 from luce.planning.plan import Options
 
 CUT = ("dense", "quantised", "mixture", "unshared", "dflash", "dflash2", "dspark")  # Of cut_models.
 PROMPT = [7 + 3 * i % 200 for i in range(256)]
-# F32 sums in another order, over logits whose standard deviation is about 2. An activation that is rounded to 8 bits may be
-# rounded to the other side.
+# F32 sums are added in another order, over logits whose standard deviation is about 2. An activation that is rounded to
+# 8 bits may be rounded to the other side.
 NEAR = {"F32": 2e-4, "Q8_0": 0.1}
 
 

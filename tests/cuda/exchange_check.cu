@@ -1,0 +1,182 @@
+// Checks what a rank makes of its part and of what the others have sent, where it sends its own, and that it does not wait for ever.
+// The others' are sent by this program, ahead of the launch, so that one device is enough.
+#include "exchange/exchange.h"
+#include "made_parts.h"
+
+namespace {
+
+// A rank among others, at its `count`-th exchange, with boxes for up to T rows of E values.
+struct Rank {
+    int n, rank;
+    int64_t values;
+    std::vector<Device<uint8_t>> boxes;
+    Device<int32_t> counts, failure;
+    ExchangeRanks args = {};
+
+    Rank(int n_ranks, int own, int64_t n_values, int count, bool dead = false)
+        : n(n_ranks), rank(own), values(n_values), counts(filled(count, dead)), failure(std::vector<int32_t>(1, 0)) {
+        args.rank = rank;
+        args.n_ranks = n;
+        args.slot = count % 2;
+        args.counts = counts.p;
+        args.failure = failure.p;
+        args.box_bytes = (exchange_box_bytes(n, values) + 255) / 256 * 256;
+        boxes.reserve(size_t(n));
+        for (int i = 0; i < n; i++) {
+            boxes.emplace_back(std::vector<uint8_t>(size_t(args.box_bytes), 0xff));
+            args.boxes[i] = boxes.back().p;
+        }
+    }
+    static std::vector<int32_t> filled(int count, bool dead) {
+        std::vector<int32_t> all(size_t(EXCHANGE_COUNTS), count);
+        all.back() = dead;
+        return all;
+    }
+    int64_t numbers_at() const { return args.box_bytes - n * EXCHANGE_BLOCKS * int64_t(sizeof(uint32_t)); }
+    int64_t slot_at(int owner, int sender) const {
+        const int64_t bytes = numbers_at() / (2 * (n - 1)) / 16 * 16;
+        return (args.slot * (n - 1) + (sender < owner ? sender : sender - 1)) * bytes;
+    }
+    // What the others have sent, but for one of them.
+    void arrive(const std::vector<Floats> &parts, int count, int but = -1) {
+        std::vector<uint8_t> box(size_t(args.box_bytes), 0xff);
+        for (int other = 0; other < n; other++) {
+            std::vector<uint32_t> numbers(size_t(EXCHANGE_BLOCKS), uint32_t(count + (other == but ? 0 : 1)));
+            memcpy(&box[size_t(numbers_at() + other * EXCHANGE_BLOCKS * int64_t(sizeof(uint32_t)))],
+                   numbers.data(), numbers.size() * sizeof(uint32_t));
+            if (other != rank) {
+                const Floats &part = parts[size_t(other)];
+                memcpy(&box[size_t(slot_at(rank, other))], part.data(), part.size() * sizeof(float));
+            }
+        }
+        boxes[size_t(rank)].set(box);
+    }
+    // Whether `blocks` blocks have sent the part to all others, and no more.
+    bool sent(const Floats &part, int count, int64_t blocks) const {
+        bool well = true;
+        for (int other = 0; other < n; other++) {
+            const std::vector<uint8_t> box = boxes[size_t(other)].get();
+            std::vector<uint32_t> numbers(size_t(EXCHANGE_BLOCKS));
+            memcpy(numbers.data(), &box[size_t(numbers_at() + rank * EXCHANGE_BLOCKS * int64_t(sizeof(uint32_t)))],
+                   numbers.size() * sizeof(uint32_t));
+            for (int64_t b = 0; other != rank && b < EXCHANGE_BLOCKS; b++) {
+                well = well && numbers[size_t(b)] == (b < blocks ? uint32_t(count + 1) : ~0u);
+            }
+            well = well && (other == rank || memcmp(&box[size_t(slot_at(other, rank))], part.data(),
+                                                    part.size() * sizeof(float)) == 0);
+        }
+        const std::vector<int32_t> reached = counts.get();
+        for (int64_t b = 0; b < EXCHANGE_BLOCKS; b++) {
+            well = well && reached[size_t(b)] == count + (b < blocks);
+        }
+        return well;
+    }
+};
+
+Floats sum_of(const Floats &x, const std::vector<Floats> &parts) {
+    Floats out(x.size());
+    for (size_t i = 0; i < x.size(); i++) {
+        float sum = parts[0][i];
+        for (size_t rank = 1; rank < parts.size(); rank++) {
+            sum += parts[rank][i];
+        }
+        out[i] = x[i] + sum;
+    }
+    return out;
+}
+
+std::vector<Floats> random_parts(int n, size_t values) {
+    std::vector<Floats> parts;
+    for (int rank = 0; rank < n; rank++) {
+        parts.push_back(normals(values));
+    }
+    return parts;
+}
+
+void check_rows(int n, int rank, int T, int E, int count) {
+    const size_t values = size_t(T) * size_t(E);
+    const std::vector<Floats> parts = random_parts(n, values);
+    const Floats x = normals(values);
+    const Device<float> dx(x), part(parts[size_t(rank)]), out(values);
+    Rank here(n, rank, int64_t(values), count);
+    here.arrive(parts, count);
+    ExchangeArgs a{E, T, dx.p, part.p, out.p, here.args};
+    must(cuda::exchange(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const std::string name = "exchange of " + std::to_string(T) + " rows of " + std::to_string(E) + ", rank " +
+                             std::to_string(rank) + " of " + std::to_string(n);
+    expect(same_bits(out.get(), sum_of(x, parts)), name);
+    const int64_t blocks = std::min<int64_t>((int64_t(values) / 4 + 255) / 256, 128);
+    expect(here.sent(parts[size_t(rank)], count, blocks) && here.failure.get()[0] == 0, name + ", what it sends");
+}
+
+void check_norm(int n, int rank, int T, int64_t K, int64_t N, int count) {
+    const Parts own(T, K, {{12, N}});
+    std::vector<Floats> parts = random_parts(n, size_t(T) * size_t(N));
+    parts[size_t(rank)] = own.sums[0];
+    const Floats x = normals(size_t(T) * size_t(N)), w = normals(size_t(N)), sum = sum_of(x, parts);
+    const Device<float> dx(x), dw(w), copy(x.size()), whole(sum);
+    const Device<uint8_t> out(size_t(rowmm_x_bytes(T, N))), wanted(out.n);
+    Rank here(n, rank, int64_t(x.size()), count);
+    here.arrive(parts, count);
+    ExchangeNormArgs a{};
+    a.pack.T = T;
+    a.pack.K = N;
+    a.pack.input = ROWMM_RMS;
+    a.pack.x = dx.p;
+    a.pack.x_row = N;
+    a.pack.w = dw.p;
+    a.pack.out = out.p;
+    a.pack.parts = &own.args;
+    a.pack.copy = copy.p;
+    a.pack.overlap = 1;
+    a.ranks = here.args;
+    RowmmPackArgs plain = a.pack;
+    plain.parts = nullptr;
+    plain.copy = nullptr;
+    plain.x = whole.p;
+    plain.out = wanted.p;
+    must(cudaMemset(out.p, 0, out.n));
+    must(cudaMemset(wanted.p, 0, wanted.n));
+    must(cuda::exchange_norm(a, stream));
+    must(cuda::rowmm_pack(plain, stream));
+    must(cudaStreamSynchronize(stream));
+    const std::string name = "exchange and norm of " + std::to_string(T) + " rows of " + std::to_string(N) + ", rank " +
+                             std::to_string(rank) + " of " + std::to_string(n);
+    expect(same_bits(copy.get(), sum), name + ", sums");
+    expect(out.get() == wanted.get(), name + ", packed");
+    expect(here.sent(parts[size_t(rank)], count, T * ((N + 255) / 256)), name + ", what it sends");
+}
+
+// Who waited in vain before waits no more, and says for whom.
+void check_dead() {
+    const std::vector<Floats> parts = random_parts(3, 64);
+    const Device<float> x(Floats(64, 1)), part(parts[0]), out(64);
+    Rank here(3, 0, 64, 6, /*dead=*/true);
+    here.arrive(parts, 6, /*but=*/2);
+    must(cuda::exchange({64, 1, x.p, part.p, out.p, here.args}, stream));
+    must(cudaStreamSynchronize(stream));
+    expect(here.failure.get()[0] == 3, "an exchange with who does not answer ends and names it");
+}
+
+} // namespace
+
+void check_exchange(bool) {
+    check_rows(2, 0, 1, 64, 0);
+    check_rows(2, 1, 1, 5120, 7);
+    check_rows(3, 1, 5, 1024, 4);
+    check_rows(2, 0, 70, 5120, 1); // a block has several of its values in turn
+    check_norm(2, 0, 1, 512, 5120, 3);
+    check_norm(2, 1, 4, 2304, 1024, 4);
+    check_norm(4, 2, 17, 512, 384, 5); // the last chunk is a half
+    check_dead();
+    ExchangeArgs a{};
+    Rank here(2, 0, 64, 0);
+    const Device<float> x(64), out(64);
+    a = {64, 2, x.p, x.p, out.p, here.args};
+    expect(cuda::exchange(a, stream) != 0, "an exchange of more values than a box holds is refused");
+    a = {62, 1, x.p, x.p, out.p, here.args};
+    expect(cuda::exchange(a, stream) != 0, "an exchange of an odd width is refused");
+    a = {64, 0, x.p, x.p, out.p, here.args};
+    expect(cuda::exchange(a, stream) == 0, "an exchange of no rows does nothing");
+}
