@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measures one model on one GPU, then cut into stages on several, beside llama.cpp on the same GPUs, in one run.
+"""Measures one model on one GPU, then shared out among several, beside llama.cpp on the same GPUs, in one run.
 
-Each device of --devices is measured by itself, and then all of them together: prompts by length, from an empty context
-to the choice of the next token; decoding in each mode of --modes after a random prompt of 32 tokens; and sequences that
-decode together, with the mode's drafts. llama.cpp's programs run on the first device, and on all of them with
+The first of --devices is measured by itself, and then all of them together, by each --split: with layers each (auto),
+and with a part of each matrix (tensor). Prompts by length, from an empty context to the choice of the next token;
+decoding in each mode of --modes after a random prompt of 32 tokens; and sequences that decode together, with the mode's drafts. llama.cpp's programs run on the first device, and on all of them with
 `-sm layer` and `-sm tensor`: llama-bench for prompts and one sequence, llama-batched-bench for several. Where a file
 knows its answers, `wrong` counts tokens that are not those. Outside the timing windows: loading, opening, warm-ups.
 Medians over rounds.
@@ -37,6 +37,7 @@ from luce.planning.plan import Options
 
 TIMING = " ".join(__doc__.split("\n\n")[1].split())
 PROMPT_TOKENS = 32
+JOINED = {"auto": ",", "tensor": "+"}
 Figures = dict[str, Any]
 
 
@@ -92,7 +93,7 @@ def together_on(files: Files, args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def ours(args: argparse.Namespace, device: str) -> Figures:
-    """Returns what luce does on a device, or cut into stages on several."""
+    """Returns what luce does on a device, or on several: "a,b" have layers each, "a+b" parts of matrices."""
     with Files(args.model, device=device, drafter=args.draft) as files:
         parts: list[tuple[str, Callable[[Files, argparse.Namespace], Iterator[Figures]]]] = [
             ("prompts", prompts_of), ("decoding", decoded_by), ("together", together_on)]  # fmt: skip
@@ -139,9 +140,9 @@ def middle(values: list[float]) -> float:
 def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Returns all devices, as the core names them, and the result row."""
     one, several = args.devices[0], ",".join(args.devices)
-    rows = [ours(args, one), ours(args, several)]
+    rows = [ours(args, one), *(ours(args, several.replace(",", JOINED[split])) for split in args.split)]
     rows += [theirs(args, one, None), theirs(args, several, "layer"), theirs(args, several, "tensor")]
-    command = ["bench/peer_gpus.py", args.model.name, "--devices", several]
+    command = ["bench/peer_gpus.py", args.model.name, "--devices", several, "--split", ",".join(args.split)]
     for name in ("threads", "n_gen", "rounds"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     for name in ("lengths", "chunks", "counts"):
@@ -156,6 +157,12 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def splits(text: str) -> list[str]:
+    if unknown := set(found := text.split(",")) - set(JOINED):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected {' or '.join(JOINED)}")
+    return found
+
+
 def modes(text: str) -> list[Mode]:
     return parse_modes(text)
 
@@ -165,6 +172,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model", type=Path)
     parser.add_argument("--bin", type=Path, metavar="DIR", required=True, help="folder of llama.cpp's programs")
     parser.add_argument("--devices", default="cuda:0,cuda:1", type=lambda text: text.split(","))
+    parser.add_argument("--split", default="auto,tensor", type=splits, help="ways of sharing the model out")
     parser.add_argument("--draft", type=Path, help="a DFlash drafter's file, for modes of dflash")
     parser.add_argument("--modes", default="plain,mtp:3", type=modes)
     parser.add_argument("--lengths", default="2048,8192", type=numbers)

@@ -81,6 +81,8 @@ IGNORED = [
     ("generate", "--split", "x --split 1,1 --device cpu"),
     ("chat", "--split", "--split auto --device cuda:1"),
     ("serve", "--split", "--split 1,2,3 --device cpu,cpu"),
+    ("generate", "--split", "x --split tensor --device cpu"),
+    ("probe-gguf", "--split", f"{BOX} --split tensors --device cpu,cpu"),
     ("probe-gguf", "--split", f"{BOX} --split 1,1 --device cpu"),
     ("generate", "--draft-device", "x --draft-device cpu --spec off"),
     ("generate", "--draft-device", "x --draft-device cuda:1 --device cuda:0,cuda:1"),

@@ -16,7 +16,7 @@ from luce.native.structs import Device
 from luce.planning.memory import fits
 from luce.planning.opened import Files
 from luce.planning.plan import Options
-from luce.planning.split import devices_of, layers_of
+from luce.planning.split import Split, devices_of, layers_of
 
 MIB = 1 << 20
 CPU = Device("cpu", "", 0, 0, is_gpu=0)
@@ -34,21 +34,23 @@ def pair(native: Library) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("device", "split", "found"),
     [(None, None, None), ("cuda", None, "cuda"), ("cuda", (), "cuda:0,cuda:1,cuda:2"),
-     (None, (1, 1, 2), "cuda:0,cuda:1,cuda:2"), ("cuda:2,cuda:0", (3, 1), "cuda:2,cuda:0")],
+     (None, (1, 1, 2), "cuda:0,cuda:1,cuda:2"), ("cuda:2,cuda:0", (3, 1), "cuda:2,cuda:0"),
+     (None, "tensor", "cuda:0+cuda:1+cuda:2"), ("cuda:2,cuda:0", "tensor", "cuda:2+cuda:0")],
 )  # fmt: skip
 def test_a_split_is_over_all_gpus_or_those_that_are_named(
-    device: str | None, split: tuple[int, ...] | None, found: str | None
+    device: str | None, split: Split | None, found: str | None
 ) -> None:
     assert devices_of(device, split, [*GPUS, CPU]) == found
 
 
 @pytest.mark.parametrize(
     ("device", "split", "known", "said"),
-    [(None, (), [CPU], "there is no GPU"), ("cuda", (1, 1), [GPUS[0], CPU], "there is one: cuda:0"),
+    [(None, (), [CPU], "there is no GPU"), ("cuda:1", "tensor", GPUS, "there is one: cuda:1"),
+     ("cuda", (1, 1), [GPUS[0], CPU], "there is one: cuda:0"),
      ("cuda", (1, 1), GPUS, "a split of 2 parts was asked for over 3 devices")],
 )  # fmt: skip
 def test_what_cannot_be_split_is_said(
-    device: str | None, split: tuple[int, ...], known: list[Device], said: str
+    device: str | None, split: Split, known: list[Device], said: str
 ) -> None:
     with pytest.raises(ArgumentError, match=said):
         devices_of(device, split, known)

@@ -156,7 +156,7 @@ def test_an_engine_takes_what_was_planned(
         plan = file.plan_memory(device, EngineParams(**filled), file, own)  # type: ignore[arg-type]
     weights = 0 if device.startswith("cpu") else plan.weights
     assert plan.total == plan.kv + plan.state + plan.compute + plan.other + weights
-    layers = [each.n_layers for each in plan.devices] if len(plan.devices) > 1 else []
+    layers = [each.n_layers for each in plan.devices] if "," in device else []
     model = drive.open_model(native, path, device, head=True, drafter=drafter, layers=layers)
     if device.startswith("cpu"):
         drive.open_engine(model, **filled).close()  # From here on there is what is kept for good.

@@ -252,7 +252,7 @@ def structs_of(text: str) -> dict[str, Struct]:
     return {
         found[1]: Struct(found[2], fields_of(body_at(text, found.end() - 1)))
         for found in re.finditer(r"\bstruct (\w+)(?: : (\w+))? \{", text)
-        if found[1].endswith(("Args", "Shape", "Pool", "Heads", "Weights", "Weight", "Dims", "Matrix"))
+        if found[1].endswith(("Args", "Shape", "Pool", "Heads", "Weights", "Weight", "Dims", "Matrix", "Ranks"))
     }
 
 
@@ -374,7 +374,7 @@ def build(folder: Path) -> Path:
     host = [f"-I{p}" for p in (HERE, ROOT / "native/include", SOURCES, KERNELS, ggml + "/include", ggml + "/src")]
     device = [f"-I{folder / 'kernels'}", "-fno-strict-aliasing", "-include", "cuda_runtime.h"]
     chapters = [p for c in ("model", "graph", "ops", "cpu") for p in sorted((SOURCES / c).glob("*.cpp"))]
-    engine = ("cache", "expert_slots", "stage", "stage_thread")
+    engine = ("cache", "exchange", "expert_slots", "stage", "stage_thread")
     chapters += [SOURCES / "abi/status.cpp", *(SOURCES / f"engine/{name}.cpp" for name in engine)]
     chapters += [SOURCES / f"step/{name}.cpp" for name in ("faults", "host_experts", "inputs", "shapes", "threads")]
     objects = []
@@ -424,6 +424,16 @@ def check_stages(
     cut = [f"stages={stages}", f"drafts_apart={int(drafts_apart)}", *layers]
     done = subprocess.run([program, program.parent / name, *arguments, *cut], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def check_ranks(program: Path, name: str, case: Case, ranks: int, drafts_apart: bool = False) -> list[str]:
+    """Fails likewise where each of so many devices has a part of each matrix. Returns what steps of each kind are made
+    of, as the core's log has it."""
+    arguments = write_model(program.parent, name, case)
+    cut = [f"ranks={ranks}", f"drafts_apart={int(drafts_apart)}"]
+    done = subprocess.run([program, program.parent / name, *arguments, *cut], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 ABOUT = """\

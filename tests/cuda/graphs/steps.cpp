@@ -307,6 +307,10 @@ void run(const std::string &out, const std::string &path) {
         split.devices.assign(stages, &device);
         split.layers.assign(layers > 0 ? stages : 0, layers / stages); // without `layers` they are shared out
     }
+    if (const uint32_t ranks = uint32_t(option("ranks")); ranks > 0) {
+        split.devices.assign(ranks, &device);
+        split.tensors = true;
+    }
     split.drafts_on = option("drafts_apart") ? &device : nullptr;
     const auto model = Model::describe(file, drafters, split, uint32_t(option("cpu_experts")),
                                        uint64_t(option("copy_bytes")), options.count("expert_slots") > 0);
@@ -314,7 +318,7 @@ void run(const std::string &out, const std::string &path) {
         const Drafter &drafter = *model->weights().drafters.back();
         uses.push_back({drafter.index, drafter.n_draft, 0, drafter.n_block});
     }
-    for (auto &[tensor, source] : model->tensors_) {
+    for (auto &[tensor, source, slice] : model->tensors_) {
         put(tensor, tensor->name);
         put(model->copy_of(tensor), std::string(tensor->name) + ".f16");
     }
@@ -335,8 +339,16 @@ void run(const std::string &out, const std::string &path) {
     const Cache cache(*model, c);
     place_cache(cache, *model);
     Regions regions(cache, params);
-    if (stages > 1 || split.drafts_on != nullptr) { // the step's own checks say whether each stage reads what is its own
+    if (stages > 1 || (split.drafts_on != nullptr && !split.tensors)) { // the step's own checks say whether each stage reads what is its own
         Step::measure(*model, cache, params);
+        return;
+    }
+    if (split.tensors) {
+        Step::measure(*model, cache, params);
+        set_log([](int32_t, const char *text, void *) { puts(text); }, nullptr);
+        for (const StepShape &shape : shapes_of(cache)) {
+            Step::Graph::build(*model, cache, regions.of(shape.kind), shape)->log_ops(c);
+        }
         return;
     }
     if (fits) {
