@@ -17,6 +17,9 @@ Exchange::Exchange(const Model &model, uint32_t rows)
     for (ggml_tensor *t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
         t->data = reinterpret_cast<void *>(uintptr_t(256)); // nothing of it is for the graph allocator to place
     }
+    table_.assign(size_t(n), 0);
+    table_.push_back(box_bytes_);
+    boxes->data = table_.data();
 }
 
 uint64_t Exchange::bytes() const {
@@ -35,18 +38,14 @@ void Exchange::allocate(const std::deque<Stage> &stages) {
             reach = stages[i].reaches(stages[j]) && reach;
         }
     }
-    table_ = pinned(stages[0].device, ggml_nbytes(boxes), WHAT);
-    place(boxes, table_);
-    auto *table = static_cast<int64_t *>(boxes->data);
     for (size_t rank = 0; rank < counts.size(); rank++) {
         const Device &device = stages[rank].device;
         buffers_.push_back(reach ? luce::allocate(device, size_t(box_bytes_), WHAT)
                                  : pinned(device, size_t(box_bytes_), WHAT));
-        table[rank] = int64_t(uintptr_t(ggml_backend_buffer_get_base(buffers_.back().get())));
+        table_[rank] = int64_t(uintptr_t(ggml_backend_buffer_get_base(buffers_.back().get())));
         buffers_.push_back(luce::allocate(device, ggml_nbytes(counts[rank]), WHAT));
         place(counts[rank], buffers_.back());
     }
-    table[counts.size()] = box_bytes_;
     buffers_.push_back(pinned(stages[0].device, 64, WHAT));
     place(failure, buffers_.back());
     reset();

@@ -20,14 +20,14 @@ struct Exchange {
     int32_t failed() const;
 
     std::vector<ggml_tensor *> counts; // (ranks) {EXCHANGE_COUNTS} I32 on the rank's device
-    ggml_tensor *boxes; // {ranks + 1} I64 in the host's memory: where each rank's box is, and how long all are
+    ggml_tensor *boxes; // {ranks + 1} I64: where each rank's box is, and how long all are; graphs are built of it
     ggml_tensor *failure; // {1} I32 in the host's memory
 
 private:
     Context tensors_;
     int64_t box_bytes_;
-    std::vector<Buffer> buffers_; // of all that reset() clears
-    Buffer table_;
+    std::vector<int64_t> table_; // what `boxes` points to
+    std::vector<Buffer> buffers_;
 };
 
 } // namespace luce
