@@ -5,8 +5,8 @@ The first of --devices is measured by itself, and then all of them together, by 
 and with a part of each matrix (tensor). Prompts by length, from an empty context to the choice of the next token;
 decoding in each mode of --modes after a random prompt of 32 tokens; and sequences that decode together, with the
 mode's drafts. llama.cpp's programs run on the first device, and on all of them with `-sm layer` and `-sm tensor`:
-llama-bench for prompts and one sequence, llama-batched-bench for several. Where a file knows its answers, `wrong` counts
-tokens that are not those. Outside the timing windows: loading, opening, warm-ups. Medians over rounds.
+llama-bench for prompts and one sequence, llama-batched-bench for several. Where a file knows its answers, `wrong`
+counts tokens that are not those. Outside the timing windows: loading, opening, warm-ups. Medians over rounds.
 
     python bench/peer_gpus.py oracle-27b-0.8.gguf --bin peer/bin --devices cuda:0,cuda:1 --modes plain,mtp:3
 """

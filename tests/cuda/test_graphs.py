@@ -92,6 +92,28 @@ def test_what_drafts_apart_reads_what_is_its_own(name: str, stages: int, program
     recorder.check_stages(program, name, recorder.CASES[name], stages, drafts_apart=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "packed"),
+    [("27b", 2, 14), ("27b", 4, 28), ("27b-dflash", 2, 14), ("small-f32", 2, 10), ("35b", 2, 0), ("35b-unshared", 2, 0),
+     ("gemma4-31b-q8", 2, 0), ("gemma4-26b", 2, 0)],
+)  # fmt: skip
+def test_a_rank_reads_what_is_its_own(name: str, ranks: int, packed: int, program: Path) -> None:
+    """Each sum is exchanged once by each rank, in steps and prompts; where a product follows that norms it, it is packed
+    there."""
+    case = recorder.CASES[name]
+    sums = case.config.n_layer * (3 if name == "gemma4-26b" else 2) * ranks
+    made = recorder.check_ranks(program, name, replace(case, assistant=None), ranks)
+    for line in made:
+        found = {op: int(n) for op, n in re.findall(r"\b(exchange\w*) (\d+)", line)}
+        if "verify" in line:
+            assert (found.get("exchange_norm", 0), sum(found.values())) == (packed, sums), line
+        elif "prefill" in line:
+            assert found == {"exchange": sums}, line
+        else:
+            assert not found, line
+    assert sum("verify" in line for line in made) > 3
+
+
 # As E2B, of 8 layers, of which the last 4 read cells of layers 2 and 3; as 31B, whose assistant reads the last two's.
 SHARED = replace(recorder.GEMMA4["E2B"], sliding=(True, False) * 4, n_shared_kv=4)
 LAST = replace(recorder.GEMMA4["31B"], sliding=(True, False) * 2)

@@ -24,8 +24,12 @@ __global__ void __launch_bounds__(THREADS) exchange_kernel(const __grid_constant
         const float4 sum = meeting.sum(i, __ldcg(part + i), [](float4 &all, const float4 &v) {
             all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
         });
-        const float4 y = __ldcg(x + i);
-        reinterpret_cast<float4 *>(a.out)[i] = {y.x + sum.x, y.y + sum.y, y.z + sum.z, y.w + sum.w};
+        float4 out = sum;
+        if (x != nullptr) {
+            const float4 y = __ldcg(x + i);
+            out = {y.x + sum.x, y.y + sum.y, y.z + sum.z, y.w + sum.w};
+        }
+        reinterpret_cast<float4 *>(a.out)[i] = out;
     }
 }
 
@@ -33,7 +37,7 @@ __global__ void __launch_bounds__(THREADS) exchange_kernel(const __grid_constant
 
 int cuda::exchange(const ExchangeArgs &a, void *stream) {
     const int64_t n = a.T * a.E, all = (n / 4 + THREADS - 1) / THREADS, blocks = all < BLOCKS ? all : BLOCKS;
-    if (a.E % 4 != 0 || n < 0 || !can_meet(a.ranks, n, blocks) || !given(a.x) || !given(a.part) ||
+    if (a.E % 4 != 0 || n < 0 || !can_meet(a.ranks, n, blocks) || !aligned(a.x) || !given(a.part) ||
         !given(a.out)) {
         return int(cudaErrorInvalidValue);
     }

@@ -16,7 +16,7 @@ constexpr int MAX_RANKS = 8;
 
 struct AddPartsArgs {
     int64_t E, T;
-    const float *x; // [T][E]
+    const float *x; // [T][E]; null: there is none
     int32_t n_parts;
     const float *parts[MAX_RANKS]; // [T][E] each
     float *out; // [T][E]
@@ -45,7 +45,7 @@ struct ExchangeRanks {
 // Rows of many values: prompts'.
 struct ExchangeArgs {
     int64_t E, T; // E is a multiple of 4
-    const float *x; // [T][E]
+    const float *x; // [T][E]; null: there is none
     const float *part; // [T][E], this rank's
     float *out; // [T][E]
     ExchangeRanks ranks;

@@ -237,7 +237,7 @@ void cpu_add_parts(const AddPartsArgs &a, int ith, int nth) {
         for (int32_t rank = 1; rank < a.n_parts; rank++) {
             sum += a.parts[rank][i];
         }
-        a.out[i] = a.x[i] + sum;
+        a.out[i] = a.x == nullptr ? sum : a.x[i] + sum;
     }
 }
 

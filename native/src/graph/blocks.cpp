@@ -103,7 +103,7 @@ Stream embed_stream(Plain &g) {
     return x;
 }
 
-void add_part(Stream &x, uint32_t layer, const std::function<Val(Val x, uint32_t block)> &make) {
+static std::vector<Val> parts_of(const Stream &x, uint32_t layer, const Part &make) {
     Plain &g = *x[0].graph;
     std::vector<Val> parts;
     for (uint32_t rank = 0; rank < x.size(); rank++) {
@@ -111,10 +111,25 @@ void add_part(Stream &x, uint32_t layer, const std::function<Val(Val x, uint32_t
         const Val y = make(x[rank], g.model.block_of(layer, rank));
         parts.push_back(x.size() == 1 ? y : part(y)); // all ranks' come ahead of the first sum, which waits for them
     }
+    return parts;
+}
+
+void add_part(Stream &x, uint32_t layer, const Part &make) {
+    const std::vector<Val> parts = parts_of(x, layer, make);
     for (uint32_t rank = 0; rank < x.size(); rank++) {
-        g.enter(layer, rank);
+        x[0].graph->enter(layer, rank);
         x[rank] = x.size() == 1 ? add(x[0], parts[0]) : exchanged(x[rank], parts);
     }
+}
+
+Stream sum_of_parts(const Stream &x, uint32_t layer, const Part &make) {
+    const std::vector<Val> parts = parts_of(x, layer, make);
+    Stream sums;
+    for (uint32_t rank = 0; rank < x.size(); rank++) {
+        x[0].graph->enter(layer, rank);
+        sums.push_back(x.size() == 1 ? parts[0] : exchanged({}, parts));
+    }
+    return sums;
 }
 
 void end_step(Val x, const std::vector<Val> &outputs) {

@@ -34,7 +34,10 @@ using Stream = std::vector<Val>;
 Stream embed_stream(Plain &g);
 // Adds to it what a layer's block, or each rank's block, makes of it: make(x, block) -> {E, T}. Ranks' parts are added to each
 // other first, in the order of the ranks.
-void add_part(Stream &x, uint32_t layer, const std::function<Val(Val x, uint32_t block)> &make);
+using Part = std::function<Val(Val x, uint32_t block)>;
+void add_part(Stream &x, uint32_t layer, const Part &make);
+// Returns the sum alone.
+Stream sum_of_parts(const Stream &x, uint32_t layer, const Part &make);
 
 // What follows the blocks of a trunk, whose last one put out x {E, T}: its logits and choices, and what drafters read. A
 // prefill has logits of its last row or none, and a verify of all rows.

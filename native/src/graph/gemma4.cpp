@@ -108,15 +108,16 @@ Attention read_attention(WeightReader &r, const std::string &p, const AttentionS
     const int64_t D = shape.head_dim, H = shape.n_head, Hkv = shape.n_head_kv;
     Attention a{};
     a.shape = shape;
-    a.q = r.matrix(p + "attn_q.weight", E, D * H);
+    const Cut of_kv = {ROWS.axis, 1, shape.kv_copies};
+    a.q = r.matrix(p + "attn_q.weight", E, D * H, ROWS);
     a.q_norm = r.f32(p + "attn_q_norm.weight", {D});
-    a.out = r.matrix(p + "attn_output.weight", D * H, E);
+    a.out = r.matrix(p + "attn_output.weight", D * H, E, COLUMNS);
     if (shape.window == 0) {
         a.rope_factors = r.f32_of_layers("rope_freqs.weight", {shape.rope_dim / 2}, il);
     }
     if (has_cells) {
-        a.k = r.matrix(p + "attn_k.weight", E, D * Hkv);
-        a.v = r.matrix_or_none(p + "attn_v.weight", E, D * Hkv);
+        a.k = r.matrix(p + "attn_k.weight", E, D * Hkv, of_kv);
+        a.v = r.matrix_or_none(p + "attn_v.weight", E, D * Hkv, of_kv);
         a.k_norm = r.f32(p + "attn_k_norm.weight", {D});
     } else { // published files may hold them
         for (const char *unused : {"attn_k.weight", "attn_v.weight", "attn_k_norm.weight"}) {
@@ -192,8 +193,31 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
     const std::vector<uint32_t> n_ff = per_block(file, keys + "feed_forward_length", hp.n_layer, 1, 1 << 20);
     const uint32_t n_own = layers_with_cells(file, hp.n_layer);
 
+    const uint32_t n_ranks = r.n_ranks();
+    if (n_ranks > 1 && own->P > 0) {
+        fail(LUCE_E_UNSUPPORTED,
+             "%s has embeddings of each layer: luce does not share matrices of such models out among devices "
+             "yet: give each device layers of its own",
+             file.path().c_str());
+    }
+    const HParams of_rank = rank_hparams(file, hp, n_ranks);
     Weights w{};
-    w.token_embd = r.table("token_embd.weight", E, hp.n_vocab);
+    for (uint32_t rank = 0; rank < n_ranks; rank++) {
+        r.take_rank(rank);
+        w.token_embd = r.table("token_embd.weight", E, hp.n_vocab);
+        w.rank_embd.push_back(w.token_embd);
+        for (uint32_t il = 0; il < hp.n_layer; il++) {
+            if (il >= n_own) {
+                check_has_source(file, hp, n_own, il);
+            }
+            const uint32_t ff =
+                rank_part(file, n_ranks, "values between the products of a feed-forward layer", n_ff[il]);
+            const Gemma4Layer layer = read_gemma4_layer(r, of_rank, il, ff, own->P, il < n_own);
+            w.blocks.push_back(layer.block);
+            own->blocks.push_back(layer.own);
+        }
+    }
+    r.take_whole();
     w.output_norm = r.f32("output_norm.weight", {E});
     w.output = r.matrix_or_none("output.weight", E, hp.n_vocab);
     if (w.output == nullptr) {
@@ -204,14 +228,6 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
         own->ple_embd = r.table("per_layer_token_embd.weight", own->P * L, hp.n_vocab);
         own->ple_proj = r.matrix("per_layer_model_proj.weight", E, own->P * L);
         own->ple_norm = r.f32("per_layer_proj_norm.weight", {own->P});
-    }
-    for (uint32_t il = 0; il < hp.n_layer; il++) {
-        if (il >= n_own) {
-            check_has_source(file, hp, n_own, il);
-        }
-        const Gemma4Layer layer = read_gemma4_layer(r, hp, il, n_ff[il], own->P, il < n_own);
-        w.blocks.push_back(layer.block);
-        own->blocks.push_back(layer.own);
     }
     w.own = own;
     return w;
@@ -242,18 +258,29 @@ Val attention(Val x, const Attention &w, const KvLayer &kv, float eps, Val &cell
     return matmul(attend(gemma4_queries(q, w, eps), cells, w.shape), w.out);
 }
 
-// The feed-forward part of a stream x {E, T} -> {E, T}, without the norm behind it.
-Val feed_forward(Val x, const Block &block, const Gemma4Block &own, float eps) {
-    const Val normed = norm(x, block.post_norm, eps);
-    if (block.moe() == nullptr) {
-        return ffn(normed, *block.dense(), GELU);
-    }
+// What is summed of a feed-forward part of a stream x {E, T}: of its dense layer, and of the experts beside it.
+Val dense_part(Val x, const Block &block, const Gemma4Block &own, float eps) {
+    const Ffn &dense = block.moe() == nullptr ? *block.dense() : own.dense;
+    return ffn(norm(x, block.post_norm, eps), dense, GELU);
+}
+Val experts_part(Val x, const Block &block, const Gemma4Block &own, float eps) {
     const Moe &moe = *block.moe();
     const float by = 1.0f / std::sqrt(float(x.graph->width(x)));
     const Val logits = matmul(scale(norm(x, own.router_norm, eps), by), moe.router); // {n, T}
-    const Val experts = mixture(norm(x, own.experts_norm, eps), logits, moe);
-    return add(norm(ffn(normed, own.dense, GELU), own.dense_post_norm, eps),
-               norm(experts, own.experts_post_norm, eps));
+    return mixture(norm(x, own.experts_norm, eps), logits, moe);
+}
+
+// The stream behind a block, of these sums, of which that of experts may be absent.
+Val behind_ffn(Val x, Val dense, Val experts, const Gemma4Block &own, float eps, Val of_layer) {
+    const Val y = experts.graph == nullptr
+                      ? dense
+                      : add(norm(dense, own.dense_post_norm, eps), norm(experts, own.experts_post_norm, eps));
+    x = add(x, norm(y, own.ffn_post_norm, eps));
+    if (of_layer.graph != nullptr) {
+        const Val made = matmul(glu(matmul(x, own.ple_gate), of_layer, GELU), own.ple_out);
+        x = add(x, norm(made, own.ple_post_norm, eps));
+    }
+    return scale(x, own.scale);
 }
 
 } // namespace
@@ -265,12 +292,9 @@ Val gemma4_queries(Val q, const Attention &w, float eps) {
 Val gemma4_behind_attention(Val x, Val mixed, const Block &block, const Gemma4Block &own, float eps,
                             Val of_layer) {
     x = add(x, norm(mixed, own.attn_post_norm, eps));
-    x = add(x, norm(feed_forward(x, block, own, eps), own.ffn_post_norm, eps));
-    if (of_layer.graph != nullptr) {
-        const Val y = matmul(glu(matmul(x, own.ple_gate), of_layer, GELU), own.ple_out);
-        x = add(x, norm(y, own.ple_post_norm, eps));
-    }
-    return scale(x, own.scale);
+    const Val dense = dense_part(x, block, own, eps);
+    const Val experts = block.moe() == nullptr ? Val{} : experts_part(x, block, own, eps);
+    return behind_ffn(x, dense, experts, own, eps, of_layer);
 }
 
 namespace {
@@ -287,30 +311,52 @@ void build_gemma4(Plain &g) {
     const Weights &w = g.model.weights();
     const Gemma4 &own = static_cast<const Gemma4 &>(*w.own);
     const float eps = g.model.hparams().rms_eps;
-    // Rows of images are not scaled.
-    Val x = image_rows(scale(embed_text(g, w.token_embd), g.model.hparams().embedding_scale)); // {E, T}
-    const Val embeddings = own.P > 0 ? layer_embeddings(x, own, eps) : Val{};
-    std::map<bool, Val> cells; // those that sliding layers, and global ones, read last
-    std::vector<Val> outputs; // of the blocks
+    Stream x; // {E, T}
+    for (uint32_t rank = 0; rank < g.model.n_ranks(); rank++) {
+        g.enter(0, rank);
+        // Rows of images are not scaled.
+        x.push_back(
+            image_rows(scale(embed_text(g, w.rank_embd[rank]), g.model.hparams().embedding_scale)));
+    }
+    const Val embeddings = own.P > 0 ? layer_embeddings(x[0], own, eps) : Val{};
+    std::map<std::pair<uint32_t, bool>, Val>
+        cells; // those that sliding layers, and global ones, of a rank read last
+    std::vector<Val> outputs; // of the layers
+    const auto mixer = [&](Val x, uint32_t i) {
+        const Attention &a = *w.blocks[i].attention();
+        return attention(norm(x, w.blocks[i].attn_norm, eps), a, {g.cache.kv(i)}, eps,
+                         cells[{i / g.model.hparams().n_layer, a.shape.window > 0}]);
+    };
+    const auto dense = [&](Val x, uint32_t i) { return dense_part(x, w.blocks[i], own.blocks[i], eps); };
+    const auto experts = [&](Val x, uint32_t i) { return experts_part(x, w.blocks[i], own.blocks[i], eps); };
     for (uint32_t il = 0; il < g.model.hparams().n_layer; il++) {
         if (g.enter(il)) {
-            const Block &block = w.blocks[il];
-            const Attention &mixer = *block.attention();
-            const Val mixed = attention(norm(x, block.attn_norm, eps), mixer, {g.cache.kv(il)}, eps,
-                                        cells[mixer.shape.window > 0]);
+            const Stream mixed = sum_of_parts(x, il, mixer);
+            for (uint32_t rank = 0; rank < x.size(); rank++) {
+                g.enter(il, rank);
+                const Gemma4Block &block = own.blocks[g.model.block_of(il, rank)];
+                x[rank] = add(x[rank], norm(mixed[rank], block.attn_post_norm, eps));
+            }
+            const Stream of_dense = sum_of_parts(x, il, dense);
+            const Stream of_experts =
+                w.blocks[il].moe() == nullptr ? Stream(x.size()) : sum_of_parts(x, il, experts);
             const Val of_layer = own.P > 0 ? slice(embeddings, il * own.P, own.P) : Val{}; // {P, T}
-            x = gemma4_behind_attention(x, mixed, block, own.blocks[il], eps, of_layer);
-            named(x, "l_out-" + std::to_string(il));
+            for (uint32_t rank = 0; rank < x.size(); rank++) {
+                g.enter(il, rank);
+                x[rank] = behind_ffn(x[rank], of_dense[rank], of_experts[rank],
+                                     own.blocks[g.model.block_of(il, rank)], eps, of_layer);
+            }
+            named(x.back(), "l_out-" + std::to_string(il));
         }
-        outputs.push_back(x);
+        outputs.push_back(x.back());
     }
-    end_step(x, outputs);
+    end_step(x.back(), outputs);
 }
 
 } // namespace
 
 const Architecture GEMMA4 = {"gemma4",     /*layer_nodes=*/128,   trunk_hparams,
                              gemma4_trunk, /*read_head=*/nullptr, build_gemma4,
-                             /*has_ranks=*/false};
+                             /*has_ranks=*/true};
 
 } // namespace luce

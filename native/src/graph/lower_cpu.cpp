@@ -118,9 +118,10 @@ protected:
 
     // All parts are in reach.
     void exchange(const Node &n, Val y) {
-        std::vector<ggml_tensor *> args;
-        for (const Val v : n.in) {
-            args.push_back(dense(v));
+        const size_t n_ranks = plain.model.n_ranks();
+        std::vector<ggml_tensor *> args = {n.in.size() > n_ranks ? dense(n.in[n_ranks]) : nullptr};
+        for (size_t rank = 0; rank < n_ranks; rank++) {
+            args.push_back(dense(n.in[rank]));
         }
         made(y, Form::rows) = expand(ops::add_parts(ctx, args));
     }

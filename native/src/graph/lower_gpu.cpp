@@ -376,6 +376,9 @@ protected:
         }
         for (const int32_t sum : plain.readers(index_of(part))) {
             const Node *norm = nullptr;
+            if (plain.nodes[size_t(sum)].in.size() == plain.model.n_ranks()) { // there is no residual
+                return nullptr;
+            }
             for (const int32_t r : plain.readers(sum)) {
                 const Node &reader = plain.nodes[size_t(r)];
                 const std::vector<int32_t> behind = plain.readers(r);
@@ -406,14 +409,16 @@ protected:
     void exchange(const Node &n, Val y) {
         const Exchange &through = *plain.cache.exchange();
         const uint32_t rank = stage_index();
-        const Val part = n.in[1 + rank];
+        const Val part = n.in[rank];
+        const size_t n_ranks = plain.model.n_ranks();
+        ggml_tensor *x = n.in.size() > n_ranks ? dense(n.in[n_ranks]) : nullptr;
         ExchangeRanks ranks{};
         ranks.rank = int32_t(rank);
         exchanges_.resize(std::max<size_t>(exchanges_.size(), rank + 1), 0);
         ranks.slot = exchanges_[rank]++ % 2;
         std::vector<ggml_tensor *> args;
         if (const Node *norm = packs_behind(plain.at(part))) {
-            args = {norm->w[0], partials(plain.at(part).in[0]), dense(n.in[0])};
+            args = {norm->w[0], partials(plain.at(part).in[0]), x};
             args.insert(args.end(), {through.counts[rank], through.failure, through.boxes});
             ExchangeNormArgs a{};
             a.ranks = ranks;
@@ -423,7 +428,7 @@ protected:
             made({&plain, index_of(*norm), 0}, Form::packed) = t[1];
             return;
         }
-        args = {dense(n.in[0]), rows(part), through.counts[rank], through.failure, through.boxes};
+        args = {x, rows(part), through.counts[rank], through.failure, through.boxes};
         ExchangeArgs a{};
         a.ranks = ranks;
         made(y, Form::rows) = expand(ops::exchange(ctx, args, a));

@@ -154,9 +154,11 @@ Val part(Val x) {
     return like(Op::part, x, {x});
 }
 Val exchanged(Val x, const std::vector<Val> &parts) {
-    std::vector<Val> in = {x};
-    in.insert(in.end(), parts.begin(), parts.end());
-    return like(Op::exchange, x, std::move(in));
+    std::vector<Val> in = parts;
+    if (x.graph != nullptr) {
+        in.push_back(x);
+    }
+    return like(Op::exchange, parts[0], std::move(in));
 }
 Val mul(Val x, Val y) {
     return like(Op::mul, x, {x, y});

@@ -54,7 +54,7 @@ enum class Op : uint8_t {
     matmul, // up to 4 products of one x, an output each
     add, // x + y
     part, // x, a rank's part of a sum, which lies there
-    exchange, // x + (p0 + p1 ..), of each rank a part
+    exchange, // x + (p0 + p1 ..), or without an x: of each rank a part
     mul, // x * y
     silu, // x * sigmoid(x)
     glu, // f(x) * y, where f is SiLU or GELU
@@ -257,7 +257,7 @@ template <size_t N> std::array<Val, N> matmul(Val x, ggml_tensor *const (&w)[N])
 }
 Val add(Val x, Val y);
 Val part(Val x);
-Val exchanged(Val x, const std::vector<Val> &parts); // x lies on the rank that the node is of
+Val exchanged(Val x, const std::vector<Val> &parts); // x lies on the rank that the node is of; a Val without a graph: none
 Val mul(Val x, Val y);
 Val silu(Val x);
 Val glu(Val gate, Val up, Activation activation = SILU);

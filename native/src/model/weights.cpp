@@ -168,7 +168,9 @@ uint32_t WeightReader::stage_of(const std::string &name, Kind kind) const {
 ggml_tensor *WeightReader::f32_of_layers(const std::string &name, std::vector<int64_t> shape,
                                          uint32_t layer) {
     const bool trunk = &file_ == m_.file_.get();
-    const uint32_t stage = trunk ? m_.stage_of(layer) : uint32_t(m_.placements_.size()) - 1;
+    const uint32_t stage = rank_ >= 0 ? uint32_t(rank_)
+                           : trunk    ? m_.stage_of(layer)
+                                      : uint32_t(m_.placements_.size()) - 1;
     ggml_tensor *&made = shared_[{name, stage}];
     if (made == nullptr) {
         made = take(name, std::move(shape), Kind::f32, true, WHOLE, 1, &stage);
@@ -482,14 +484,13 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
     }
 }
 
-// Divides by so many ranks, or fails and names what it is.
-static void share(const GgufFile &file, uint32_t n, const char *what, uint32_t &value) {
-    if (value % n != 0) {
+uint32_t rank_part(const GgufFile &file, uint32_t n, const char *what, uint32_t whole) {
+    if (whole % n != 0) {
         fail(LUCE_E_UNSUPPORTED,
              "%s has %u %s, of which %u devices cannot have equal parts: give each device layers of its own",
-             file.path().c_str(), value, what, n);
+             file.path().c_str(), whole, what, n);
     }
-    value /= n;
+    return whole / n;
 }
 
 HParams rank_hparams(const GgufFile &file, const HParams &whole, uint32_t n) {
@@ -497,25 +498,26 @@ HParams rank_hparams(const GgufFile &file, const HParams &whole, uint32_t n) {
     if (n == 1) {
         return hp;
     }
+    const auto share = [&](const char *what, uint32_t &value) { value = rank_part(file, n, what, value); };
     for (uint32_t il = 0; il < hp.n_layer; il++) {
         if (auto *attention = std::get_if<AttentionShape>(&hp.mixers[il])) {
-            share(file, n, "heads", attention->n_head);
+            share("heads", attention->n_head);
             if (uint32_t &n_kv = attention->n_head_kv; n_kv < n && n % n_kv == 0) {
                 attention->kv_copies = n / n_kv;
                 n_kv = 1;
             } else {
-                share(file, n, "KV heads", n_kv);
+                share("KV heads", n_kv);
             }
         } else {
             DeltaNetShape &d = std::get<DeltaNetShape>(hp.mixers[il]);
-            share(file, n, "key heads of DeltaNet", d.n_k_heads);
-            share(file, n, "value heads of DeltaNet", d.n_v_heads);
-            share(file, n, "values of DeltaNet's heads", d.n_inner);
+            share("key heads of DeltaNet", d.n_k_heads);
+            share("value heads of DeltaNet", d.n_v_heads);
+            share("values of DeltaNet's heads", d.n_inner);
         }
     }
-    share(file, n, "values between the products of a feed-forward layer", hp.n_ff);
-    share(file, n, "values between the products of an expert", hp.moe.n_ff);
-    share(file, n, "values between the products of the shared expert", hp.moe.n_ff_shared);
+    share("values between the products of a feed-forward layer", hp.n_ff);
+    share("values between the products of an expert", hp.moe.n_ff);
+    share("values between the products of the shared expert", hp.moe.n_ff_shared);
     return hp;
 }
 

@@ -26,8 +26,8 @@ public:
         return take(name, {a, b}, Kind::matrix, true, cut);
     }
     // Takes the same where the file has it, else returns null.
-    ggml_tensor *matrix_or_none(const std::string &name, int64_t a, int64_t b) {
-        return take(name, {a, b}, Kind::matrix, false);
+    ggml_tensor *matrix_or_none(const std::string &name, int64_t a, int64_t b, Cut cut = WHOLE) {
+        return take(name, {a, b}, Kind::matrix, false, cut);
     }
     // Takes a matrix {a, b} of each of n experts, which lie one behind the other in one tensor. With in_ram
     // it stays in host memory on any device.
@@ -101,5 +101,7 @@ private:
 
 // Returns what each of n ranks has of the trunk's heads and widths. E_UNSUPPORTED names what does not divide.
 HParams rank_hparams(const GgufFile &file, const HParams &whole, uint32_t n);
+// Returns what each has of one number. `what` names it: "heads".
+uint32_t rank_part(const GgufFile &file, uint32_t n, const char *what, uint32_t whole);
 
 } // namespace luce

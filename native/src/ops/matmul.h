@@ -84,7 +84,7 @@ inline const auto &rows_matmul = row<RowsMatmulArgs>("rows_matmul", [](auto &op,
 
 // x + (the first part + the second ..), of products whose K several ranks share.
 inline const auto &add_parts = row<AddPartsArgs>("add_parts", [](auto &op, auto &a) {
-    op.in(FIELD(x), {E, T});
+    op.in(FIELD(x), {E, T}).maybe();
     op.in("parts", ArgForm::f32, {E, T}, [](auto &args, const ggml_tensor &, uint8_t *at) {
           args.parts[args.n_parts++] = reinterpret_cast<const float *>(at);
       }).up_to(MAX_RANKS);
@@ -221,7 +221,7 @@ template <class Row, class A> void meets(Row &op, A &a) {
 }
 // x + the sum of all ranks' parts, of which each has one and sends it to the others (add_parts).
 inline const auto &exchange = row<ExchangeArgs>("exchange", [](auto &op, auto &a) {
-    op.in(FIELD(x), {E, T});
+    op.in(FIELD(x), {E, T}).maybe();
     op.in(FIELD(part), {E, T});
     meets(op, a);
     op.dims(a.E, E, a.T, T);

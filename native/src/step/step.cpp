@@ -156,6 +156,12 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
     const uint32_t n_ranks = model_.n_ranks();
     std::vector<bool> begun(stages.size(), false);
     begun[0] = true;
+    for (const StepOutputs::Run &run : runs) { // ahead of all that the first rank does
+        if (run.stage < n_ranks && !begun[run.stage]) {
+            stages[run.stage].follow(first());
+            begun[run.stage] = true;
+        }
+    }
     for (size_t r = 0; r < runs.size(); r++) {
         const StepOutputs::Run &run = runs[r];
         const Stage &stage = stages[run.stage];
@@ -174,8 +180,6 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
             if (pipelines(g)) {
                 before.follow(stage);
             }
-        } else if (!begun[run.stage]) {
-            stage.follow(first());
         }
         begun[run.stage] = true;
         make_current(stage.device);

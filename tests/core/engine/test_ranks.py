@@ -31,6 +31,9 @@ PROMPT = [7 + 3 * i % 200 for i in range(256)]
 NEAR = {"F32": 2e-4, "Q8_0": 0.1}
 
 
+GEMMA4 = ("dense", "own-v", "same-heads", "experts", "experts-apart", "untied")  # Of tiny_gemma4.CASES.
+
+
 def logits(native: Library, device: str, name: str, made: tuple[Path, Path | None]) -> np.ndarray:
     """Returns those of a prompt's end and of a tree's rows, {5, V}."""
     model = drive.open_model(native, made[0], device)
@@ -53,6 +56,32 @@ def test_logits_are_near_those_of_one_device(native: Library, device: str, name:
     near = NEAR[kind] if device.startswith("cpu") else drive.CUDA_BOUND
     assert np.abs(several - one).max() < near
     assert one.std() > 1 and not np.array_equal(one, several)
+
+
+@pytest.mark.parametrize("name", deeper_but(GEMMA4, "dense", "experts"))
+def test_gemma4s_logits_are_near_those_of_one_device(native: Library, device: str, name: str, tmp_path: Path) -> None:
+    config, seed = tiny_gemma4.CASES[name]
+    made = tiny_gemma4.write(tmp_path / "model.gguf", config, tiny_gemma4.layout(config, seed)), None
+    one = logits(native, ranks(device, 1), "dense", made)
+    several = logits(native, two_ranks(device), "dense", made)
+    assert np.abs(several - one).max() < (NEAR["F32"] if device.startswith("cpu") else drive.CUDA_BOUND)
+    assert one.std() > 1 and not np.array_equal(one, several)
+
+
+@pytest.mark.parametrize("name", deeper_but(GEMMA4, "own-v", "experts"))
+def test_gemma4s_rows_have_the_same_bits_at_any_width(
+    native: Library, device: str, name: str, tmp_path: Path
+) -> None:
+    config, seed = tiny_gemma4.CASES[name]
+    path = tiny_gemma4.write(tmp_path / "model.gguf", config, tiny_gemma4.layout(config, seed))
+    sequence = drive.open_sequence(drive.open_model(native, path, two_ranks(device)), n_ctx=512)
+    drive.prefill(sequence, PROMPT[:40])
+    tokens = [5, 9, 8, 6, 77, 3, 12, 200, 41]
+    alone = [drive.step(sequence, token).tobytes() for token in tokens]
+    sequence.reset()
+    drive.prefill(sequence, PROMPT[:40])
+    drive.verify(sequence, tokens)
+    assert [sequence.logits(row).tobytes() for row in range(len(tokens))] == alone
 
 
 def test_what_one_device_has_of_a_part_is_what_all_have_of_it(native: Library, device: str, tmp_path: Path) -> None:
@@ -151,10 +180,18 @@ def test_blocks_that_no_cut_goes_through_are_named(native: Library, device: str,
         drive.open_model(native, path, two_ranks(device))
 
 
-def test_other_architectures_are_refused(native: Library, device: str, tmp_path: Path) -> None:
-    made, _ = files(tmp_path, "gemma4")
-    with pytest.raises(UnsupportedError, match=r"does not share matrices of gemma4 out among devices yet"):
-        drive.open_model(native, made, two_ranks(device))
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("gemma4", "has embeddings of each layer: luce does not share matrices of such models out"),
+     ("assistant", "an assistant reads cells of the model's layers, of which each of several devices")],
+)  # fmt: skip
+def test_what_is_not_cut_so_yet_is_named(
+    native: Library, device: str, name: str, said: str, tmp_path: Path
+) -> None:
+    made, _ = files(tmp_path, name)
+    head = tmp_path / "assistant.gguf" if name == "assistant" else None
+    with pytest.raises(UnsupportedError, match=f"{said}.*: give each device layers of its own"):
+        drive.open_model(native, made, two_ranks(device), head=head)
 
 
 def test_lists_of_devices_are_of_one_kind(native: Library, tmp_path: Path) -> None:
