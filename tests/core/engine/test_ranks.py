@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash
+import tiny_gemma4
 from cut_models import DENSE, MODELS, files, run
 from depth import deeper_but
 from split import ranks, two_ranks
