@@ -94,8 +94,8 @@ def test_what_drafts_apart_reads_what_is_its_own(name: str, stages: int, program
 
 @pytest.mark.parametrize(
     ("name", "ranks", "packed"),
-    [("27b", 2, 14), ("27b", 4, 28), ("27b-dflash", 2, 14), ("small-f32", 2, 10), ("35b", 2, 0), ("35b-unshared", 2, 0),
-     ("gemma4-31b-q8", 2, 0), ("gemma4-26b", 2, 0)],
+    [("27b", 2, 14), ("27b", 4, 28), ("27b-dflash", 2, 14), ("small-f32", 2, 10), ("35b", 2, 0),
+     ("35b-unshared", 2, 0), ("gemma4-31b-q8", 2, 0), ("gemma4-26b", 2, 0)],
 )  # fmt: skip
 def test_a_rank_reads_what_is_its_own(name: str, ranks: int, packed: int, program: Path) -> None:
     """Each sum is exchanged once by each rank, in steps and prompts; where a product follows that norms it, it is packed

@@ -15,7 +15,8 @@ Exchange::Exchange(const Model &model, uint32_t rows)
     boxes = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n + 1);
     failure = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, 1);
     for (ggml_tensor *t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
-        t->data = reinterpret_cast<void *>(uintptr_t(256)); // nothing of it is for the graph allocator to place
+        t->data =
+            reinterpret_cast<void *>(uintptr_t(256)); // nothing of it is for the graph allocator to place
     }
     table_.assign(size_t(n), 0);
     table_.push_back(box_bytes_);

@@ -109,7 +109,8 @@ static std::vector<Val> parts_of(const Stream &x, uint32_t layer, const Part &ma
     for (uint32_t rank = 0; rank < x.size(); rank++) {
         g.enter(layer, rank);
         const Val y = make(x[rank], g.model.block_of(layer, rank));
-        parts.push_back(x.size() == 1 ? y : part(y)); // all ranks' come ahead of the first sum, which waits for them
+        parts.push_back(
+            x.size() == 1 ? y : part(y)); // all ranks' come ahead of the first sum, which waits for them
     }
     return parts;
 }

@@ -315,8 +315,7 @@ void build_gemma4(Plain &g) {
     for (uint32_t rank = 0; rank < g.model.n_ranks(); rank++) {
         g.enter(0, rank);
         // Rows of images are not scaled.
-        x.push_back(
-            image_rows(scale(embed_text(g, w.rank_embd[rank]), g.model.hparams().embedding_scale)));
+        x.push_back(image_rows(scale(embed_text(g, w.rank_embd[rank]), g.model.hparams().embedding_scale)));
     }
     const Val embeddings = own.P > 0 ? layer_embeddings(x[0], own, eps) : Val{};
     std::map<std::pair<uint32_t, bool>, Val>
@@ -355,8 +354,8 @@ void build_gemma4(Plain &g) {
 
 } // namespace
 
-const Architecture GEMMA4 = {"gemma4",     /*layer_nodes=*/128,   trunk_hparams,
-                             gemma4_trunk, /*read_head=*/nullptr, build_gemma4,
+const Architecture GEMMA4 = {"gemma4",          /*layer_nodes=*/128,   trunk_hparams,
+                             gemma4_trunk,      /*read_head=*/nullptr, build_gemma4,
                              /*has_ranks=*/true};
 
 } // namespace luce

@@ -257,7 +257,9 @@ template <size_t N> std::array<Val, N> matmul(Val x, ggml_tensor *const (&w)[N])
 }
 Val add(Val x, Val y);
 Val part(Val x);
-Val exchanged(Val x, const std::vector<Val> &parts); // x lies on the rank that the node is of; a Val without a graph: none
+Val exchanged(
+    Val x,
+    const std::vector<Val> &parts); // x lies on the rank that the node is of; a Val without a graph: none
 Val mul(Val x, Val y);
 Val silu(Val x);
 Val glu(Val gate, Val up, Activation activation = SILU);

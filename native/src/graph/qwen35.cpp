@@ -359,9 +359,9 @@ static void build(Plain &g) {
     end_step(x.back(), outputs);
 }
 
-const Architecture QWEN35 = {"qwen35", /*layer_nodes=*/64, hparams, read_trunk, read_head, build,
+const Architecture QWEN35 = {"qwen35",          /*layer_nodes=*/64, hparams, read_trunk, read_head, build,
                              /*has_ranks=*/true};
-const Architecture QWEN35MOE = {"qwen35moe", /*layer_nodes=*/64, hparams, read_trunk, read_head, build,
+const Architecture QWEN35MOE = {"qwen35moe",       /*layer_nodes=*/64, hparams, read_trunk, read_head, build,
                                 /*has_ranks=*/true};
 
 } // namespace luce

@@ -286,9 +286,8 @@ Slice WeightReader::slice_of(const GgufTensor &whole, const std::vector<int64_t>
              file_.path().c_str(), whole.name.c_str(), (long long) block,
              (long long) (whole.ne[0] / cut.segments), m_.n_ranks_);
     }
-    const uint64_t piece =
-        cut.axis == 0 ? ggml_row_size(whole.type, values)
-                      : ggml_row_size(whole.type, whole.ne[0]) * uint64_t(values);
+    const uint64_t piece = cut.axis == 0 ? ggml_row_size(whole.type, values)
+                                         : ggml_row_size(whole.type, whole.ne[0]) * uint64_t(values);
     return {uint64_t(uint32_t(rank_) / cut.copies) * piece, piece, piece * (m_.n_ranks_ / cut.copies)};
 }
 
@@ -569,7 +568,8 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     if (split.tensors) {
         if (!model->architecture_->has_ranks) {
             fail(LUCE_E_UNSUPPORTED,
-                 "%s: luce does not share matrices of %s out among devices yet: give each device layers of its "
+                 "%s: luce does not share matrices of %s out among devices yet: give each device layers of "
+                 "its "
                  "own",
                  trunk.path().c_str(), model->architecture_->name);
         }
@@ -926,8 +926,8 @@ void Model::place_mapped(bool all) {
         void *base = const_cast<uint8_t *>(part->data());
         buffers_.emplace_back(ggml_backend_cpu_buffer_from_ptr(base, part->size()));
         for (auto &[tensor, source, slice] : tensors_) {
-            if ((all || is_in_ram(tensor)) && source->data >= part->data() && is_in_one_piece(slice, tensor) &&
-                source->data < part->data() + part->size()) {
+            if ((all || is_in_ram(tensor)) && source->data >= part->data() &&
+                is_in_one_piece(slice, tensor) && source->data < part->data() + part->size()) {
                 ggml_backend_tensor_alloc(buffers_.back().get(), tensor,
                                           const_cast<uint8_t *>(source->data) + slice.first);
             }

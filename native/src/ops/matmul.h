@@ -3,8 +3,8 @@
 
 #include "cpu/inputs.h"
 #include "cpu/matmul.h"
-#include "matmul/prompt.h"
 #include "exchange/exchange.h"
+#include "matmul/prompt.h"
 #include "ops/row.h"
 
 #include <algorithm>
