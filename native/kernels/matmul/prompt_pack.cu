@@ -14,6 +14,7 @@ namespace {
 constexpr int WARP = 32;
 constexpr int MAX_WARPS = 32;
 constexpr int MAX_OWN = 8; // a thread has at most so many vectors of 4 values
+constexpr int FEW_WARPS = 28; // blocks of so many have registers for all that a thread reads of two rows
 static_assert(GEMM_MAX_K == MAX_WARPS * WARP * MAX_OWN * 4, "the largest block holds the longest row");
 
 struct Sum {
@@ -84,10 +85,12 @@ __device__ float power_of_two(int exponent) {
 
 // The grid is rows. Vector i of the row belongs to thread i % blockDim.x.
 template <int OWN, int INPUT>
-__global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a, bool f16_sums) {
+__global__ void __launch_bounds__((OWN < MAX_OWN ? FEW_WARPS : MAX_WARPS) * WARP)
+    gemm_pack_kernel(RowmmPackArgs a, bool f16_sums) {
     [[maybe_unused]] __shared__ float sums[MAX_WARPS];
     __shared__ float maxima[MAX_WARPS];
-    const int64_t row = blockIdx.x, n = a.K / 4;
+    const int64_t row = blockIdx.x;
+    const int n = int(a.K / 4);
     const float4 *x = reinterpret_cast<const float4 *>(a.x + row * a.x_row);
     [[maybe_unused]] const float4 *y = reinterpret_cast<const float4 *>(a.y + row * a.y_row);
     [[maybe_unused]] const float4 *w = reinterpret_cast<const float4 *>(a.w);
@@ -95,16 +98,16 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArg
     // All that is read is under way at once, where there are registers for it.
     constexpr bool AHEAD = TWO && OWN < MAX_OWN;
     float4 v[OWN], others[AHEAD ? OWN : 1];
-    const auto vector = [](int j) { return threadIdx.x + j * int64_t(blockDim.x); };
-    const auto read = [n](const float4 *from, int64_t at, int64_t i) {
+    const auto vector = [](int j) { return int(threadIdx.x + j * blockDim.x); };
+    const auto read = [n](const float4 *from, int at, int i) {
         return i < n ? from[at] : float4{0, 0, 0, 0};
     };
-    const auto read_other = [&](int64_t i) { // a gate's heads lie between others
+    const auto read_other = [&](int i) { // a gate's heads lie between others
         return read(y, INPUT == ROWMM_GATED ? i + i / (a.head / 4) * (a.head / 4) : i, i);
     };
     float sum = 0, largest = 0;
 #pragma unroll
-    for (int j = 0; j < OWN; j++) {
+    for (int j = 0; j < OWN && (AHEAD || !TWO); j++) {
         v[j] = read(x, vector(j), vector(j));
         if constexpr (AHEAD) {
             others[j] = read_other(vector(j));
@@ -114,6 +117,10 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArg
     for (int j = 0; j < OWN; j++) {
         float4 other = {};
         if constexpr (TWO) {
+            if constexpr (!AHEAD) {
+                v[j] = read(x, vector(j), vector(j));
+                asm volatile("" : "+f"(v[j].x)); // no later vector is read yet
+            }
             other = AHEAD ? others[AHEAD ? j : 0] : read_other(vector(j));
         }
         if constexpr (INPUT == ROWMM_RMS) {
@@ -144,7 +151,7 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArg
     __half *out = static_cast<__half *>(a.out) + row * a.K;
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
-        const int64_t i = threadIdx.x + j * int64_t(blockDim.x);
+        const int i = vector(j);
         if (i < n) {
             __half2 packed[2] = {__floats2half2_rn(v[j].x * down, v[j].y * down),
                                  __floats2half2_rn(v[j].z * down, v[j].w * down)};
@@ -160,9 +167,10 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArg
 template <int INPUT> void launch(const RowmmPackArgs &a, bool f16_sums, cudaStream_t stream) {
     const int vectors = int(a.K / 4);
     // A thread then has about 5 vectors.
-    const int warps = std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS);
+    const int some = std::max((vectors + 5 * WARP - 1) / (5 * WARP), 4),
+              warps = some <= FEW_WARPS ? some : MAX_WARPS;
     const auto run = [&](auto kernel) { kernel<<<a.T, warps * WARP, 0, stream>>>(a, f16_sums); };
-    switch ((vectors + warps * WARP - 1) / (warps * WARP)) {
+    switch (some <= FEW_WARPS ? (vectors + warps * WARP - 1) / (warps * WARP) : MAX_OWN) {
         case 1: return run(gemm_pack_kernel<1, INPUT>);
         case 2: return run(gemm_pack_kernel<2, INPUT>);
         case 3: return run(gemm_pack_kernel<3, INPUT>);
