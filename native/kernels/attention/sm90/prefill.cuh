@@ -22,8 +22,7 @@ template <int D> struct WgmmaPrefillLayout {
     static constexpr int MATH_REGISTERS = 224, LOAD_REGISTERS = 56;
     static constexpr int TILE = KEYS * 2 * D, QUERIES = ROWS * 2 * D;
     static constexpr int Q = 0, RING = HEADS * QUERIES, FULL = RING + SLOTS * TILE, EMPTY = FULL + SLOTS * 8;
-    static constexpr int TURN = EMPTY + SLOTS * 8; // [HEADS]
-    static constexpr int BYTES = TURN + HEADS * 8;
+    static constexpr int BYTES = EMPTY + SLOTS * 8;
     __device__ static int place(int row, int word, int rows) {
         return word / 8 * rows * 128 + row * 128 + ((word ^ row) & 7) * 16;
     }
@@ -40,7 +39,6 @@ struct WgmmaPrefillBlock : PrefillRows<D, WgmmaPrefillLayout<D>::ROWS, WgmmaPref
     // Those who load are of the first head.
     const int member = int(threadIdx.x / GROUP_THREADS) % L::HEADS, tid = threadIdx.x % GROUP_THREADS;
     Place ring;
-    int turns = 0; // it has had so many
 
     __device__ WgmmaPrefillBlock(const PrefillAttentionArgs &args, uint8_t *block)
         : Rows(args, int(blockIdx.y) * L::HEADS + int(threadIdx.x / GROUP_THREADS) % L::HEADS,
@@ -49,7 +47,7 @@ struct WgmmaPrefillBlock : PrefillRows<D, WgmmaPrefillLayout<D>::ROWS, WgmmaPref
 
     __device__ uint32_t full() const { return base + L::FULL + ring.i * 8; }
     __device__ uint32_t empty() const { return base + L::EMPTY + ring.i * 8; }
-    __device__ uint32_t slot(int at) const { return base + L::RING + at * L::TILE; }
+    __device__ uint32_t slot() const { return base + L::RING + ring.i * L::TILE; }
 
     // ---- those who load ----
 
@@ -62,7 +60,7 @@ struct WgmmaPrefillBlock : PrefillRows<D, WgmmaPrefillLayout<D>::ROWS, WgmmaPref
         const uint16_t *from = cells + seq.cells * width + Rows::kv_head() * D + word * 8;
 #pragma unroll 8
         for (int key = tid / WORDS; key < KEYS; key += STEP) {
-            copy_async<16>(slot(ring.i) + L::place(key, word, KEYS), from + min(first + key, end - 1) * width,
+            copy_async<16>(slot() + L::place(key, word, KEYS), from + min(first + key, end - 1) * width,
                            first + key < end);
         }
         arrive_after_copies(full());
@@ -89,17 +87,6 @@ struct WgmmaPrefillBlock : PrefillRows<D, WgmmaPrefillLayout<D>::ROWS, WgmmaPref
         warp_arrive(empty(), lane);
         ring.next(L::SLOTS);
     }
-    // The first head goes ahead.
-    __device__ void wait_for_turn() {
-        if (member > 0 || turns > 0) {
-            barrier_wait(base + L::TURN + member * 8, uint32_t(turns - (member == 0)) % 2);
-        }
-        turns++;
-    }
-    __device__ void pass_turn() const {
-        __syncwarp();
-        warp_arrive(base + L::TURN + (1 - member) * 8, lane);
-    }
     __device__ float (&panel(int i))[8][4] { return *reinterpret_cast<float (*)[8][4]>(&o[8 * i]); }
     __device__ void pin() {
 #pragma unroll
@@ -108,18 +95,22 @@ struct WgmmaPrefillBlock : PrefillRows<D, WgmmaPrefillLayout<D>::ROWS, WgmmaPref
         }
     }
 
-    // Enqueues the product of the queries and of keys in a slot.
-    __device__ void score(int at, float (&s)[N][4]) const {
-        const Matrix keys(slot(at)), q(base + L::Q + member * L::QUERIES);
+    __device__ void score(float (&s)[N][4]) const {
+        const Matrix keys(slot()), q(base + L::Q + member * L::QUERIES);
+        wgmma_begin();
 #pragma unroll
         for (int d = 0; d < D / 16; d++) {
             wgmma_by_rows(s, q.at(d / 4 * L::ROWS * 128 + d % 4 * 32),
                           keys.at(d / 4 * KEYS * 128 + d % 4 * 32), d > 0);
         }
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_pin(s);
     }
-    // Enqueues that of weights and of values in a slot.
-    __device__ void add_values(int at, const uint32_t (&weights)[N][2]) {
-        const Matrix values(slot(at));
+    __device__ void add_values(const uint32_t (&weights)[N][2]) {
+        const Matrix values(slot());
+        pin();
+        wgmma_begin();
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) {
             const uint32_t rows[4] = {weights[2 * k][0], weights[2 * k][1], weights[2 * k + 1][0],
@@ -129,64 +120,30 @@ struct WgmmaPrefillBlock : PrefillRows<D, WgmmaPrefillLayout<D>::ROWS, WgmmaPref
                 wgmma_by_columns(panel(i), rows, values.at(i * KEYS * 128 + k * 16 * 128));
             }
         }
-    }
-    // Adds the keys from `first`, a multiple of KEYS, to `stop`. A tile's values are multiplied with the next one's keys, in
-    // turns: the other head's weights are made meanwhile.
-    __device__ void add_keys(int32_t first, int32_t stop) {
-        if (first >= stop) {
-            return; // a window leaves the range no key
-        }
-        uint32_t weights[N][2];
-        {
-            float s[N][4];
-            take();
-            wgmma_begin();
-            score(ring.i, s);
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_pin(s);
-            leave_slot();
-            Rows::weigh(s, first, weights);
-        }
-#pragma unroll 1
-        for (first += KEYS; first < stop; first += KEYS) {
-            float s[N][4];
-            const int values = ring.i;
-            take();
-            ring.next(L::SLOTS);
-            take();
-            wait_for_turn();
-            pin();
-            wgmma_begin();
-            add_values(values, weights);
-            score(ring.i, s);
-            wgmma_commit();
-            pass_turn();
-            wgmma_wait<0>();
-            pin();
-            wgmma_pin(s);
-            __syncwarp();
-            warp_arrive(base + L::EMPTY + values * 8, lane);
-            leave_slot();
-            Rows::weigh(s, first, weights);
-        }
-        take();
-        pin();
-        wgmma_begin();
-        add_values(ring.i, weights);
         wgmma_commit();
         wgmma_wait<0>();
         pin();
-        leave_slot();
+    }
+    // Adds the keys from `first`, a multiple of KEYS, to `stop`.
+    __device__ void add_keys(int32_t first, int32_t stop) {
+#pragma unroll 1
+        for (; first < stop; first += KEYS) {
+            float s[N][4];
+            take();
+            score(s);
+            leave_slot();
+            uint32_t weights[N][2];
+            Rows::weigh(s, first, weights);
+            take();
+            add_values(weights);
+            leave_slot();
+        }
     }
 
     __device__ void run() {
         if (threadIdx.x < L::SLOTS) {
             barrier_init(base + L::FULL + threadIdx.x * 8, L::LOADERS);
             barrier_init_warps(base + L::EMPTY + threadIdx.x * 8, L::HEADS * GROUP_THREADS / WARP);
-        }
-        if (threadIdx.x < L::HEADS) {
-            barrier_init_warps(base + L::TURN + threadIdx.x * 8, GROUP_THREADS / WARP);
         }
         __syncthreads();
         if (threadIdx.x >= L::HEADS * GROUP_THREADS) {
