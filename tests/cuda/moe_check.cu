@@ -118,9 +118,9 @@ double error_of(const Mixture &l, const Floats &x, const Routed &got, const Ints
     return std::sqrt(error / size);
 }
 
-bool has_wide_rows() {
+bool has_wgmma() {
     DeviceLimits device;
-    return cuda::device_limits(device) == 0 && moe_many_rows(device) == WIDE_ROWS;
+    return cuda::device_limits(device) == 0 && device.wgmma;
 }
 
 // Runs rows of `base` again, in other widths and companies: among junk, NaN and inf, more than once.
@@ -140,8 +140,8 @@ void check_company(Mixture &l, const Floats &x, const Routed &base, const Ints &
                 v = from[t] >= 0 ? x[size_t(from[t] * E + k)] : v;
             }
         }
-        for (const int many : T >= WIDE_FROM && has_wide_rows() ? Ints{MANY_ROWS, WIDE_ROWS, WIDER_ROWS} : Ints{MANY_ROWS}) {
-            l.dims.many = many;
+        for (const int wide : T >= MANY_FROM && has_wgmma() ? Ints{0, MANY_ROWS, WIDEST_ROWS} : Ints{0}) {
+            l.dims.wide = wide;
             const Routed got = run(l, in, T % 2 == 1, captures && T % 3 == 0 ? 2 : 1);
             bool same = true, shows = true;
             for (int t = 0; t < T; t++) {
@@ -152,11 +152,11 @@ void check_company(Mixture &l, const Floats &x, const Routed &base, const Ints &
                     shows = shows && std::none_of(row, row + E, [](float v) { return std::isfinite(v); });
                 }
             }
-            const std::string where = what + " at " + std::to_string(T) + " rows by items of " + std::to_string(many);
+            const std::string where = what + " at " + std::to_string(T) + " rows, " + std::to_string(wide) + " at once";
             expect(same, "moe bits of " + where);
             expect(shows, "moe shows NaN of " + where);
         }
-        l.dims.many = MANY_ROWS;
+        l.dims.wide = 0;
     }
 }
 
@@ -413,7 +413,7 @@ struct Placed {
 
 // Wherever experts lie a row has the same bits, and each is counted that a row has had.
 void check_places(MoeDims dims, const Types &types, const Ints &widths) {
-    dims.many = has_wide_rows() ? WIDE_ROWS : MANY_ROWS;
+    dims.wide = has_wgmma() ? WIDEST_ROWS : 0;
     Mixture l(dims, types, uint32_t(dims.n_expert) * 91 + uint32_t(types.gate));
     const std::string what = name(dims, types);
     for (int T : widths) {

@@ -49,12 +49,13 @@ struct MoeBench {
     Device<uint8_t> counters{size_t(MOE_COUNTER_BYTES)}, routed{size_t(moe_routed_bytes(dims_of(MOST)))}, packed{size_t(rowmm_x_bytes(64, E))},
         records{size_t(moe_record_bytes(dims_of(MOST)))};
 
-    static int many() {
+    static MoeDims dims_of(int T) {
+        MoeDims dims = {T, N_EXPERT, N_USED, E, FF, FF};
         DeviceLimits device;
         must(cuda::device_limits(device));
-        return moe_many_rows(device);
+        dims.wide = moe_wide_rows(device, dims);
+        return dims;
     }
-    static MoeDims dims_of(int T) { return {T, N_EXPERT, N_USED, E, FF, FF, MAX_ITEM_ROWS, many()}; }
 
     MoeBench() {
         must(cudaMemset(counters.p, 0, counters.n));

@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply_half_wide(Sums<NT> &c, const Lane<TYPE>
         }
         wgmma_commit();
         wgmma_wait<1>();
-        if (NT >= 8) { // else all of the half's operands are made first, in as many registers
+        if (NT == 8) { // else all of the half's operands are made first, in as many registers
             wgmma_part(stage);
         }
     }
@@ -261,7 +261,7 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
             wgmma_pin(c);
         }
         add_unit<TYPE, NT>(acc, c, weights, tail, C, lane, downs,
-                           WIDE && NT >= 8 ? rows ^ shared_address(stage) : 0);
+                           WIDE && NT == 8 ? rows ^ shared_address(stage) : 0);
     }
 }
 

@@ -229,12 +229,11 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
 }
 
 // Plans up or down of many rows: a block has one task, of more steps where its rows have few chunks.
-constexpr int MANY_CHUNKS = 8;
 inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
     const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
     const int besides = MANY_OWN + device.shared_reserved + BARRIER_BYTES + MANY_STAGES * MANY_STAGE;
     const auto slots = [&](int per_sm) { return (device.shared_sm / per_sm - besides) / slot; };
-    p.steps = std::clamp(MANY_CHUNKS / std::max(p.experts.chunks, p.shared.chunks), 1, MAX_STEPS);
+    p.steps = std::max(p.experts.chunks, p.shared.chunks) <= MANY_STAGES ? MAX_STEPS : 1;
     p.tasks = divided(wide, p.steps);
     const int two = device.shared_sm > 100 * 1024 ? slots(BLOCKS_SM) : 0; // MANY_BLOCKS, likewise
     p.slots = std::clamp(two >= LEAST_SLOTS ? two : slots(1), 1, MAX_SLOTS);
@@ -254,9 +253,11 @@ template <int ROWS> LaunchPlan plan_wide(const DeviceLimits &device, MatmulParam
     return {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS,
             BARRIER_BYTES + p.slots * slot + S::STAGES * S::STAGE};
 }
-// Returns how many rows an item of many has at most on a device.
-inline int moe_many_rows(const DeviceLimits &device) {
-    return device.wgmma ? WIDE_ROWS : MANY_ROWS;
+// Returns what MoeDims::wide is on a device.
+inline int moe_wide_rows(const DeviceLimits &device, const MoeDims &d) {
+    return !device.wgmma                                           ? 0
+           : int64_t(d.T) * d.n_used >= WIDEST_FROM * d.n_expert ? WIDEST_ROWS
+                                                                   : MANY_ROWS;
 }
 
 // Plans up of one row by the kernel that fetches all units of a task at once, and returns whether a multiprocessor has room for

@@ -195,7 +195,8 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
 static_assert(sizeof(BlockShared) == BLOCK_OWN && BLOCK_OWN + BARRIER_BYTES <= MATMUL_BESIDES);
 static_assert(sizeof(FewShared<FEW_ROWS>) <= BLOCK_OWN && sizeof(FewShared<FEWEST_ROWS>) == FEWEST_OWN);
 static_assert(sizeof(OneShared) == ONE_OWN && sizeof(ManyShared) == MANY_OWN);
-static_assert(sizeof(WideShared<WIDE_ROWS>) == WideShape<WIDE_ROWS>::OWN);
+static_assert(sizeof(WideShared<MANY_ROWS>) == WideShape<MANY_ROWS>::OWN);
+static_assert(sizeof(WideShared<WIDEST_ROWS>) == WideShape<WIDEST_ROWS>::OWN);
 
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
@@ -212,7 +213,7 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     }
     LaunchPlan plan;
     if (many_rows(d)) {
-        if (wide_rows(d) && !device.wgmma) {
+        if (d.wide != 0 && (!device.wgmma || (d.wide != MANY_ROWS && d.wide != WIDEST_ROWS))) {
             return int(cudaErrorInvalidValue);
         }
         if (!up) {
@@ -230,11 +231,10 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
             }
         }
         if (wide_rows(d)) {
-            const bool wider = d.many == WIDER_ROWS, less = d.many == 33;
-            if (less) p.item_rows = 32;
-            plan = less ? plan_wide<32>(device, p) : wider ? plan_wide<WIDER_ROWS>(device, p) : plan_wide<WIDE_ROWS>(device, p);
-            return int(launch_kernel(less ? moe_wide_kernel<32> : wider ? moe_wide_kernel<WIDER_ROWS> : moe_wide_kernel<WIDE_ROWS>, plan, stream,
-                                     a.overlap != 0, p));
+            const bool widest = d.wide == WIDEST_ROWS;
+            plan = widest ? plan_wide<WIDEST_ROWS>(device, p) : plan_wide<MANY_ROWS>(device, p);
+            return int(launch_kernel(widest ? moe_wide_kernel<WIDEST_ROWS> : moe_wide_kernel<MANY_ROWS>, plan,
+                                     stream, a.overlap != 0, p));
         }
         plan = plan_many(device, p);
         return int(launch_kernel(moe_many_kernel, plan, stream, a.overlap != 0, p));

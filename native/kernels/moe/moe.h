@@ -35,23 +35,19 @@ constexpr int MOE_MAX_EXPERTS = 512;
 constexpr int MOE_MAX_USED = 32;
 constexpr int64_t MOE_MAX_E = 6144, MOE_MAX_FF = 6144; // a block's shared memory holds no more
 
-// Many rows, which a prompt has, make wider items: then a fragment is made into operands for all of them at once. mma.sync has
-// their activations in registers, and wgmma has them in shared memory.
-constexpr int MANY_ROWS = 32, WIDE_ROWS = 64, WIDER_ROWS = 80;
-
 // Holds what the launches of a layer share.
 struct MoeDims {
     int32_t T; // there are 0 .. rows_at_once() rows
     int32_t n_expert, n_used; // a row uses n_used of the n_expert experts
     int32_t
         most; // an item of a step has so many rows at most (moe/plan.h): 8, or fewer where a device has no room for them
-    int32_t many; // an item of a prompt's many rows has so many at most: WIDE_ROWS where wgmma multiplies them, or MANY_ROWS
+    int32_t wide; // 0, or wgmma multiplies a prompt's many rows, so many of an expert at most at once (moe/plan.h)
     int64_t E, FF; // an expert's matrices are {E, FF} twice and {FF, E}; E is a multiple of 4
     int64_t FF_shared; // it is the shared expert's FF, or 0 where there is none
 
     constexpr MoeDims(int32_t rows = 0, int32_t experts = 0, int32_t used = 0, int64_t e = 0, int64_t ff = 0,
-                      int64_t ff_shared = 0, int32_t most_rows = 8, int32_t many_rows = MANY_ROWS)
-        : T(rows), n_expert(experts), n_used(used), most(most_rows), many(many_rows), E(e), FF(ff),
+                      int64_t ff_shared = 0, int32_t most_rows = 8, int32_t wide_rows = 0)
+        : T(rows), n_expert(experts), n_used(used), most(most_rows), wide(wide_rows), E(e), FF(ff),
           FF_shared(ff_shared) {}
 
     constexpr int rows_at_once() const {

@@ -25,13 +25,14 @@ constexpr int FEWEST_BLOCKS = 2, MANY_BLOCKS = 1;
 constexpr int FEWEST_BLOCKS = SMALL_BLOCKS_SM, MANY_BLOCKS = BLOCKS_SM;
 #endif
 // The kernels declare so many bytes of shared memory: that of some rows, of FEWEST_ROWS, up of one row, and that of many.
-constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 8832;
+constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 9088;
 // Many rows are in shared memory for so many chunks at once.
 constexpr int MANY_STAGES = 2, MANY_STAGE = MANY_ROWS * chunk_bytes(1);
-// Those that wgmma multiplies are so too, as it reads them. A group of steps is in flight while the next is made.
+// Those that wgmma multiplies are so too, as it reads them.
 template <int ROWS> struct WideShape {
-    static constexpr int STAGES = 3, STAGE = chunk_bytes(ROWS), BLOCKS = ROWS > 32 ? 1 : 2;
-    static constexpr int GROUP = ROWS > 64 ? 4 : ROWS > 32 ? 8 : 2;
+    static constexpr int STAGES = 3, STAGE = chunk_bytes(ROWS);
+    static constexpr int BLOCKS = ROWS == WIDEST_ROWS ? 1 : 2; // on a multiprocessor
+    static constexpr int GROUP = 4 / BLOCKS; // so many steps are in flight while as many are made
     static constexpr int OWN = 284 * ROWS; // what the kernel declares of shared memory
 };
 

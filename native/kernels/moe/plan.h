@@ -8,8 +8,13 @@
 namespace luce {
 
 constexpr int MAX_ITEM_ROWS = 8; // each row is a column of the tensor core's tile
-// So many rows make wide items, which fewer would leave nearly empty; of those that wgmma multiplies fewer pay.
-constexpr int MANY_FROM = 384, WIDE_FROM = 128;
+// Many rows, which a prompt has, make wider items: then a fragment is made into operands for all of them at once. Fewer would
+// leave most of an item empty.
+constexpr int MANY_ROWS = 32, MANY_FROM = 384;
+// By wgmma they are as many, or wider where an expert has so many rows on average. On an H200, prompts of 2,048 of the 35b-a3b took
+// 72.8 ms by items of MANY_ROWS without wgmma and 68.3 by these, those of the 26b-a4b 79.3 and 75.1; up and down of 512 rows take
+// 4% of a prompt less by wgmma, and would take half as much again by the widest.
+constexpr int WIDEST_ROWS = 80, WIDEST_FROM = 48;
 constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
 
 // An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list.
@@ -46,16 +51,16 @@ constexpr ROWMM_BOTH bool fewest_rows(const MoeDims &d) {
 }
 
 constexpr ROWMM_BOTH bool many_rows(const MoeDims &d) {
-    return d.T >= (d.many > MANY_ROWS ? WIDE_FROM : MANY_FROM);
+    return d.T >= MANY_FROM;
 }
 // Says whether wgmma multiplies them, which has its own order of a row's activations (matmul/layout.h).
 constexpr ROWMM_BOTH bool wide_rows(const MoeDims &d) {
-    return many_rows(d) && d.many > MANY_ROWS;
+    return many_rows(d) && d.wide > 0;
 }
 // Returns how many rows an item has at most. Few rows of a step choose the same expert, and room for more would only
 // keep other blocks from a multiprocessor.
 constexpr ROWMM_BOTH int item_rows(const MoeDims &d) {
-    return many_rows(d)                      ? (d.many == 33 ? 32 : d.many)
+    return many_rows(d)                      ? (d.wide > 0 ? d.wide : MANY_ROWS)
            : few_rows(d) || d.T > 64         ? MOE_MOST(d)
            : MOE_MOST(d) < MAX_ITEM_ROWS / 2 ? MOE_MOST(d)
                                              : MAX_ITEM_ROWS / 2;

@@ -3,8 +3,6 @@
 #include "model/model.h"
 #include "moe/launch_plan.h"
 
-#include <cstdlib>
-
 namespace luce {
 
 void cpu_ram_experts(const RamExpertsArgs &args, int ith, int) {
@@ -154,7 +152,7 @@ MoeDims dims_of(const Device &device, const Moe &w, int64_t T) {
                  w.shape.n_ff, shared);
     const LargestUnits unit(w);
     dims.most = moe_item_rows(limits_of(device), dims, unit.up, unit.down);
-    dims.many = getenv("MIX_MANY") ? atoi(getenv("MIX_MANY")) : moe_many_rows(limits_of(device)); // of an experiment
+    dims.wide = moe_wide_rows(limits_of(device), dims);
     return dims;
 }
 

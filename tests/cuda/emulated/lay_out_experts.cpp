@@ -9,11 +9,11 @@ static void experts() {
             MoeDims dims = {1, 256, 8, E, FF, FF};
             const int unit = fragment_bytes(type);
             dims.most = moe_item_rows(emulated::kind->limits, dims, unit, unit);
-            dims.many = moe_many_rows(emulated::kind->limits);
             const bool fits = moe_lacks(emulated::kind->limits, "it", dims, unit, unit).empty();
             bool launched = true;
             for (int T = 1; T <= MOE_MAX_ROWS; T += T < 300 ? 1 : 92) {
                 dims.T = T;
+                dims.wide = moe_wide_rows(emulated::kind->limits, dims);
                 float *const f = reinterpret_cast<float *>(NOWHERE);
                 const MoeMatrix w = {type, NOWHERE, rowmm_packed_bytes(type, E, FF)};
                 const MoeMatrix down = {type, NOWHERE, rowmm_packed_bytes(type, FF, E)};

@@ -41,12 +41,12 @@ void check_products_of_experts(const Card &card, const MoeDims &dims, int type, 
         expect(plan.x == items * p.tasks, "a block for each task of " + what);
         expect_waves("up of one row", card, plan.x, blocks_at_once(card, plan, ONE_OWN, SMALL_BLOCKS_SM), false, what);
     } else if (many_rows(dims)) {
-        const bool wide = wide_rows(dims);
-        const int own = MANY_OWN * (wide ? dims.many : MANY_ROWS) / MANY_ROWS;
-        plan = plan_many(device, p);
+        const bool wide = wide_rows(dims), widest = dims.wide == WIDEST_ROWS;
+        const int own = widest ? WideShape<WIDEST_ROWS>::OWN : wide ? WideShape<MANY_ROWS>::OWN : MANY_OWN;
+        plan = widest ? plan_wide<WIDEST_ROWS>(device, p) : wide ? plan_wide<MANY_ROWS>(device, p) : plan_many(device, p);
         expect_runs(card, plan, own, what);
         expect(p.slots <= MAX_SLOTS, "slots of " + what);
-        expect_of("experts of many rows", card, in_flight(card, plan, p, own, wide ? 1 : BLOCKS_SM), "too few bytes in flight", what);
+        expect_of("experts of many rows", card, in_flight(card, plan, p, own, widest ? 1 : BLOCKS_SM), "too few bytes in flight", what);
         expect(plan.x == items * p.tasks, "a block for each task of " + what);
     } else {
         const bool fewest = few_rows(dims) && fewest_rows(dims);
@@ -73,11 +73,11 @@ void check_mixture(const Card &card, const Mixture &m, int type) {
     const int unit = fragment_bytes(type);
     const std::string name = std::string(m.name) + " in type " + std::to_string(type);
     dims.most = moe_item_rows(device, dims, unit, unit);
-    dims.many = moe_many_rows(device);
     const bool taken = moe_lacks(device, card.name, dims, unit, unit).empty();
     expect_of("experts", card, taken, "the mixture is refused", name);
     for (int T = 1; taken && T <= dims.rows_at_once(); T += T < 70 ? 1 : 157) {
         dims.T = T;
+        dims.wide = moe_wide_rows(device, dims);
         const std::string what = name + " at " + std::to_string(T) + " rows on " + card.name;
         for (const bool values : {false, true}) {
             const RoutePlan route = plan_route(device, dims, values);
@@ -106,10 +106,10 @@ Digest digest_of(const DeviceLimits &device) {
     for (const Mixture &m : MIXTURES) {
         for (const int type : TYPES) {
             MoeDims dims = {1, m.n_expert, m.n_used, m.E, m.FF, m.FF_shared};
-            dims.many = moe_many_rows(device);
             d.add(moe_lacks(device, "", dims, fragment_bytes(type), fragment_bytes(type)).empty());
             for (int T = 1; T <= dims.rows_at_once(); T += T < 100 ? 1 : 71) {
                 dims.T = T;
+                dims.wide = moe_wide_rows(device, dims);
                 for (const bool values : {false, true}) {
                     const RoutePlan route = plan_route(device, dims, values);
                     d.add_plan(route.launch);
@@ -125,7 +125,10 @@ Digest digest_of(const DeviceLimits &device) {
                     LaunchPlan plan;
                     const bool one = up && T == 1 && plan_up_one(device, p, plan);
                     if (!one) {
-                        plan = many_rows(dims) ? plan_many(device, p) : plan_experts(device, p);
+                        plan = !many_rows(dims)                ? plan_experts(device, p)
+                               : dims.wide == WIDEST_ROWS ? plan_wide<WIDEST_ROWS>(device, p)
+                               : dims.wide > 0            ? plan_wide<MANY_ROWS>(device, p)
+                                                          : plan_many(device, p);
                     }
                     d.add_plan(plan);
                     d.add(one, p.slots, p.slot_bytes, p.row_bytes, p.capacity, p.item_rows, p.steps, p.tasks, p.experts.log_across,

@@ -79,18 +79,13 @@ template <int ROWS> struct WideRows {
         }
         return stages + (stay ? i % chunks : i % STAGES) * STAGE;
     }
-    // The stage of the chunk before is filled anew while this one is multiplied.
     __device__ void next(int i) const {
-        if (!stay) {
-            bring(i + STAGES - 1);
-        }
-    }
-    __device__ void leave(int i) const {
         if (!stay) {
             __syncwarp();
             if (threadIdx.x % WARP == 0) {
                 barrier_arrive(full + (STAGES + i % STAGES) * 8);
             }
+            bring(i + STAGES - 1);
         }
     }
 };
@@ -175,7 +170,6 @@ __device__ __forceinline__ void multiply_step_wide(const WideStep<ROWS> &s, Sums
                                               Downs(), [] {});
                 s.next();
             }
-            s.rows.next(i);
         } else {
             const uint32_t rows = __shfl_sync(~0u, shared_address(stage), 0); // the warp's, not each lane's
 #pragma unroll
@@ -194,7 +188,6 @@ __device__ __forceinline__ void multiply_step_wide(const WideStep<ROWS> &s, Sums
                 }
             }
             const Lane<TYPE> done = unit.weights;
-            s.rows.next(i);
             s.next(); // all of the unit is in registers
             wgmma_wait<1>();
             if (chunk + 1 < g.chunks) {
@@ -204,7 +197,7 @@ __device__ __forceinline__ void multiply_step_wide(const WideStep<ROWS> &s, Sums
             wgmma_pin(c);
             add_unit<TYPE, NT>(acc, c, done, tail, ROWS, lane, Downs(), rows ^ shared_address(stage));
         }
-        s.rows.leave(i);
+        s.rows.next(i);
         if (chunk + 1 == g.begin(part + 1, 1)) { // parts are added by pairs
             const bool last = part + 1 == 1 << g.log_parts;
 #pragma unroll
@@ -248,9 +241,8 @@ __global__ void __launch_bounds__(ITEM_THREADS, WideShape<ROWS>::BLOCKS)
     const Matrix &m = g.matrices[w.matrix];
     const Task task = {item.expert, x, item.count, 0};
     if (int(threadIdx.x) < item.count) {
-        const int place = many_place(p, item, threadIdx.x);
-        s.places[threadIdx.x] = place;
-        s.records[threadIdx.x] = Records(p, g).at(many_record(p, item, place));
+        s.places[threadIdx.x] = many_place(p, item, threadIdx.x);
+        s.records[threadIdx.x] = many_record(p, g, item, s.places[threadIdx.x]);
     }
     __syncthreads();
     const WideRows<ROWS> rows(s, shared, shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes,
@@ -280,7 +272,6 @@ __global__ void __launch_bounds__(ITEM_THREADS, WideShape<ROWS>::BLOCKS)
             for (int chunk = 0; chunk < g.chunks; chunk++) {
                 rows.take(step * g.chunks + chunk);
                 rows.next(step * g.chunks + chunk);
-                rows.leave(step * g.chunks + chunk);
             }
         }
         const auto each = [&](auto &&use) {
