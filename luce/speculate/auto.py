@@ -167,6 +167,8 @@ class Source:
     def __init__(self, auto: Auto, text: Text, drafters: Sequence[Drafter]):
         self.auto, self.drafters, self._text = auto, drafters, text
         self.estimates = Estimates(auto.known)
+        # Those whose trials say something of each other.
+        self.others = drafters if len({drafter.head for drafter in drafters}) > 1 else ()
         self.parts = sorted({drafter.part for drafter in drafters if drafter.part})
         self._chains, self._most = list[list[float]](), 0  # What the last offer had.
         # Plain steps of one sequence leave many rows to one feed, and those of several feed the head each.
@@ -200,7 +202,7 @@ class Source:
         (tokens, matched), estimates, limits = self.found, self.estimates, self.limits
         self._most = most = min(limits.candidates, self.auto.budget)
         depth = min(most, limits.depth)
-        self._chains = chains = [estimates.chain(each, min(each.most, depth)) for each in self.drafters]
+        self._chains = chains = [estimates.chain(each, min(each.most, depth), self.others) for each in self.drafters]
         looked = estimates.lookup(len(tokens), matched) if tokens else ()
         return Offer(most, looked, chains, self._leaves, self._grown)
 

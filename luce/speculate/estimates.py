@@ -97,11 +97,19 @@ class Estimates:
 
     # ---- drafters
 
-    def chain(self, drafter: Drafter, n: int) -> list[float]:
+    def chain(self, drafter: Drafter, n: int, others: Iterable[Drafter] = ()) -> list[float]:
         """Returns the chances that the first 1, 2 .. n drafts are all right. Drafts among a part of the
-        vocabulary are right where the head is and the token is of the part."""
+        vocabulary are right where the head is and the token is of the part. As long as the drafter has few trials, those
+        of `others` stand for its own: a text that one foresees the others mostly foresee too."""
         counts, covered = self._by_round(drafter.head, drafter.most), self._covered(drafter)
         share, worth, alike, chance = HOPE, HOPE_WEIGHT, ALIKE, 1.0
+        missing = alike - counts.trials[0]
+        for other in others if missing > 0 else ():
+            if other.head != drafter.head and (first := self._by_round(other.head, other.most)).trials[0]:
+                part = min(1.0, missing / first.trials[0])
+                more = part * first.trials[0]
+                share = (part * first.hits[0] + worth * share) / (more + worth)
+                worth, missing = worth + more, missing - more
         chances: list[float] = []
         for hits, trials in zip(counts.hits[:n], counts.trials):  # noqa: B905 (strict costs as much as a place does)
             share = (hits + worth * share) / (trials + worth)

@@ -32,10 +32,11 @@ class Machine(NamedTuple):
     turn: float
 
 
-def machine(verify: str, block: float, turn: float) -> Machine:
-    """Returns a machine by what a verify costs by its rows, "1:1 8:1.2", and a block and a turn."""
+def machine(verify: str, block: float, turn: float, draft: float = 0.0) -> Machine:
+    """Returns a machine by what a verify costs by its rows, "1:1 8:1.2", a block, a turn, and a NextN head's draft."""
     widths = {int(rows): float(cost) for rows, cost in (entry.split(":") for entry in verify.split())}
-    return Machine(Costs([*(Cost(rows, 0, cost) for rows, cost in widths.items()), Cost(1, 2, block)]), turn)
+    drafts = [Cost(1, 1, draft)] if draft else []
+    return Machine(Costs([*(Cost(rows, 0, cost) for rows, cost in widths.items()), Cost(1, 2, block), *drafts]), turn)
 
 
 # The first is of oracle-27b-dflash2-*-h200 of 2026-11-29 and replay's table of that GPU. The second has cheaper rows.
@@ -78,6 +79,13 @@ class Listed:
         right = all(rank == self.rank(depth) for depth, rank in enumerate(path))
         return self.at + len(path) if right else -1 - sum(rank * K**depth for depth, rank in enumerate(path))
 
+    def drafters(self) -> list[Drafter]:
+        return [Drafter(self, Source.DFLASH, len(self.chances), K, form=Form.CONDITIONAL)]
+
+    def right(self, draft: Draft) -> int:
+        """Counts the right ones of a chain's drafts up to the first wrong one."""
+        return next((depth for depth in range(draft.size) if self.rank(depth)), draft.size)
+
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
         return [], 0
 
@@ -100,6 +108,22 @@ class Listed:
             if len(path) < lists.depth:
                 heappush(left, (minus * self.shares(len(path))[0], (*path, 0), row))
         return tokens, parents, [1] * len(tokens)
+
+
+@dataclass
+class Twice(Listed):
+    """The same with a NextN head beside it, whose drafts are right by `chain`."""
+
+    chain: Sequence[float] = ()
+
+    def drafters(self) -> list[Drafter]:
+        return [Drafter(self, Source.NEXTN, len(self.chain)), *super().drafters()]
+
+    def right(self, draft: Draft) -> int:
+        if draft.by is not Source.NEXTN:
+            return super().right(draft)
+        drawn = (random.Random(f"{self.seed} {self.at + depth} head {depth}").random() for depth in range(draft.size))
+        return next((depth for depth, draw in enumerate(drawn) if draw >= self.chain[depth]), draft.size)
 
 
 @dataclass
@@ -153,8 +177,8 @@ def tree(budget: int) -> Fixed:
 def spend(text: Listed, n: int, on: Machine, way: Fixed | Auto, out: Spent) -> Spent:
     """Adds what n tokens of a text take, by a fixed way or by auto. A round whose lists are read waits a turn, and so
     does one that was not begun before the one ahead had ended, as fixed chains are."""
-    drafter = Drafter(text, Source.DFLASH, len(text.chances), K, form=Form.CONDITIONAL)
-    source, begun = way.source(text, [drafter]) if isinstance(way, Auto) else None, None
+    drafters = text.drafters()
+    source, begun = way.source(text, drafters) if isinstance(way, Auto) else None, None
     if source is not None:
         source.begin(n + 1)
     while text.at < n:
@@ -163,15 +187,19 @@ def spend(text: Listed, n: int, on: Machine, way: Fixed | Auto, out: Spent) -> S
             draft = source.draft(text.at, Limits(AUTO_BUDGET, depth, begun=begun))
             draft = draft if begun is None else begun
         else:
-            draft = way(drafter, text.at, depth)  # type: ignore[operator]
+            draft = way(drafters[-1], text.at, depth)  # type: ignore[operator]
             ahead = draft.grow is None
         took = 0.0 if ahead else on.turn
         if draft.grow is not None:
             draft, took, out.trees = draft.grow(), took + on.turn, out.trees + 1
             right = accepted(draft, text.at)
         else:
-            right = next((d for d in range(draft.size) if text.rank(d)), draft.size)
-        took += on.costs.verify(1 + draft.size) + (on.costs.block() if draft.size else 0.0)
+            right = text.right(draft)
+        took += on.costs.verify(1 + draft.size)
+        if draft.size and draft.by is Source.NEXTN and draft.on_device:
+            took += draft.size * on.costs.draft()
+        elif draft.size:
+            took += on.costs.block()
         came = tuple(range(text.at + 1, text.at + 2 + right))
         if source is not None:
             follows = source.follows()
