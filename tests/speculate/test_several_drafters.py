@@ -32,8 +32,8 @@ def fixed_head(n: int) -> listed.Fixed:
 
 @pytest.mark.parametrize("cls", ["prose", *deeper("code", "mixed")])
 def test_auto_has_97_percent_of_the_best_of_both(cls: str) -> None:
-    """Each engine begins with neither known. Where the first draft of the better one happened to be wrong, texts had the
-    other one's drafts to their ends: 0.94 of code on an H200."""
+    """Each engine begins with neither known. Where the first draft of the better one happened to be wrong, texts had
+    the other one's drafts to their ends: 0.94 of code on an H200."""
     seeds = range(8)
     ways = (chain(7), fixed_head(3), fixed_head(6))
     found, best = Spent(), [Spent() for _ in ways]
