@@ -17,8 +17,9 @@ FADE = 0.975  # A trial keeps this weight with each round, so that about 1 / (1 
 # Before any trial a guess is taken to be right so often: who does not hope does not try. Being worth two
 # trials, two misses in a row halve it.
 HOPE, HOPE_WEIGHT = 0.95, 2.0
-# What is alike is worth so many trials: the depth above, and earlier texts. It is the value whose worst class
-# is best where each class of recorded texts is held out in turn (bench/auto_by_costs.py --alike).
+# What is alike is worth so many trials: the depth above, earlier texts, and other drafters of the same text. It is
+# the value whose worst class is best where each class of recorded texts is held out in turn (bench/auto_by_costs.py
+# --alike).
 ALIKE = 8.0
 RANK_HOPE = 0.4  # Where better candidates are wrong, the next one is right so often before any trial.
 RANKS = 8  # Of a draft's candidates so many are counted; later ones are hardly ever right.

@@ -47,6 +47,19 @@ def test_auto_has_97_percent_of_the_best_of_both(cls: str) -> None:
     assert found.rate > 0.97 * max(out.rate for out in best)
 
 
+@pytest.mark.parametrize("before", [None, "code"])
+@pytest.mark.parametrize("good", ["neither", "head", "block"])
+def test_a_text_loses_3_percent_at_most_whatever_the_other_drafter_is_worth(before: str | None, good: str) -> None:
+    auto = auto_of(ON.costs)
+    for text in texts(before, 1) if before else ():
+        spend(text, TOKENS, ON, auto, Spent())
+    chances = {"block": (0.9,) * 7}.get(good, (0.0,) * 7), {"head": (0.9,) * 8}.get(good, (0.0,) * 8)
+    for seed in range(3):
+        found = spend(Twice(chances[0], (0.0,), seed, chain=chances[1]), 256, ON, auto, Spent())
+        assert found.seconds <= 1.03 * 256
+        assert good == "neither" or found.rate > (1.9 if good == "head" else 2.7)
+
+
 HEAD = Drafter(Twice((), (), 0), Source.NEXTN, 6)
 BLOCK = Drafter(Twice((), (), 0), Source.DFLASH, 7, K, form=Form.CONDITIONAL)
 
