@@ -17,7 +17,7 @@ namespace luce {
 namespace {
 
 constexpr int WARPS = DRAFT_WARPS, THREADS = WARP * WARPS;
-constexpr int TILE = DRAFT_KEYS; // each lane has one of these keys
+constexpr int TILE = DRAFT_KEYS; // keys of a tile, of which each lane has one
 constexpr int SPLITS = BLOCK_ATTENTION_SPLITS, QUERY_VALUES = DRAFT_QUERY_VALUES;
 constexpr int GROUP =
     4; // a warp works on so many pairs side by side, with the keys and values that it reads once
@@ -50,27 +50,70 @@ struct Parts {
     }
 };
 
-// Loads keys first .. first + TILE - 1 of one KV head and their values, and zeros from `end` on.
-template <int TYPE, int D>
-__device__ void load_tile(const AttentionArgs &a, const SeqCtl &seq, int head, int32_t first, int32_t end,
-                          float *keys, float *values) {
-    using S = Shape<D>;
-    constexpr int PARTS = D / 8;
+// A tile is keys first .. first + TILE - 1 of one KV head and their values, and zeros from `end` on. All of what a thread has of it
+// is on its way before any of it goes to shared memory: behind a store the compiler asks for nothing.
+template <int TYPE, int D> struct Tile {
+    static constexpr int PARTS = D / 8, MINE = 2 * TILE * PARTS / THREADS;
+    static_assert(MINE * THREADS == 2 * TILE * PARTS && MINE % 2 == 0, "the first half are keys");
+    float x[MINE][8];
+
+    static __device__ int key_of(int m) { return (m % (MINE / 2) * THREADS + int(threadIdx.x)) / PARTS; }
+    static __device__ int value_of() { return int(threadIdx.x) % PARTS * 8; }
+    static_assert(THREADS % PARTS == 0);
+
+    __device__ void fetch(const AttentionArgs &a, const SeqCtl &seq, int head, int32_t first, int32_t end) {
+        int64_t rows[MINE / 2];
 #pragma unroll
-    for (int u = threadIdx.x; u < 2 * TILE * PARTS; u += THREADS) {
-        const bool value = u >= TILE * PARTS;
-        const int at = value ? u - TILE * PARTS : u, key = at / PARTS, i = at % PARTS * 8;
-        const int32_t position = first + key;
-        float x[8] = {};
-        if (position < end) {
-            const int64_t row = a.pool.row(a.pages[seq.pages + position / PAGE], position, head);
-            load_row<TYPE>((value ? a.pool.v : a.pool.k) + row * kv_bytes<TYPE>(D), i, x);
+        for (int m = 0; m < MINE / 2; m++) {
+            const int32_t position = min(first + key_of(m), end - 1);
+            rows[m] = a.pool.row(a.pages[seq.pages + position / PAGE], position, head);
         }
-        float4 *to = reinterpret_cast<float4 *>(value ? values + key * D + i : keys + key * S::KEY + i);
-        to[0] = {x[0], x[1], x[2], x[3]};
-        to[1] = {x[4], x[5], x[6], x[7]};
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+            const uint8_t *from = m < MINE / 2 ? a.pool.k : a.pool.v;
+            load_row<TYPE>(from + rows[m % (MINE / 2)] * kv_bytes<TYPE>(D), value_of(), x[m]);
+        }
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                x[m][j] = first + key_of(m) < end ? x[m][j] : 0.0f;
+            }
+        }
     }
-}
+    __device__ void put(float *keys, float *values) const {
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+            float *row = m < MINE / 2 ? keys + key_of(m) * Shape<D>::KEY : values + key_of(m) * D;
+            float4 *to = reinterpret_cast<float4 *>(row + value_of());
+            to[0] = {x[m][0], x[m][1], x[m][2], x[m][3]};
+            to[1] = {x[m][4], x[m][5], x[m][6], x[m][7]};
+        }
+    }
+};
+
+// Queries of a KV head from pair `first` on, and zeros behind the last pair.
+template <int D> struct Queries {
+    static constexpr int MINE = QUERY_VALUES / 4 / THREADS;
+    float4 x[MINE];
+
+    __device__ void fetch(const AttentionArgs &a, const SeqCtl &seq, int head, int first, int pairs) {
+        const int G = a.H / a.pool.Hkv;
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+            const int i = (m * THREADS + int(threadIdx.x)) * 4, pair = first + i / D;
+            const int64_t row = seq.row0 + pair / G;
+            const float *from = a.q + (row * a.H + head * G + pair % G) * D + i % D;
+            x[m] = pair < pairs ? *reinterpret_cast<const float4 *>(from) : float4{};
+        }
+    }
+    __device__ void put(float *queries) const {
+#pragma unroll
+        for (int m = 0; m < MINE; m++) {
+            reinterpret_cast<float4 *>(queries)[m * THREADS + int(threadIdx.x)] = x[m];
+        }
+    }
+};
 
 // Sums are those of a group of a warp's pairs over the keys so far.
 template <int D> struct Sums {
@@ -186,22 +229,24 @@ template <int TYPE, int D> __global__ void __launch_bounds__(THREADS) parts_kern
     wait_for_previous();
     for (int pair0 = 0; pair0 < pairs; pair0 += S::PAIRS) {
         const int here = min(pairs - pair0, S::PAIRS);
+        Queries<D> of_pairs;
+        Tile<TYPE, D> tile;
+        of_pairs.fetch(a, seq, head, pair0, pairs);
+        if (one && pair0 == 0) {
+            tile.fetch(a, seq, head, from, to);
+        }
         __syncthreads(); // the last pairs are done with
-        for (int i = threadIdx.x * 4; i < (here + GROUP * WARPS - 1) / (GROUP * WARPS) * GROUP * WARPS * D;
-             i += THREADS * 4) {
-            const int pair = pair0 + i / D;
-            const int64_t row = seq.row0 + pair / G;
-            *reinterpret_cast<float4 *>(queries + i) =
-                pair < pairs
-                    ? *reinterpret_cast<const float4 *>(a.q + (row * a.H + head * G + pair % G) * D + i % D)
-                    : float4{};
+        of_pairs.put(queries);
+        if (one && pair0 == 0) {
+            tile.put(keys, values);
         }
         for (int group = 0; group * WARPS < here; group += GROUP) {
             Sums<D> sums;
             for (int32_t first = from; first < to; first += TILE) {
-                if (!one || (pair0 == 0 && group == 0)) {
-                    __syncthreads();
-                    load_tile<TYPE, D>(a, seq, head, first, to, keys, values);
+                if (!one) {
+                    tile.fetch(a, seq, head, first, to);
+                    __syncthreads(); // the last tile is done with
+                    tile.put(keys, values);
                 }
                 __syncthreads();
                 float scores[GROUP];
