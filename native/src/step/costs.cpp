@@ -156,17 +156,12 @@ void Step::time_all() {
     for (const StepShape &shape : shapes) {
         kinds[step_of(shape)].shapes.push_back(shape);
     }
-    // A step that other programs disturb takes longer, and so does a graph's first launch. On a GPU, where a trial takes
-    // milliseconds, there are more of them until the two shortest agree: auto takes a drafter whose cost is too high for none.
     const auto time = [&](Kind &kind, const StepShape &shape) {
-        const int most = gpu ? 8 : 2;
-        double best = 1e30, second = 1e30;
-        for (int i = 0; i < most && (i < 2 || second > 1.02 * best); i++) {
+        double best = 1e30;
+        for (int i = 0; i < 2; i++) {
             const auto start = Clock::now();
             run_trial(shape);
-            const double took = seconds(start);
-            second = std::min(second, std::max(best, took));
-            best = std::min(best, took);
+            best = std::min(best, seconds(start));
         }
         kind.timed[width_of(shape)] = best;
     };
