@@ -25,6 +25,7 @@ from luce.errors import Cancelled, Error, FileError, PipeClosed
 MAX_U32 = 2**32 - 1
 COMMAND = "luce.cli.command"  # A context keeps the words of the command line under this key of its meta.
 REMEDIES = {  # They say in words of the command line what helps, by Error.concerns.
+    "tensor_split": "--split auto does",
     "nextn_head": "--mtp-gguf PATH names a file that has one",
     "drafter": "--draft PATH names a file that has one",
     "assistant": "--draft PATH names one",

@@ -317,8 +317,8 @@ def load(
 ) -> Model:
     """Opens the model of a GGUF, or the one that comes with luce where no path is given.
 
-    device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N", or several, "cuda:0,cuda:1", which each have
-        consecutive layers
+    device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N", or several: "cuda:0,cuda:1" have consecutive
+        layers each, "cuda:0+cuda:1" an equal part of each matrix, which may give other tokens than one device
     draft_device: "cpu" or "cuda:N", has no layers: what drafts lies there, and the output; None: with the last layers
     ctx: room for so many tokens of a prompt and its answer; None: as many as were trained, up to 32768, and fit
     parallel: so many answers are generated at once; the others wait

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from luce import native as _native
-from luce.errors import ArgumentError, OutOfMemory, about
+from luce.errors import ArgumentError, OutOfMemory, UnsupportedError, about
 from luce.files.probe import Facts, probe
 from luce.files.tokenizer import Tokenizer
 from luce.native import File, Model, Progress
@@ -29,7 +29,9 @@ from luce.planning.plan import (
     with_room,
     with_slots,
 )
-from luce.planning.split import devices_of, lacking, names_of
+from luce.planning.split import are_ranks, devices_of, lacking, names_of
+
+OWN_LAYERS = "give each device layers of its own"  # So the core ends where matrices of a model cannot be shared out.
 
 
 class Files:
@@ -129,11 +131,12 @@ class Files:
         params = params_of(chosen, _device(chosen), self.facts.vocab_size or 0)
         params = params if ctx is None else replace(params, n_ctx=ctx)
         head, drafter = self._drafters([chosen])
-        return self.file.plan_memory(
-            chosen.device, params, head, drafter, chosen.cpu_experts, layers=chosen.layers,
-            copy_bytes=chosen.copy_bytes, draft_device=chosen.draft_device,
-            experts_at_home=chosen.expert_slots is not None,
-        )  # fmt: skip
+        with _cut(chosen.device):
+            return self.file.plan_memory(
+                chosen.device, params, head, drafter, chosen.cpu_experts, layers=chosen.layers,
+                copy_bytes=chosen.copy_bytes, draft_device=chosen.draft_device,
+                experts_at_home=chosen.expert_slots is not None,
+            )  # fmt: skip
 
     def load(self, plans: Collection[Plan], progress: Progress | None = None) -> Model:
         """Loads the weights onto the device for engines of these plans, which share them: with the drafters
@@ -178,6 +181,17 @@ class Files:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _cut(device: str) -> Iterator[None]:
+    """Says what concerns a model of which devices cannot have equal parts."""
+    try:
+        yield
+    except UnsupportedError as error:
+        if not are_ranks(device) or not str(error).endswith(OWN_LAYERS):
+            raise
+        raise UnsupportedError(str(error), "tensor_split") from error
 
 
 def _device(chosen: Plan) -> str:

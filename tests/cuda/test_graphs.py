@@ -98,8 +98,8 @@ def test_what_drafts_apart_reads_what_is_its_own(name: str, stages: int, program
      ("35b-unshared", 2, 0), ("gemma4-31b-q8", 2, 0), ("gemma4-26b", 2, 0)],
 )  # fmt: skip
 def test_a_rank_reads_what_is_its_own(name: str, ranks: int, packed: int, program: Path) -> None:
-    """Each sum is exchanged once by each rank, in steps and prompts; where a product follows that norms it, it is packed
-    there."""
+    """Each sum is exchanged once by each rank, in steps and prompts; where a product follows that norms it, it is
+    packed there."""
     case = recorder.CASES[name]
     sums = case.config.n_layer * (3 if name == "gemma4-26b" else 2) * ranks
     made = recorder.check_ranks(program, name, replace(case, assistant=None), ranks)

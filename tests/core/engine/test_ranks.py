@@ -195,6 +195,14 @@ def test_what_is_not_cut_so_yet_is_named(
         drive.open_model(native, made, two_ranks(device), head=head)
 
 
+def test_the_command_line_says_what_helps(luce_: Callable[..., Any], device: str, tmp_path: Path) -> None:
+    made, _ = files(tmp_path, "gemma4")
+    devices = two_ranks(device).replace("+", ",")
+    done = luce_("generate", "x", "--model", str(made), "--device", devices, "--split", "tensor")
+    assert done.exit_code == 1
+    assert done.stderr.strip().endswith("give each device layers of its own; --split auto does")
+
+
 def test_lists_of_devices_are_of_one_kind(native: Library, tmp_path: Path) -> None:
     made, _ = files(tmp_path, "dense")
     with pytest.raises(ArgumentError, match=r"cpu\+cpu,cpu: a model's devices have layers each"):
