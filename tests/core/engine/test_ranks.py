@@ -196,7 +196,7 @@ def test_what_is_not_cut_so_yet_is_named(
 
 
 def test_the_command_line_says_what_helps(luce_: Callable[..., Any], device: str, tmp_path: Path) -> None:
-    made, _ = files(tmp_path, "gemma4")
+    made = tiny.write(tmp_path / "model.gguf", DENSE, tiny.layout(DENSE, 5), "Q4_K")
     devices = two_ranks(device).replace("+", ",")
     done = luce_("generate", "x", "--model", str(made), "--device", devices, "--split", "tensor")
     assert done.exit_code == 1
