@@ -2,6 +2,9 @@
 
 #include "exchange/exchange.h"
 
+#include <algorithm>
+#include <map>
+
 namespace luce {
 
 Exchange::Exchange(const Model &model, uint32_t rows)
@@ -21,6 +24,52 @@ Exchange::Exchange(const Model &model, uint32_t rows)
     table_.assign(size_t(n), 0);
     table_.push_back(box_bytes_);
     boxes->data = table_.data();
+}
+
+namespace {
+
+// Of a device, whose step was the last one.
+struct Turns {
+    std::mutex mutex;
+    const Exchange *last = nullptr;
+};
+std::map<const Device *, Turns> &all_turns() {
+    static std::map<const Device *, Turns> turns = [] {
+        std::map<const Device *, Turns> made;
+        for (const Device &device : devices()) {
+            made[&device];
+        }
+        return made;
+    }();
+    return turns;
+}
+
+} // namespace
+
+Exchange::~Exchange() {
+    for (auto &[device, turns] : all_turns()) {
+        const std::lock_guard<std::mutex> lock(turns.mutex);
+        turns.last = turns.last == this ? nullptr : turns.last;
+    }
+}
+
+Exchange::Turn Exchange::begin(const std::deque<Stage> &stages) const {
+    Turn turn;
+    for (auto &[device, turns] : all_turns()) { // in one order, whatever that of the ranks is
+        const auto is_it = [device = device](const Stage &stage) { return &stage.device == device; };
+        if (std::any_of(stages.begin(), stages.begin() + long(counts.size()), is_it)) {
+            turn.emplace_back(turns.mutex);
+            if (turns.last != nullptr && turns.last != this) {
+                ggml_backend_event_wait(stages[0].steps.get(), turns.last->ended_.get());
+            }
+            turns.last = this;
+        }
+    }
+    return turn;
+}
+
+void Exchange::end(const std::deque<Stage> &stages, [[maybe_unused]] Turn turn) const {
+    ggml_backend_event_record(ended_.get(), stages[0].steps.get());
 }
 
 uint64_t Exchange::bytes() const {
@@ -49,6 +98,7 @@ void Exchange::allocate(const std::deque<Stage> &stages) {
     }
     buffers_.push_back(pinned(stages[0].device, 64, WHAT));
     place(failure, buffers_.back());
+    ended_ = make_event(stages[0].device);
     reset();
 }
 

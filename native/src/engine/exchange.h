@@ -4,6 +4,7 @@
 #include "engine/stage.h"
 
 #include <deque>
+#include <mutex>
 #include <vector>
 
 namespace luce {
@@ -11,9 +12,17 @@ namespace luce {
 struct Exchange {
     // Describes it without taking any: for steps of so many rows of the model's width.
     Exchange(const Model &model, uint32_t rows);
+    ~Exchange();
+    Exchange(const Exchange &) = delete;
+    Exchange &operator=(const Exchange &) = delete;
 
     uint64_t bytes() const; // on each rank's device, at most
     void allocate(const std::deque<Stage> &stages);
+    // Kernels that wait for each other hold room on their devices: those of two engines could wait for each other's. So the steps
+    // of engines that share devices come one after the other: what `first`, the first rank's stream, does between these two calls.
+    using Turn = std::vector<std::unique_lock<std::mutex>>;
+    Turn begin(const std::deque<Stage> &stages) const;
+    void end(const std::deque<Stage> &stages, Turn turn) const;
     // All begin to count anew. No rank is in a step.
     void reset() const;
     // The rank that did not answer another one, or -1.
@@ -29,6 +38,7 @@ private:
     int64_t box_bytes_;
     std::vector<int64_t> table_; // what `boxes` points to
     std::vector<Buffer> buffers_;
+    Event ended_; // where the first rank's stream was behind the last step
 };
 
 } // namespace luce

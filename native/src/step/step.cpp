@@ -413,12 +413,17 @@ void Step::compute(Graph &g, uint32_t links) {
             return;
         }
         try {
+            const Exchange *exchange = g.shape.reads_trunk() ? cache_.exchange() : nullptr;
+            Exchange::Turn turn = exchange == nullptr ? Exchange::Turn() : exchange->begin(cache_.stages());
             if (pipelines(g)) {
                 run_cuda(g);
             } else {
                 join_stages();
                 links > 1 ? launch(g.chains.at(links)) : run_cuda(g);
                 part_stages();
+            }
+            if (exchange != nullptr) {
+                exchange->end(cache_.stages(), std::move(turn));
             }
         } catch (...) { // what is enqueued uses the graph and the host's memory, so it ends first
             synchronisations_++;

@@ -45,6 +45,7 @@ struct StepShape {
                std::tie(o.kind, o.rows, o.n_kv, o.brief, o.drafter, o.prompts, o.images);
     }
     bool prefill() const { return kind <= StepKind::prefill_tail; }
+    bool reads_trunk() const { return kind != StepKind::draft && kind != StepKind::feed; }
 };
 
 // Bytes that steps take on the device of each stage.
