@@ -7,7 +7,7 @@
 
 namespace {
 
-// A rank among others, at its `count`-th exchange, with boxes for up to T rows of E values.
+// A rank among others, at its `count`-th exchange, with boxes for so many values.
 struct Rank {
     int n, rank;
     int64_t values;
@@ -22,9 +22,9 @@ struct Rank {
         args.slot = count % 2;
         args.counts = counts.p;
         args.failure = failure.p;
-        args.box_bytes = (exchange_box_bytes(n, values) + 255) / 256 * 256;
+        args.values = args.step_values = values;
         for (int i = 0; i < n; i++) {
-            boxes.emplace_back(std::vector<uint8_t>(size_t(args.box_bytes), 0xff));
+            boxes.emplace_back(std::vector<uint8_t>(size_t(exchange_box_bytes(n, values, values)), 0xff));
             args.boxes[i] = boxes.back().p;
         }
     }
@@ -33,38 +33,61 @@ struct Rank {
         all.back() = dead;
         return all;
     }
-    int64_t numbers_at() const { return args.box_bytes - n * EXCHANGE_BLOCKS * int64_t(sizeof(uint32_t)); }
-    int64_t slot_at(int owner, int sender) const {
-        const int64_t bytes = numbers_at() / (2 * (n - 1)) / 16 * 16;
-        return (args.slot * (n - 1) + (sender < owner ? sender : sender - 1)) * bytes;
+    size_t place(int owner, int sender) const {
+        return size_t(args.slot * (n - 1) + (sender < owner ? sender : sender - 1));
+    }
+    // Where values of a sender are: in a row, or in pairs with numbers.
+    size_t rows_at(int owner, int sender) const { return place(owner, sender) * size_t(values) * 4; }
+    size_t pairs_at(int owner, int sender) const {
+        return 2 * size_t(n - 1) * size_t(values) * 4 + place(owner, sender) * size_t(args.step_values) * 8;
+    }
+    size_t numbers_at(int sender) const {
+        return 2 * size_t(n - 1) * size_t(values * 4 + args.step_values * 8) +
+               size_t(sender) * EXCHANGE_BLOCKS * 4;
+    }
+    static std::vector<uint32_t> numbered(const Floats &part, uint32_t number) {
+        std::vector<uint32_t> words;
+        for (const float v : part) {
+            uint32_t bits;
+            memcpy(&bits, &v, sizeof(bits));
+            words.insert(words.end(), {bits, number});
+        }
+        return words;
     }
     // What the others have sent, but for one of them.
     void arrive(const std::vector<Floats> &parts, int count, int but = -1) {
-        std::vector<uint8_t> box(size_t(args.box_bytes), 0xff);
+        std::vector<uint8_t> box(boxes[0].n, 0xff);
         for (int other = 0; other < n; other++) {
-            std::vector<uint32_t> numbers(size_t(EXCHANGE_BLOCKS), uint32_t(count + (other == but ? 0 : 1)));
-            memcpy(&box[size_t(numbers_at() + other * EXCHANGE_BLOCKS * int64_t(sizeof(uint32_t)))],
-                   numbers.data(), numbers.size() * sizeof(uint32_t));
+            const uint32_t number = uint32_t(count + (other == but ? 0 : 1));
+            const std::vector<uint32_t> numbers(EXCHANGE_BLOCKS, number);
+            memcpy(&box[numbers_at(other)], numbers.data(), numbers.size() * 4);
             if (other != rank) {
                 const Floats &part = parts[size_t(other)];
-                memcpy(&box[size_t(slot_at(rank, other))], part.data(), part.size() * sizeof(float));
+                const std::vector<uint32_t> words = numbered(part, number);
+                memcpy(&box[rows_at(rank, other)], part.data(), part.size() * 4);
+                memcpy(&box[pairs_at(rank, other)], words.data(), args.step_values > 0 ? words.size() * 4 : 0);
             }
         }
         boxes[size_t(rank)].set(box);
     }
-    // Whether `blocks` blocks have sent the part to all others, and no more.
-    bool sent(const Floats &part, int count, int64_t blocks) const {
+    // Whether `blocks` blocks have sent the part to all others, in this form, and no more.
+    bool sent(const Floats &part, int count, int64_t blocks, bool in_pairs) const {
         bool well = true;
         for (int other = 0; other < n; other++) {
-            const std::vector<uint8_t> box = boxes[size_t(other)].get();
-            std::vector<uint32_t> numbers(EXCHANGE_BLOCKS);
-            memcpy(numbers.data(), &box[size_t(numbers_at() + rank * EXCHANGE_BLOCKS * int64_t(sizeof(uint32_t)))],
-                   numbers.size() * sizeof(uint32_t));
-            for (int64_t b = 0; other != rank && b < EXCHANGE_BLOCKS; b++) {
-                well = well && numbers[size_t(b)] == (b < blocks ? uint32_t(count + 1) : ~0u);
+            if (other == rank) {
+                continue;
             }
-            well = well && (other == rank || memcmp(&box[size_t(slot_at(other, rank))], part.data(),
-                                                    part.size() * sizeof(float)) == 0);
+            const std::vector<uint8_t> box = boxes[size_t(other)].get();
+            std::vector<uint8_t> wanted(box.size(), 0xff);
+            if (in_pairs) {
+                const std::vector<uint32_t> words = numbered(part, uint32_t(count + 1));
+                memcpy(&wanted[pairs_at(other, rank)], words.data(), words.size() * 4);
+            } else {
+                const std::vector<uint32_t> numbers(size_t(blocks), uint32_t(count + 1));
+                memcpy(&wanted[rows_at(other, rank)], part.data(), part.size() * 4);
+                memcpy(&wanted[numbers_at(rank)], numbers.data(), numbers.size() * 4);
+            }
+            well = well && box == wanted;
         }
         const std::vector<int32_t> reached = counts.get();
         for (int64_t b = 0; b < EXCHANGE_BLOCKS; b++) {
@@ -94,12 +117,13 @@ std::vector<Floats> random_parts(int n, size_t values) {
     return parts;
 }
 
-void check_rows(int n, int rank, int T, int E, int count) {
+void check_rows(int n, int rank, int T, int E, int count, bool step) {
     const size_t values = size_t(T) * size_t(E);
     const std::vector<Floats> parts = random_parts(n, values);
     const Floats x = normals(values);
     const Device<float> dx(x), part(parts[size_t(rank)]), out(values);
     Rank here(n, rank, int64_t(values), count);
+    here.args.step_values = step ? here.values : 0;
     here.arrive(parts, count);
     ExchangeArgs a{E, T, dx.p, part.p, out.p, here.args};
     must(cuda::exchange(a, stream));
@@ -107,8 +131,9 @@ void check_rows(int n, int rank, int T, int E, int count) {
     const std::string name = "exchange of " + std::to_string(T) + " rows of " + std::to_string(E) + ", rank " +
                              std::to_string(rank) + " of " + std::to_string(n);
     expect(same_bits(out.get(), sum_of(x, parts)), name);
-    const int64_t blocks = std::min<int64_t>((int64_t(values) / 4 + 255) / 256, 128);
-    expect(here.sent(parts[size_t(rank)], count, blocks) && here.failure.get()[0] == 0, name + ", what it sends");
+    const int64_t all = (int64_t(values) + (step ? 255 : 1023)) / (step ? 256 : 1024),
+                  blocks = std::min<int64_t>(all, EXCHANGE_BLOCKS);
+    expect(here.sent(parts[size_t(rank)], count, blocks, step) && here.failure.get()[0] == 0, name + ", what it sends");
 }
 
 void check_norm(int n, int rank, int T, int64_t K, int64_t N, int count) {
@@ -150,7 +175,7 @@ void check_norm(int n, int rank, int T, int64_t K, int64_t N, int count) {
                              std::to_string(rank) + " of " + std::to_string(n);
     expect(same_bits(copy.get(), sum), name + ", sums");
     expect(out.get() == wanted.get(), name + ", packed");
-    expect(here.sent(parts[size_t(rank)], count, T * ((N + 255) / 256)), name + ", what it sends");
+    expect(here.sent(parts[size_t(rank)], count, T * ((N + 255) / 256), true), name + ", what it sends");
 }
 
 // Who waited in vain before waits no more, and says for whom.
@@ -167,10 +192,12 @@ void check_dead() {
 } // namespace
 
 void check_exchange(bool) {
-    check_rows(2, 0, 1, 64, 0);
-    check_rows(2, 1, 1, 5120, 7);
-    check_rows(3, 1, 5, 1024, 4);
-    check_rows(2, 0, 70, 5120, 1); // a block has several of its values in turn
+    for (const bool step : {true, false}) {
+        check_rows(2, 0, 1, 64, 0, step);
+        check_rows(2, 1, 1, 5120, 7, step);
+        check_rows(3, 1, 5, 1024, 4, step);
+    }
+    check_rows(2, 0, 840, 2560, 1, false); // a block has several of its values in turn
     check_norm(2, 0, 1, 512, 5120, 3);
     check_norm(2, 1, 4, 2304, 1024, 4);
     check_norm(4, 2, 17, 512, 384, 5); // the last chunk is a half

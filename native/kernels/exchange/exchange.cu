@@ -1,4 +1,4 @@
-// Adds what several devices have of the sums of many rows (exchange.h).
+// Adds what several devices have of the sums of rows (exchange.h), a prompt's or a step's.
 #include "common/overlap.cuh"
 #include "common/pointers.h"
 #include "exchange/meeting.cuh"
@@ -6,7 +6,8 @@
 namespace luce {
 namespace {
 
-constexpr int THREADS = 256, BLOCKS = 128; // these at most
+// So many blocks that those which add come beside others which still send.
+constexpr int THREADS = 256, BLOCKS = EXCHANGE_BLOCKS, STEP_THREADS = 128;
 
 __global__ void __launch_bounds__(THREADS) exchange_kernel(const __grid_constant__ ExchangeArgs a) {
     let_next_start();
@@ -20,10 +21,11 @@ __global__ void __launch_bounds__(THREADS) exchange_kernel(const __grid_constant
         meeting.send(i, __ldcg(part + i));
     }
     meeting.meet(number);
+    if (threadIdx.x == 0) {
+        meeting.reached(number);
+    }
     for (int64_t i = begin; i < n; i += step) {
-        const float4 sum = meeting.sum(i, __ldcg(part + i), [](float4 &all, const float4 &v) {
-            all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
-        });
+        const float4 sum = meeting.sum(i, __ldcg(part + i));
         float4 out = sum;
         if (x != nullptr) {
             const float4 y = __ldcg(x + i);
@@ -33,19 +35,44 @@ __global__ void __launch_bounds__(THREADS) exchange_kernel(const __grid_constant
     }
 }
 
+// A step's: a thread has two values.
+__global__ void __launch_bounds__(STEP_THREADS) exchange_step_kernel(const __grid_constant__ ExchangeArgs a) {
+    let_next_start();
+    const int64_t i = int64_t(blockIdx.x) * STEP_THREADS + threadIdx.x;
+    const bool there = i < a.T * a.E / 2;
+    const Meeting meeting(a.ranks, int(blockIdx.x));
+    wait_for_previous();
+    const uint32_t number = meeting.next();
+    if (there) {
+        const float2 own = __ldcg(reinterpret_cast<const float2 *>(a.part) + i);
+        meeting.send(i, own, number);
+        const float2 y =
+            a.x != nullptr ? __ldcg(reinterpret_cast<const float2 *>(a.x) + i) : float2{0.0f, 0.0f};
+        const float2 sum = meeting.sum(i, own, number);
+        reinterpret_cast<float2 *>(a.out)[i] = a.x != nullptr ? float2{y.x + sum.x, y.y + sum.y} : sum;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        meeting.reached(number);
+    }
+}
+
 } // namespace
 
 int cuda::exchange(const ExchangeArgs &a, void *stream) {
-    const int64_t n = a.T * a.E, all = (n / 4 + THREADS - 1) / THREADS, blocks = all < BLOCKS ? all : BLOCKS;
-    if (a.E % 4 != 0 || n < 0 || !can_meet(a.ranks, n, blocks) || !aligned(a.x) || !given(a.part) ||
-        !given(a.out)) {
+    const int64_t n = a.T * a.E, of_step = (n / 2 + STEP_THREADS - 1) / STEP_THREADS,
+                  all = (n / 4 + THREADS - 1) / THREADS;
+    const bool step = n <= a.ranks.step_values && of_step <= EXCHANGE_BLOCKS;
+    const int64_t blocks = step ? of_step : all < BLOCKS ? all : BLOCKS;
+    if (a.E % 4 != 0 || n < 0 || n > a.ranks.values || !can_meet(a.ranks, blocks) || !aligned(a.x) ||
+        !given(a.part) || !given(a.out)) {
         return int(cudaErrorInvalidValue);
     }
     if (n == 0) {
         return 0;
     }
-    return int(launch_kernel(exchange_kernel, dim3(unsigned(blocks)), THREADS, 0,
-                             static_cast<cudaStream_t>(stream), true, a));
+    return int(launch_kernel(step ? exchange_step_kernel : exchange_kernel, dim3(unsigned(blocks)),
+                             step ? STEP_THREADS : THREADS, 0, static_cast<cudaStream_t>(stream), true, a));
 }
 
 } // namespace luce

@@ -3,7 +3,8 @@
 //
 // On GPUs each rank has a box, in its own memory or, where the devices do not reach each other's, in pinned memory of the host.
 // A rank's kernel puts its part into the boxes of all others, says so there by a number that grows by one with each exchange, waits
-// until all have said so in its own, and adds. A block does so for its values alone. Slots alternate: who writes a slot again has
+// until all have said so in its own, and adds. A block does so for its values alone. Of a step's few values each has the number
+// beside it, in one store, so that nothing is fenced: plain steps of the 27B took 3.79 ms on two H200s with a number a block. Slots alternate: who writes a slot again has
 // heard in between, through the exchange that had the other slot, that the readers are done. A step begins when all of the step
 // before has ended.
 #pragma once
@@ -24,9 +25,10 @@ struct AddPartsArgs {
 
 constexpr int EXCHANGE_BLOCKS = 2048; // of an exchange, at most: a step's chunks of all of its rows
 
-// A box holds two slots of so many values from each other rank, and a number from each rank's block.
-constexpr int64_t exchange_box_bytes(int64_t n_ranks, int64_t values) {
-    return 2 * (n_ranks - 1) * values * int64_t(sizeof(float)) +
+// A box holds two slots of so many values from each other rank, of prompts and of steps, and a number from each rank's block.
+// Both numbers of values are multiples of 4.
+constexpr int64_t exchange_box_bytes(int64_t n_ranks, int64_t values, int64_t step_values) {
+    return 2 * (n_ranks - 1) * (values * int64_t(sizeof(float)) + step_values * int64_t(2 * sizeof(float))) +
            n_ranks * EXCHANGE_BLOCKS * int64_t(sizeof(uint32_t));
 }
 // The numbers that a rank's blocks have reached, and behind them 1 where it has waited in vain and waits no more.
@@ -39,7 +41,7 @@ struct ExchangeRanks {
     int32_t *counts; // [EXCHANGE_COUNTS], this rank's
     int32_t *failure; // [1] in host memory: 1 + the rank that did not answer
     void *boxes[MAX_RANKS]; // each rank's
-    int64_t box_bytes;
+    int64_t values, step_values; // that a slot has room for
 };
 
 // Rows of many values: prompts'.

@@ -17,66 +17,128 @@ __device__ inline unsigned long long nanoseconds() {
     return now;
 }
 
+// Two values, each with a number beside it. Eight bytes of these are written and read at once.
+struct NumberedPair {
+    uint32_t x, number_x, y, number_y;
+};
+__device__ __forceinline__ void store_pair(NumberedPair *to, const NumberedPair &p) {
+#ifdef __CUDA_ARCH__
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(p.x), "r"(p.number_x),
+                 "r"(p.y), "r"(p.number_y)
+                 : "memory");
+#else
+    *to = p;
+#endif
+}
+__device__ __forceinline__ NumberedPair load_pair(const NumberedPair *from) {
+    NumberedPair p;
+#ifdef __CUDA_ARCH__
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(p.x), "=r"(p.number_x), "=r"(p.y), "=r"(p.number_y)
+                 : "l"(from)
+                 : "memory");
+#else
+    p = *from;
+#endif
+    return p;
+}
+
 struct Meeting {
     const ExchangeRanks &a;
     int block;
-    int64_t numbers_at, slot_bytes; // of a box: where its numbers begin, and what a sender has of a slot
 
-    __device__ Meeting(const ExchangeRanks &ranks, int of_block)
-        : a(ranks), block(of_block),
-          numbers_at(a.box_bytes - a.n_ranks * EXCHANGE_BLOCKS * int64_t(sizeof(uint32_t))),
-          slot_bytes(numbers_at / (2 * (a.n_ranks - 1)) / 16 * 16) {}
+    __device__ Meeting(const ExchangeRanks &ranks, int of_block) : a(ranks), block(of_block) {}
 
-    // Where `owner` finds what `sender` has sent.
-    template <class V> __device__ V *values(int owner, int sender) const {
-        const int place = a.slot * (a.n_ranks - 1) + (sender < owner ? sender : sender - 1);
-        return reinterpret_cast<V *>(static_cast<uint8_t *>(a.boxes[owner]) + place * slot_bytes);
+    // Which of a box's places of values `owner` has for what `sender` sends.
+    __device__ int64_t place(int owner, int sender) const {
+        return a.slot * (a.n_ranks - 1) + (sender < owner ? sender : sender - 1);
+    }
+    // A prompt's values, a step's, and the numbers of blocks lie one behind the other.
+    __device__ float4 *values(int owner, int sender) const {
+        return static_cast<float4 *>(a.boxes[owner]) + place(owner, sender) * (a.values / 4);
+    }
+    __device__ NumberedPair *pairs(int owner, int sender) const {
+        return reinterpret_cast<NumberedPair *>(static_cast<float4 *>(a.boxes[owner]) +
+                                                2 * (a.n_ranks - 1) * (a.values / 4)) +
+               place(owner, sender) * (a.step_values / 2);
     }
     __device__ volatile uint32_t *number(int owner, int sender) const {
-        return reinterpret_cast<volatile uint32_t *>(static_cast<uint8_t *>(a.boxes[owner]) + numbers_at) +
+        return reinterpret_cast<volatile uint32_t *>(static_cast<float4 *>(a.boxes[owner]) +
+                                                     2 * (a.n_ranks - 1) *
+                                                         (a.values / 4 + a.step_values / 2)) +
                sender * EXCHANGE_BLOCKS + block;
     }
-    // It is written by the exchange ahead.
+    // The number of this exchange. The one ahead has written it.
     __device__ uint32_t next() const {
         return uint32_t(*static_cast<volatile int32_t *>(a.counts + block)) + 1;
     }
+    // One thread says so when all of the block have asked.
+    __device__ void reached(uint32_t n) const {
+        *static_cast<volatile int32_t *>(a.counts + block) = int32_t(n);
+    }
 
-    template <class V> __device__ void send(int64_t i, const V &v) const {
+    // ---- many values: a number a block ----
+
+    __device__ void send(int64_t i, const float4 &v) const {
         for (int to = 0; to < a.n_ranks; to++) {
             if (to != a.rank) {
-                __stcg(values<V>(to, a.rank) + i, v);
+                __stcg(values(to, a.rank) + i, v);
             }
         }
     }
     // All threads of the block come here when they have sent their values, and go on when those of the others are here.
-    __device__ void meet(uint32_t number_of_it) const {
+    __device__ void meet(uint32_t n) const {
         __syncthreads();
         const int other = threadIdx.x;
         if (other < a.n_ranks && other != a.rank) {
             __threadfence_system();
-            *number(other, a.rank) = number_of_it;
-            await(other, number_of_it);
+            *number(other, a.rank) = n;
+            await(other, [&] { return int32_t(*number(a.rank, other) - n) >= 0; });
             __threadfence_system();
         }
         __syncthreads();
-        if (threadIdx.x == 0) {
-            *static_cast<volatile int32_t *>(a.counts + block) = int32_t(number_of_it);
-        }
     }
     // The sum of all ranks' values, of which this one has `own`.
-    template <class V, class Add> __device__ V sum(int64_t i, const V &own, const Add &add) const {
-        V all = a.rank == 0 ? own : __ldcv(values<V>(a.rank, 0) + i);
+    __device__ float4 sum(int64_t i, const float4 &own) const {
+        float4 all = a.rank == 0 ? own : __ldcv(values(a.rank, 0) + i);
         for (int rank = 1; rank < a.n_ranks; rank++) {
-            add(all, rank == a.rank ? own : __ldcv(values<V>(a.rank, rank) + i));
+            const float4 v = rank == a.rank ? own : __ldcv(values(a.rank, rank) + i);
+            all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
+        }
+        return all;
+    }
+
+    // ---- a pair of values a thread: a number each ----
+
+    __device__ void send(int64_t i, const float2 &v, uint32_t n) const {
+        for (int to = 0; to < a.n_ranks; to++) {
+            if (to != a.rank) {
+                store_pair(pairs(to, a.rank) + i, {__float_as_uint(v.x), n, __float_as_uint(v.y), n});
+            }
+        }
+    }
+    __device__ float2 sum(int64_t i, const float2 &own, uint32_t n) const {
+        float2 all = {};
+        for (int rank = 0; rank < a.n_ranks; rank++) {
+            float2 v = own;
+            if (rank != a.rank) {
+                NumberedPair p;
+                await(rank, [&] {
+                    p = load_pair(pairs(a.rank, rank) + i);
+                    return p.number_x == n && p.number_y == n;
+                });
+                v = {__uint_as_float(p.x), __uint_as_float(p.y)};
+            }
+            all = rank == 0 ? v : float2{all.x + v.x, all.y + v.y};
         }
         return all;
     }
 
 private:
-    __device__ void await(int sender, uint32_t number_of_it) const {
+    template <class Here> __device__ __forceinline__ void await(int sender, const Here &here) const {
         volatile int32_t *dead = a.counts + EXCHANGE_BLOCKS;
         unsigned long long begun = 0;
-        for (uint32_t polls = 1; int32_t(*number(a.rank, sender) - number_of_it) < 0; polls++) {
+        for (uint32_t polls = 1; !here(); polls++) {
             if (polls % 1024 != 0) {
                 continue;
             }
@@ -91,10 +153,10 @@ private:
     }
 };
 
-// Says whether ranks are as a launch of so many values and blocks takes them.
-inline bool can_meet(const ExchangeRanks &a, int64_t values, int64_t blocks) {
+// Says whether ranks are as a launch of so many blocks takes them.
+inline bool can_meet(const ExchangeRanks &a, int64_t blocks) {
     return a.n_ranks >= 2 && a.n_ranks <= MAX_RANKS && a.rank >= 0 && a.rank < a.n_ranks && a.slot >= 0 &&
-           a.slot <= 1 && blocks <= EXCHANGE_BLOCKS && exchange_box_bytes(a.n_ranks, values) <= a.box_bytes;
+           a.slot <= 1 && blocks <= EXCHANGE_BLOCKS && a.values % 4 == 0 && a.step_values % 4 == 0;
 }
 
 } // namespace luce

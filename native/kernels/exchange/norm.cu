@@ -31,12 +31,11 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     of.fetch(x);
     const float2 y = fetch_pair(residual), own = of.sum(x, {of.zero(y.x), of.zero(y.y)});
     if (place.there) {
-        meeting.send(at, own);
+        meeting.send(at, own, number);
     }
-    meeting.meet(number);
     float2 v = {};
     if (place.there) {
-        v = meeting.sum(at, own, [](float2 &all, const float2 &more) { all.x += more.x, all.y += more.y; });
+        v = meeting.sum(at, own, number);
         v.x = y.x + v.x;
         v.y = y.y + v.y;
     }
@@ -44,6 +43,9 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     place.leave(normed, {v.x * w.x, v.y * w.y});
     place.keep(v);
     __syncthreads();
+    if (threadIdx.x == 0) {
+        meeting.reached(number);
+    }
     if (place.warp == 0) {
         place.pack(normed);
     } else if (place.warp == 1) {
@@ -64,7 +66,7 @@ int cuda::exchange_norm(const ExchangeNormArgs &args, void *stream) {
     if (a.T < 0 || a.T > ROWMM_MAX_ROWS || a.K <= 0 || a.parts == nullptr || a.parts->n_weights != 1 ||
         a.parts->T != a.T || a.parts->weights[0].N != a.K || !rowmm_adds_up(a.K) || !given(a.out) ||
         !given(a.copy) || !given(a.w) || !given(a.x) || a.x_row % 4 != 0 ||
-        !can_meet(args.ranks, a.T * a.K, blocks)) {
+        a.T * a.K > args.ranks.step_values || !can_meet(args.ranks, blocks)) {
         return int(cudaErrorInvalidValue);
     }
     if (a.T == 0) {

@@ -11,18 +11,20 @@ Exchange::Exchange(const Model &model, uint32_t rows)
     : tensors_(new_context(ggml_tensor_overhead() * (model.n_ranks() + 2))) {
     ggml_context *ctx = tensors_.get();
     const int64_t n = model.n_ranks();
-    box_bytes_ = (exchange_box_bytes(n, int64_t(rows) * model.hparams().n_embd) + 255) / 256 * 256;
+    const int64_t E = (model.hparams().n_embd + 3) / 4 * 4, values = rows * E, step_values = MAX_ROWS * E;
+    box_bytes_ = (exchange_box_bytes(n, values, step_values) + 255) / 256 * 256;
     for (int64_t rank = 0; rank < n; rank++) {
         counts.push_back(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, EXCHANGE_COUNTS));
     }
-    boxes = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n + 1);
+    boxes = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n + 2);
     failure = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, 1);
     for (ggml_tensor *t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
         t->data =
             reinterpret_cast<void *>(uintptr_t(256)); // nothing of it is for the graph allocator to place
     }
     table_.assign(size_t(n), 0);
-    table_.push_back(box_bytes_);
+    table_.push_back(values);
+    table_.push_back(step_values);
     boxes->data = table_.data();
 }
 

@@ -29,8 +29,8 @@ struct Exchange {
     int32_t failed() const;
 
     std::vector<ggml_tensor *> counts; // (ranks) {EXCHANGE_COUNTS} I32 on the rank's device
-    ggml_tensor
-        *boxes; // {ranks + 1} I64: where each rank's box is, and how long all are; graphs are built of it
+    // {ranks + 2} I64: where each rank's box is, and for how many values (ExchangeRanks); graphs are built of it.
+    ggml_tensor *boxes;
     ggml_tensor *failure; // {1} I32 in the host's memory
 
 private:

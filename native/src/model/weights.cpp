@@ -460,7 +460,7 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
                  device->name.c_str());
         }
     }
-    if (n > n_layer) {
+    if (n > n_layer && !split.tensors) {
         fail(LUCE_E_ARG, "%s has %u layers, and there are %zu devices", path, n_layer, n);
     }
     uint32_t sum = 0;

@@ -211,8 +211,9 @@ template <class Row, class A> void meets(Row &op, A &a) {
     op.in(FIELD(ranks.failure), {ANY});
     op.in("boxes", ArgForm::i64, {ANY}, [](auto &args, const ggml_tensor &table, uint8_t *at) {
         const auto *boxes = reinterpret_cast<const int64_t *>(at); // in the host's memory
-        args.ranks.n_ranks = int32_t(table.ne[0]) - 1;
-        args.ranks.box_bytes = boxes[args.ranks.n_ranks];
+        args.ranks.n_ranks = int32_t(table.ne[0]) - 2;
+        args.ranks.values = boxes[args.ranks.n_ranks];
+        args.ranks.step_values = boxes[args.ranks.n_ranks + 1];
         for (int32_t rank = 0; rank < args.ranks.n_ranks; rank++) {
             args.ranks.boxes[rank] = reinterpret_cast<void *>(uintptr_t(boxes[rank]));
         }
