@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import drive
 import numpy as np
+import op_run
 import pytest
 import tiny
 import tiny_dflash
@@ -113,6 +115,25 @@ def test_what_drafts_apart_has_the_same_bits(native: Library, device: str, name:
     made = files(tmp_path, name)
     two, _, apart = three.rpartition("+")
     assert run(native, two, name, made, draft_device=apart) == run(native, two, name, made)
+
+
+def test_parts_pass_through_host_memory_where_devices_do_not_reach_each_other(
+    native: Library, device: str, tmp_path: Path
+) -> None:
+    made, two = files(tmp_path, "dense"), two_ranks(device)
+    whole = run(native, two, "dense", made)
+    with op_run.parted_devices(native):
+        assert run(native, two, "dense", made) == whole
+
+
+def test_two_engines_on_the_same_devices_take_turns(native: Library, device: str, tmp_path: Path) -> None:
+    (path, _), two = files(tmp_path, "dense"), two_ranks(device)
+    model = drive.open_model(native, path, two)
+    sequences = [drive.open_sequence(model, n_ctx=512) for _ in range(2)]
+    expected = drive.decode(sequences[0], PROMPT[:70], 24).tokens
+    with ThreadPoolExecutor(2) as pool:
+        twice = pool.map(lambda each: [drive.decode(each, PROMPT[:70], 24).tokens for _ in range(2)], sequences)
+        assert list(twice) == [[expected] * 2] * 2
 
 
 @pytest.fixture(scope="module")
