@@ -2,7 +2,6 @@
 
 #include "exchange/exchange.h"
 
-#include <algorithm>
 #include <map>
 
 namespace luce {
@@ -35,21 +34,18 @@ struct Turns {
     std::mutex mutex;
     const Exchange *last = nullptr;
 };
-std::map<const Device *, Turns> &all_turns() {
-    static std::map<const Device *, Turns> turns = [] {
-        std::map<const Device *, Turns> made;
-        for (const Device &device : devices()) {
-            made[&device];
-        }
-        return made;
-    }();
-    return turns;
+Turns &turns_of(const Device *device) {
+    static std::mutex mutex;
+    static std::map<const Device *, Turns> all;
+    const std::lock_guard<std::mutex> lock(mutex);
+    return all[device];
 }
 
 } // namespace
 
 Exchange::~Exchange() {
-    for (auto &[device, turns] : all_turns()) {
+    for (const Device *device : devices_) {
+        Turns &turns = turns_of(device);
         const std::lock_guard<std::mutex> lock(turns.mutex);
         turns.last = turns.last == this ? nullptr : turns.last;
     }
@@ -57,15 +53,13 @@ Exchange::~Exchange() {
 
 Exchange::Turn Exchange::begin(const std::deque<Stage> &stages) const {
     Turn turn;
-    for (auto &[device, turns] : all_turns()) { // in one order, whatever that of the ranks is
-        const auto is_it = [device = device](const Stage &stage) { return &stage.device == device; };
-        if (std::any_of(stages.begin(), stages.begin() + long(counts.size()), is_it)) {
-            turn.emplace_back(turns.mutex);
-            if (turns.last != nullptr && turns.last != this) {
-                ggml_backend_event_wait(stages[0].steps.get(), turns.last->ended_.get());
-            }
-            turns.last = this;
+    for (const Device *device : devices_) { // in one order, whatever that of the ranks is
+        Turns &turns = turns_of(device);
+        turn.emplace_back(turns.mutex);
+        if (turns.last != nullptr && turns.last != this) {
+            ggml_backend_event_wait(stages[0].steps.get(), turns.last->ended_.get());
         }
+        turns.last = this;
     }
     return turn;
 }
@@ -92,6 +86,7 @@ void Exchange::allocate(const std::deque<Stage> &stages) {
     }
     for (size_t rank = 0; rank < counts.size(); rank++) {
         const Device &device = stages[rank].device;
+        devices_.insert(&device);
         buffers_.push_back(reach ? luce::allocate(device, size_t(box_bytes_), WHAT)
                                  : pinned(device, size_t(box_bytes_), WHAT));
         table_[rank] = int64_t(uintptr_t(ggml_backend_buffer_get_base(buffers_.back().get())));

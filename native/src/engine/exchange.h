@@ -5,6 +5,7 @@
 
 #include <deque>
 #include <mutex>
+#include <set>
 #include <vector>
 
 namespace luce {
@@ -38,6 +39,7 @@ private:
     int64_t box_bytes_;
     std::vector<int64_t> table_; // what `boxes` points to
     std::vector<Buffer> buffers_;
+    std::set<const Device *> devices_;
     Event ended_; // where the first rank's stream was behind the last step
 };
 
