@@ -14,7 +14,6 @@ namespace {
 constexpr int WARP = 32;
 constexpr int MAX_WARPS = 32;
 constexpr int MAX_OWN = 8; // a thread has at most so many vectors of 4 values
-constexpr int FEW_WARPS = 28; // blocks of so many have registers for all that a thread reads of two rows
 static_assert(GEMM_MAX_K == MAX_WARPS * WARP * MAX_OWN * 4, "the largest block holds the longest row");
 
 struct Sum {
@@ -84,62 +83,38 @@ __device__ float power_of_two(int exponent) {
 }
 
 // The grid is rows. Vector i of the row belongs to thread i % blockDim.x.
-template <int OWN, int INPUT>
-__global__ void __launch_bounds__((OWN < MAX_OWN ? FEW_WARPS : MAX_WARPS) * WARP)
-    gemm_pack_kernel(RowmmPackArgs a, bool f16_sums) {
-    [[maybe_unused]] __shared__ float sums[MAX_WARPS];
-    __shared__ float maxima[MAX_WARPS];
-    const int64_t row = blockIdx.x;
-    const int n = int(a.K / 4);
+template <int OWN>
+__global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a, bool f16_sums) {
+    __shared__ float sums[MAX_WARPS], maxima[MAX_WARPS];
+    const int64_t row = blockIdx.x, n = a.K / 4;
     const float4 *x = reinterpret_cast<const float4 *>(a.x + row * a.x_row);
-    [[maybe_unused]] const float4 *y = reinterpret_cast<const float4 *>(a.y + row * a.y_row);
-    [[maybe_unused]] const float4 *w = reinterpret_cast<const float4 *>(a.w);
-    constexpr bool TWO = INPUT == ROWMM_GLU || INPUT == ROWMM_GATED || INPUT == ROWMM_HEAD_RMS;
-    // All that is read is under way at once, where there are registers for it.
-    constexpr bool AHEAD = TWO && OWN < MAX_OWN;
-    float4 v[OWN], others[AHEAD ? OWN : 1];
-    const auto vector = [](int j) { return int(threadIdx.x + j * blockDim.x); };
-    const auto read = [n](const float4 *from, int at, int i) {
-        return i < n ? from[at] : float4{0, 0, 0, 0};
-    };
-    const auto read_other = [&](int i) { // a gate's heads lie between others
-        return read(y, INPUT == ROWMM_GATED ? i + i / (a.head / 4) * (a.head / 4) : i, i);
-    };
+    const float4 *y = reinterpret_cast<const float4 *>(a.y + row * a.y_row);
+    const float4 *w = reinterpret_cast<const float4 *>(a.w);
+    float4 v[OWN];
     float sum = 0, largest = 0;
 #pragma unroll
-    for (int j = 0; j < OWN && (AHEAD || !TWO); j++) {
-        v[j] = read(x, vector(j), vector(j));
-        if constexpr (AHEAD) {
-            others[j] = read_other(vector(j));
-        }
-    }
-#pragma unroll
     for (int j = 0; j < OWN; j++) {
-        float4 other = {};
-        if constexpr (TWO) {
-            if constexpr (!AHEAD) {
-                v[j] = read(x, vector(j), vector(j));
-                asm volatile("" : "+f"(v[j].x)); // no later vector is read yet
-            }
-            other = AHEAD ? others[AHEAD ? j : 0] : read_other(vector(j));
-        }
-        if constexpr (INPUT == ROWMM_RMS) {
+        const int64_t i = threadIdx.x + j * int64_t(blockDim.x);
+        v[j] = i < n ? x[i] : float4{0, 0, 0, 0};
+        if (a.input == ROWMM_RMS) {
             sum += squares(v[j]);
-        } else if constexpr (INPUT == ROWMM_GLU) {
-            v[j] = product(activate(a.activation, v[j]), other);
-        } else if constexpr (INPUT == ROWMM_GATED) {
-            v[j] = product(v[j], sigmoid(other));
-        } else if constexpr (INPUT == ROWMM_HEAD_RMS) { // here a head is a part of a warp
+        } else if (a.input == ROWMM_GLU) {
+            v[j] = product(activate(a.activation, v[j]), i < n ? y[i] : float4{0, 0, 0, 0});
+        } else if (a.input == ROWMM_GATED) {
+            v[j] =
+                product(v[j], i < n ? sigmoid(y[i + i / (a.head / 4) * (a.head / 4)]) : float4{0, 0, 0, 0});
+        } else if (a.input == ROWMM_HEAD_RMS) { // here a head is a part of a warp
             const float mean = over_lanes(squares(v[j]), a.head / 4, Sum()) / float(a.head);
-            const float4 scaled = product(times(v[j], rsqrtf(mean + a.eps)), w[vector(j) % (a.head / 4)]);
-            v[j] = product(scaled, activate(SILU, other));
+            const float4 scaled = product(times(v[j], rsqrtf(mean + a.eps)), w[i % (a.head / 4)]);
+            v[j] = product(scaled, i < n ? activate(SILU, y[i]) : float4{0, 0, 0, 0});
         }
     }
-    if constexpr (INPUT == ROWMM_RMS) {
+    if (a.input == ROWMM_RMS) {
         const float scale = rsqrtf(over_block(sum, sums, Sum()) / float(a.K) + a.eps);
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
-            v[j] = product(times(v[j], scale), read(w, vector(j), vector(j)));
+            const int64_t i = threadIdx.x + j * int64_t(blockDim.x);
+            v[j] = product(times(v[j], scale), i < n ? w[i] : float4{0, 0, 0, 0});
         }
     }
 #pragma unroll
@@ -151,7 +126,7 @@ __global__ void __launch_bounds__((OWN < MAX_OWN ? FEW_WARPS : MAX_WARPS) * WARP
     __half *out = static_cast<__half *>(a.out) + row * a.K;
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
-        const int i = vector(j);
+        const int64_t i = threadIdx.x + j * int64_t(blockDim.x);
         if (i < n) {
             __half2 packed[2] = {__floats2half2_rn(v[j].x * down, v[j].y * down),
                                  __floats2half2_rn(v[j].z * down, v[j].w * down)};
@@ -164,20 +139,8 @@ __global__ void __launch_bounds__((OWN < MAX_OWN ? FEW_WARPS : MAX_WARPS) * WARP
     }
 }
 
-template <int INPUT> void launch(const RowmmPackArgs &a, bool f16_sums, cudaStream_t stream) {
-    const int vectors = int(a.K / 4);
-    // A thread then has about 5 vectors.
-    const int some = std::max((vectors + 5 * WARP - 1) / (5 * WARP), 4),
-              warps = some <= FEW_WARPS ? some : MAX_WARPS;
-    const auto run = [&](auto kernel) { kernel<<<a.T, warps * WARP, 0, stream>>>(a, f16_sums); };
-    switch (some <= FEW_WARPS ? (vectors + warps * WARP - 1) / (warps * WARP) : MAX_OWN) {
-        case 1: return run(gemm_pack_kernel<1, INPUT>);
-        case 2: return run(gemm_pack_kernel<2, INPUT>);
-        case 3: return run(gemm_pack_kernel<3, INPUT>);
-        case 4: return run(gemm_pack_kernel<4, INPUT>);
-        case 5: return run(gemm_pack_kernel<5, INPUT>);
-        default: return run(gemm_pack_kernel<MAX_OWN, INPUT>);
-    }
+template <int OWN> void launch(const RowmmPackArgs &a, bool f16_sums, int warps, cudaStream_t stream) {
+    gemm_pack_kernel<OWN><<<a.T, warps * WARP, 0, stream>>>(a, f16_sums);
 }
 
 bool valid(const RowmmPackArgs &a) {
@@ -213,12 +176,16 @@ int cuda::gemm_pack(const RowmmPackArgs &args, void *stream) {
     }
     const bool f16_sums = device.slow_f32_sums;
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
-    switch (args.input) {
-        case ROWMM_PLAIN: launch<ROWMM_PLAIN>(args, f16_sums, st); break;
-        case ROWMM_RMS: launch<ROWMM_RMS>(args, f16_sums, st); break;
-        case ROWMM_GLU: launch<ROWMM_GLU>(args, f16_sums, st); break;
-        case ROWMM_GATED: launch<ROWMM_GATED>(args, f16_sums, st); break;
-        default: launch<ROWMM_HEAD_RMS>(args, f16_sums, st);
+    const int vectors = int(args.K / 4);
+    // A thread then has about 5 vectors.
+    const int warps = std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS);
+    switch ((vectors + warps * WARP - 1) / (warps * WARP)) {
+        case 1: launch<1>(args, f16_sums, warps, st); break;
+        case 2: launch<2>(args, f16_sums, warps, st); break;
+        case 3: launch<3>(args, f16_sums, warps, st); break;
+        case 4: launch<4>(args, f16_sums, warps, st); break;
+        case 5: launch<5>(args, f16_sums, warps, st); break;
+        default: launch<MAX_OWN>(args, f16_sums, warps, st);
     }
     return int(cudaGetLastError());
 }
