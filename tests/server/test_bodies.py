@@ -22,7 +22,7 @@ from luce.native import File
 from luce.native.structs import Penalties, Sampling
 from luce.server.api import anthropic, ollama, openai, responses
 from luce.server.ask import Refused
-from luce.server.body import read
+from luce.server.body import MAX_DEPTH, _typed, read
 from luce.text.call_grammar import call_grammar
 from luce.text.conversation import ordered
 from luce.text.prompt import prompt_ids
@@ -204,3 +204,36 @@ def test_a_body_that_is_spoilt_anywhere_is_an_ask_or_refused(api, n, tokenizer):
         assert 0.05 * n < sum(asked) < 0.95 * n
 
     asyncio.run(all_of_them())
+
+
+def nested(deep: int, inside: list[object]) -> bytes:
+    """A body whose prompt is so many lists within each other, the innermost of which is `inside`."""
+    return b'{"prompt":' + b"[" * (deep - 1) + json.dumps(inside).encode() + b"]" * (deep - 1) + b"}"
+
+
+@pytest.mark.parametrize("inside", [[1], [1, 2, 3], ["x"], [1, [2]], [[2], 1], [{"a": 1}, 2]])
+def test_a_body_may_be_nested_so_deep_whatever_lies_innermost(inside):
+    """Of an innermost list one value says how deep it is."""
+    deeper_by = 1 if any(isinstance(each, (list, dict)) for each in inside) else 0
+    most = MAX_DEPTH - 1 - deeper_by  # The body itself is a level.
+    for deep, refused in ((most, False), (most + 1, True)):
+        try:
+            _typed(nested(deep, inside), openai.CompletionBody, openai.CompletionBody.API, [])
+            said = ""
+        except Refused as error:
+            said = str(error)
+        assert (said == "the body is nested too deeply") == refused, (deep, said)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [([1, 2, 3], [1, 2, 3]), ([1.0, 2], [1, 2]), ([], []), ([True], None), ([1.5, 2], None), ([1, None], None),
+     ("x", None), ([1, "2"], None)],
+)  # fmt: skip
+def test_tokens_of_a_prompt_are_whole_numbers(given, taken):
+    if taken is None:
+        with pytest.raises(Refused, match="neither texts nor lists of tokens"):
+            openai.tokens_of(given, "prompt")
+    else:
+        found = openai.tokens_of(given, "prompt")
+        assert found == taken and all(type(token) is int for token in found)
