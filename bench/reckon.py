@@ -15,8 +15,8 @@ A step takes the longest of three times, and what its launches cost:
 
 A chunk of a prompt takes the sum of three:
 
-    products   at a share of what the tensor cores do at most: 256 products a clock of a multiprocessor with sums in F32,
-               512 with sums in F16, 1,024 of int8 (NVIDIA's white papers)
+    products   at a share of what the tensor cores do at most: a multiprocessor does 256 products a clock with sums in
+               F32, 512 with sums in F16, 1,024 of int8 (NVIDIA's white papers)
     weights    that are read and written out as F16, at 0.9 of the bandwidth
     rest       attention, DeltaNet, norms: what an H200 took, by its bandwidth
 
@@ -178,9 +178,11 @@ def chunk(card: Card, rows: int, sums: str) -> float:
 
 def prompts_table() -> list[str]:
     """Lines of the table of prompts."""
-    lines = ["| reckoned: a chunk of a prompt, 27B, Q4_K | products with sums in F32, in F16, ms | weights as F16, ms | rest, ms "
-             "| tokens a second: F32, F16 | gain | int8 as ggml's |",
-             "|---" * 7 + "|"]  # fmt: skip
+    lines = [
+        "| reckoned: a chunk of a prompt, 27B, Q4_K | products with sums in F32, in F16, ms | weights as F16, ms "
+        "| rest, ms | tokens a second: F32, F16 | gain | int8 as ggml's |",
+        "|---" * 7 + "|",
+    ]
     dense = models()[0]
     for card in (c for c in cards().values() if c.name in CLOCK_MHZ and fits(c, dense)):
         for rows in CHUNKS:
