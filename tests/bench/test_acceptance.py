@@ -130,7 +130,7 @@ def test_a_value_that_a_type_does_not_hold_is_an_error() -> None:
         set_first(blocks, QType.Q4_K, np.ones((1, 64), bool), 300)
 
 
-@pytest.mark.parametrize("made", ["mixed", "mixed Q4_K", *deeper("Q6_K", "Q8_0")])
+@pytest.mark.parametrize("made", ["mixed", *deeper("mixed Q4_K", "Q6_K", "Q8_0")])
 def test_every_token_counts_at_every_depth_of_the_head(made: str, tmp_path: Path) -> None:
     """The head's own product is done here for all tokens: of these, so many drafts are right."""
     kind, _, head = made.partition(" ")
@@ -333,6 +333,7 @@ def test_bench_says_the_class_and_the_chances_by_depth(luce_: Callable[..., obje
     assert len(list((tmp_path / "luce").iterdir())) == 2, "files are made once"
 
 
+@pytest.mark.long
 def test_bench_takes_a_class_of_another_drafter_and_lists(luce_: Callable[..., object], tmp_path: Path) -> None:
     args = ["bench", "oracle", "--shape", "mini", "--modes", "plain,dflash", "-n", 16, "--rounds", 1, "--cache",
             tmp_path, "--quiet", "--json"]  # fmt: skip

@@ -214,6 +214,7 @@ def test_batch_is_figures_of_sequences_that_decode_together(bench, tmp_path):
     assert few.exit_code == 1 and "3 sequences of 1 new tokens never decode together" in few.stderr
 
 
+@pytest.mark.long
 def test_every_form_of_output(bench, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "mine.jsonl"
@@ -249,6 +250,7 @@ def test_the_driver_of_a_machine_with_several_gpus_is_said_once(tmp_path, monkey
     assert driver_version() == "580.1"
 
 
+@pytest.mark.long
 def test_what_the_files_cannot_do_is_an_error_before_anything_runs(bench, tiny_gguf, monkeypatch):
     monkeypatch.setattr(Bench, "run", None)
     for modes in ("plain,mtp", "mtp:2,auto"):

@@ -86,6 +86,7 @@ def server(tmp_path: Path) -> Callable[[np.ndarray, str], Path]:
     return make
 
 
+@pytest.mark.long
 def test_a_peer_in_f32_is_as_good_as_the_reference(
     native: Library, tmp_path: Path, server, device: str, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_peer_that_does_something_else_is_an_error(
         kl.llamacpp_logprobs(path, [[1, 2, 3, 4]], 2, "cpu", 1, folder, 16)
 
 
+@pytest.mark.long
 def test_the_f32_copy_has_the_weights_of_the_file(tmp_path: Path) -> None:
     for path in kl.write_random(tmp_path, "tiny", ["Q4_K_M"], threads=1):
         copy = tmp_path / "copy.gguf"

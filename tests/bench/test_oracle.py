@@ -21,7 +21,7 @@ from luce.planning.plan import part_of
 CONTINUED = 64
 
 
-@pytest.fixture(scope="module", params=["mini mixed", "mini-moe mixed", *deeper("mini Q6_K", "mini Q8_0")])
+@pytest.fixture(scope="module", params=["mini mixed", *deeper("mini-moe mixed", "mini Q6_K", "mini Q8_0")])
 def made(request: pytest.FixtureRequest) -> tuple[str, str]:
     """These are the shape and the type of the matrices."""
     shape, kind = str(request.param).split()

@@ -94,6 +94,7 @@ def test_blocks_are_accepted_as_the_rule_says(
         assert found.accepted == accepted
 
 
+@pytest.mark.long
 def test_a_dsparks_trees_find_what_its_chains_miss(native: Library, device: str, tmp_path: Path) -> None:
     """Its lists are conditional on the token before, and the same behind each: the right token is in them as asked."""
     rule, accept = Rule(SHAPE.n_vocab, seed=3), parse("dspark:mixed", "dflash", 15)
@@ -116,7 +117,7 @@ def test_a_dsparks_trees_find_what_its_chains_miss(native: Library, device: str,
     assert met >= {-1, 0, 1, 2}
 
 
-@pytest.mark.parametrize("shape", ["mini", "mini-moe"])
+@pytest.mark.parametrize("shape", ["mini", *deeper("mini-moe")])
 def test_bench_oracle_makes_and_measures_it(shape: str, luce_: object, tmp_path: Path) -> None:
     assert callable(luce_)
     modes = "plain,dflash,mtp:3,lookup,auto"

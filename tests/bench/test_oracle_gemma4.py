@@ -38,6 +38,7 @@ def reference(made: tuple[str, Path, Rule]) -> Reference:
     return Reference(SHAPES[shape], hf.tensors_of(path))
 
 
+@pytest.mark.long
 def test_the_model_says_what_the_rule_says(made: tuple[str, Path, Rule], reference: Reference) -> None:
     rule = made[2]
     logits = reference.logits(TOKENS)

@@ -39,6 +39,7 @@ def test_towers_of_real_models_have_their_published_shape(shape):
     assert (c.n_layer, c.n_embd, c.n_head, c.n_ff, c.n_out) == published[shape]
 
 
+@pytest.mark.long
 def test_one_run_measures_encodes_and_first_tokens(tmp_path, monkeypatch, capsys):
     make_oracle(tmp_path / "model.gguf", "mini", sees=True)
     make_tower(tmp_path / "mmproj.gguf", SHAPES["mini"].n_embd, "luce oracle mini")

@@ -53,6 +53,7 @@ def test_probe_says_what_a_drafter_takes(luce_):
     assert drafter % (4 * 2 * 2 * 64 * 2) == 0 and drafter >= 512 * 4 * 2 * 2 * 64 * 2
 
 
+@pytest.mark.long
 def test_bench_runs_blocks_beside_plain(luce_, tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": "f", "prompt": PROMPT}) + "\n")
     result = luce_(

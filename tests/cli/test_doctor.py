@@ -86,6 +86,7 @@ def printed(native):
     return result.stdout
 
 
+@pytest.mark.long
 def test_all_holds_on_the_small_model_in_ten_lines(luce_, printed, monkeypatch):
     checks = [Check(**check) for check in json.loads(printed)["checks"]]
     monkeypatch.setattr(cli, "examine", lambda *_: iter(checks))
@@ -102,6 +103,7 @@ def test_all_holds_on_the_small_model_in_ten_lines(luce_, printed, monkeypatch):
     assert "measured" in result.stdout and "reckoned" in result.stdout
 
 
+@pytest.mark.long
 def test_the_report_says_what_it_is_of_and_all_that_was_compared(printed):
     report = json.loads(printed)
     assert set(report) == {
@@ -173,7 +175,7 @@ def test_a_dflash_drafter_alone_drafts_in_company_and_with_what_is_kept(files, m
         assert found[name].verdict == "ok" and found[name].figures["drafts"]["dflash"][0] > 0
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("together", [False, *deeper(True)])
 def test_a_mode_that_drafts_nothing_is_named(files, together):
     case = dataclasses.replace(cases_of(files, 1)[0], prompt=tuple(range(300, 320)))  # Nothing is said twice.
     modes = run.parse_modes("mtp:1,lookup:15")

@@ -48,6 +48,7 @@ def test_tokens_are_the_same_in_every_mode(generate):
     assert sum(each["stats"]["drafted"] for each in found) > 0
 
 
+@pytest.mark.long
 def test_sampled_tokens_are_the_same_in_every_mode(generate):
     how = ("--json", "-n", "24", "--temp", "1", "--seed", "3")
     found = [answer(generate(*how, *mode))["tokens"] for mode in MODES]
@@ -69,6 +70,7 @@ def test_the_summary_says_what_was_left_out(generate):
     assert ", left " in summary and " out (lossy)" in summary
 
 
+@pytest.mark.long
 def test_a_share_of_one_reads_all_with_the_tokens_of_a_whole_prompt(generate):
     found, whole = (answer(generate("--json", "-n", "12", keep=keep)) for keep in ("1", None))
     assert found["tokens"] == whole["tokens"] and found["prefill"]["left_out"] == 0

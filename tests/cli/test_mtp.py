@@ -62,7 +62,7 @@ def stats_of(result):
     return json.loads(result.stdout)["stats"]
 
 
-@pytest.mark.parametrize("model", ["trunk", "combined"])
+@pytest.mark.parametrize("model", [*deeper("trunk"), "combined"])
 @pytest.mark.parametrize("head", [None, *deeper("combined"), "head", *deeper("trunk")])
 @pytest.mark.parametrize("spec", [None, "auto", "off", "mtp"])
 def test_every_flag_of_speculation_against_every_file(generate, model, head, spec):

@@ -132,6 +132,7 @@ def test_core_in_f32_agrees_with_transformers(
     check_greedy(sequence, golden, "stored_", error)
 
 
+@pytest.mark.long
 def test_reference_head_agrees_with_torch(golden: Golden, record_property: Record) -> None:
     """ref.NextN, with which test_head compares the core, is held to the head that the box trained."""
     weights = ref.read_gguf(str(box_model.GGUF))
@@ -220,6 +221,7 @@ def with_two_drafts(sequence: Timeline, prompts: list[list[int]]) -> list[tuple[
     return [rounds(sequence, prompt, 96, 2) for prompt in prompts]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gamma", [2, *deeper(1, 4)])
 def test_drafts_change_no_token(
     gamma: int,

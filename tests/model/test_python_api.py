@@ -138,6 +138,7 @@ def test_any_thread_may_ask(model, alone):
         assert found[n] == expected.tokens
 
 
+@pytest.mark.long
 def test_no_draft_changes_a_token(device, alone):
     for draft in ("mtp", "dflash", "lookup"):
         with load(device, draft=draft) as model:
@@ -213,6 +214,7 @@ def test_a_task_that_is_cancelled_cancels_its_answer(device):
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_asyncio_has_chats_and_beginnings_too():
     async def run():
         async with luce.AsyncModel(device=KEEPS, threads=1, ctx=1536, parallel=2) as other:
@@ -360,6 +362,7 @@ def test_a_prefix_is_resumed_by_many():
             assert answer.tokens == alone.generate(LONG + rest, max_tokens=10).tokens and answer.text
 
 
+@pytest.mark.long
 def test_a_prefix_that_is_closed_makes_room():
     with load(KEEPS, checkpoints=1) as model:
         prefix = model.prefix(LONG)

@@ -167,6 +167,7 @@ def test_it_is_known_what_is_read_again(opened: Callable[[int], Engine], tokeniz
     cache.close()
 
 
+@pytest.mark.long
 def test_files_of_engines_with_other_chunks_are_used(
     opened: Callable[[int], Engine], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -169,7 +169,7 @@ def replayed(scheduler, talks, new=1):
     ("n_chunk", "slots", "talks", "how"),
     [
         (1024, 4, 4, {}),  # luce serve takes these on a GPU.
-        (1024, 4, 4, {"n_cut": 1024}),  # Its weights are of types that ggml multiplies.
+        *deeper((1024, 4, 4, {"n_cut": 1024})),  # Its weights are of types that ggml multiplies.
         *deeper((2048, 4, 4, {})),
         (4096, 1, 1, {"n_pages": 119}),  # There is no page more than the longest prompt has, and one.
         *deeper((2048, 4, 8, {"host_bytes": 1 << 40})),  # Half of them have room on the device.

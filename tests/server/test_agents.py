@@ -9,6 +9,7 @@ import pytest
 import scripted_model
 from checkout import TESTS
 from clients import script
+from depth import deeper_but
 from serving import serving, settings, until
 
 from luce.native import Tower
@@ -115,7 +116,7 @@ def expected(agent, images):
     return [begun, *(("", "", [each]) for each in others), ("", f"{agent} is done.", [])]
 
 
-@pytest.mark.parametrize("agent", script.AGENTS)
+@pytest.mark.parametrize("agent", deeper_but(script.AGENTS, "codex", "pi"))
 def test_an_agent_reads_an_image_and_goes_on(seeing, agent, line, prompts, encodes):
     """Its rows stand where its tool's answer does, and are encoded once and read once, however often it is sent."""
     decode = seeing.models.slots["scripted"].served.tokenizer.decode
@@ -178,7 +179,7 @@ def test_a_stream_says_the_same(seeing, agent, line):
         line()
 
 
-@pytest.mark.parametrize("agent", script.AGENTS)
+@pytest.mark.parametrize("agent", deeper_but(script.AGENTS, "codex"))
 def test_an_agent_talks_to_a_gemma(gemma, agent, line):
     """Nested arguments come as the model wrote them, and what it said before is the beginning of the next prompt."""
     told = []
@@ -191,7 +192,7 @@ def test_an_agent_talks_to_a_gemma(gemma, agent, line):
     assert all(after["cached"] > before["prompt"] - 128 for before, after in zip(told, told[1:], strict=False))
 
 
-@pytest.mark.parametrize("agent", script.AGENTS)
+@pytest.mark.parametrize("agent", deeper_but(script.AGENTS, "opencode"))
 def test_a_model_without_a_tower_goes_on_where_the_image_is_a_tools(blind, agent):
     """opencode and pi send it in a message of the user's own, if they were told that the model sees."""
     answers = [ask(blind, agent, body) for body in turns_of(agent, "qwen")]

@@ -28,6 +28,7 @@ def ask(server, **how):
     return found["choices"][0]["text"], found["timings"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["mtp", *deeper("auto")])
 def test_a_server_says_with_an_assistant_what_it_says_without(native, files, spec):
     target, assistant = files

@@ -301,6 +301,7 @@ def test_an_image_that_has_no_room_is_refused_for_good(server, monkeypatch):
     assert response.status_code == 400 and "takes 80 tokens" in said and "reduce it" in said
 
 
+@pytest.mark.long
 def test_an_image_longer_than_the_context_is_refused_before_it_is_encoded(server, monkeypatch):
     monkeypatch.setattr(Tower, "encode", lambda *_: pytest.fail("it was encoded"))
     response = server.post("/v1/chat/completions", model="m", messages=openai(encoded(1, (1600, 1400))), **GREEDY)

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from checkout import ROOT
+from depth import deeper, deeper_but
 from serving import serving, settings, streamed
 
 from luce.data import BOX
@@ -35,7 +36,7 @@ def text_of(answer):
     return answer["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("api", ASKED)
+@pytest.mark.parametrize("api", deeper_but(ASKED, "/v1/chat/completions", "/v1/messages"))
 def test_answers_say_what_was_read(server, api):
     whole, kept = asked(server, api), asked(server, api, **KEEP)
     assert "prefill" not in whole
@@ -53,13 +54,14 @@ def test_answers_say_what_was_read(server, api):
     assert read + left_out == all_of_it
 
 
-@pytest.mark.parametrize("api", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("api", ["/v1/completions", *deeper("/v1/chat/completions")])
 def test_streams_say_it_with_the_last_event(server, api):
     events = streamed(server.post(api, stream=True, **(ASKED[api] | KEEP)))
     told = [event["prefill"] for event in events if "prefill" in event]
     assert told == [asked(server, api, **KEEP)["prefill"]]
 
 
+@pytest.mark.long
 def test_a_part_and_a_whole_prompt_are_never_taken_for_each_other(server):
     """Each has its own tokens in whatever order they are asked, and is resumed from what it kept itself. Ahead of the
     first gap they are one."""

@@ -185,6 +185,7 @@ def test_all_end_with_the_server(endless):
     assert not [name for name in left if name.startswith(("luce-engine", "luce-cache"))]
 
 
+@pytest.mark.long
 def test_files_of_beginnings_are_kept_for_each(native, tmp_path):
     """A server that is started again finds on each replica what that one kept."""
     text = "# a\n" + "".join(f"value_{n} = {n}\n" for n in range(60))

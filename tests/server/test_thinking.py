@@ -5,6 +5,7 @@ import json
 from contextlib import ExitStack
 
 import pytest
+from depth import deeper_but
 from serving import serving, settings
 
 from luce.data import BOX
@@ -102,7 +103,7 @@ ASKED = [  # What an API is asked stands for these variables of the template.
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", deeper_but(DIALECTS, "3.8"))
 def test_what_is_asked_of_thoughts_reaches_the_template(servers, dialect, monkeypatch):
     server = servers[dialect]
     prompts = []

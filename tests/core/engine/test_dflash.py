@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash
-from depth import deeper
+from depth import deeper, deeper_but
 from tiny_dflash import CASES
 
 from luce.decode.engine import Engine
@@ -45,7 +45,7 @@ def prompts(native: Library) -> list[list[int]]:
     return [tokenizer.encode(prompt, add_bos=True) for prompt in box_model.PROMPTS]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, "warm"))
 def test_blocks_of_the_box_give_the_tokens_and_bytes_of_plain_decoding(
     sampling: str, box: Model, prompts: list[list[int]]
 ) -> None:
@@ -68,6 +68,7 @@ def test_blocks_of_the_box_give_the_tokens_and_bytes_of_plain_decoding(
     assert sum(accepted) > 5, "rounds of all kinds are wanted"
 
 
+@pytest.mark.long
 def test_the_drafter_of_the_box_is_accepted_as_when_it_was_trained(
     box: Model, prompts: list[list[int]], device: str
 ) -> None:
@@ -87,7 +88,7 @@ def test_the_drafter_of_the_box_is_accepted_as_when_it_was_trained(
 N_PROMPT = 300  # It is longer than a page and a chunk.
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+@pytest.fixture(scope="module", params=["dense", *deeper("experts")])
 def random_files(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:

@@ -79,7 +79,7 @@ def grown(sequence: Timeline, out: drive.Decoded, n: int, case: More, budgets: S
 
 
 @pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, "greedy"))
-@pytest.mark.parametrize("name", deeper_but(CASES, "dflash2-windows", "dflash2-from-anchor", "dspark-sinks"))
+@pytest.mark.parametrize("name", deeper_but(CASES, "dflash2-windows", "dspark-sinks"))
 @pytest.mark.parametrize("right", [True, False], ids=["by heart", "wrong"])
 def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
     right: bool, name: str, sampling: str, opened: Opened
@@ -107,7 +107,7 @@ def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
         assert sum(chains) >= len(chains) and sum(found.accepted[n:]) > 3
 
 
-@pytest.mark.parametrize("name", ["dflash2-causal", "dspark", "dflash2-windows", "dspark-sinks"])
+@pytest.mark.parametrize("name", [*deeper("dflash2-causal", "dspark"), "dflash2-windows", *deeper("dspark-sinks")])
 def test_sequences_in_company_draft_what_they_draft_alone(name: str, opened: Opened) -> None:
     """There are more blocks than fit into one step, of sequences of different lengths and settings."""
     model, case = opened(name, ())

@@ -118,7 +118,7 @@ def block_of(sequence: Timeline, anchor: int, n: int) -> tuple[list[int], np.nda
 
 
 @pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, list(SAMPLINGS)[-1]))
-@pytest.mark.parametrize("name", deeper_but(CASES, "per-layer", "dense, DSpark"))
+@pytest.mark.parametrize("name", deeper_but(CASES, "per-layer"))
 @pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
 def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
     right: bool, name: str, sampling: str, opened: Opened
@@ -145,7 +145,7 @@ def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
         assert not isinstance(case, More) or sampling != "greedy" or sum(found.accepted) > N // 4
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", deeper_but(CASES, "dense, DSpark"))
 def test_sequences_in_company_draft_what_they_draft_alone(name: str, opened: Opened) -> None:
     """There are more blocks than fit into one step, of sequences of different lengths and settings."""
     model, case = opened(name, ())
@@ -163,7 +163,7 @@ def test_sequences_in_company_draft_what_they_draft_alone(name: str, opened: Ope
         assert choices == drive.verify(sequence, [seed, *alone[seed][:4]])
 
 
-@pytest.mark.parametrize("name", deeper_but(CASES, "per-layer", "experts, DFlash2"))
+@pytest.mark.parametrize("name", deeper_but(CASES, "experts, DFlash2"))
 def test_a_checkpoint_brings_the_drafters_context(name: str, opened: Opened) -> None:
     """From the device, from host memory and from bytes: the trunk has let go what is behind its windows by then, and
     the drafter sees it still."""
@@ -186,7 +186,7 @@ def test_a_checkpoint_brings_the_drafters_context(name: str, opened: Opened) -> 
         warm.reset()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", deeper_but(CASES, "dense", "experts, DFlash2"))
 @pytest.mark.parametrize(("spec", "budget"), [("auto", 20), *deeper(("dflash", None), ("dflash", 12))])
 def test_generations_are_those_of_plain_decoding(name: str, spec: str, budget: int | None, tmp_path: Path) -> None:
     """Three requests share an engine, greedy and sampled."""

@@ -11,6 +11,7 @@ import op_run
 import pytest
 import tiny
 from cut_models import DENSE
+from depth import deeper
 from op_run import Fault
 from split import held, stages, two_stages
 
@@ -44,12 +45,11 @@ def read(native: Library, made: Path, device: str, layers: tuple[int, ...] = ())
     return found
 
 
-@pytest.mark.parametrize("n", LAYERS)
-@pytest.mark.parametrize("slow", range(3))
+@pytest.mark.parametrize(("slow", "n"), [(0, 2), (1, 3), *deeper((0, 3), (1, 2), (2, 3))])
 def test_chunks_that_overlap_have_the_bits_of_one_device(
     native: Library, device: str, made: Path, n: int, slow: int
 ) -> None:
-    if slow >= n or (several := stages(device, n)) is None:
+    if (several := stages(device, n)) is None:
         pytest.skip("there is no such stage")
     one = device.split(",")[0]
     whole = held(one, read(native, made, one))
@@ -57,6 +57,7 @@ def test_chunks_that_overlap_have_the_bits_of_one_device(
         assert held(one, read(native, made, several, LAYERS[n])) == whole
 
 
+@pytest.mark.long
 def test_rows_of_chunks_wait_in_host_memory_too(native: Library, device: str, made: Path) -> None:
     two, one = two_stages(device), device.split(",")[0]
     with op_run.parted_devices(native):

@@ -34,7 +34,7 @@ N_SEQUENCES, N_CTX, N_CHUNK, TAIL = 6, 1024, 1024, 128
 SAMPLED = Sampling(temperature=0.9, top_k=30, seed=11)
 
 
-@pytest.fixture(scope="module", params=deeper_but(KINDS, "Q4_K", "F32 experts"))
+@pytest.fixture(scope="module", params=deeper_but(KINDS, "Q4_K"))
 def engine(
     request: pytest.FixtureRequest, native: Library, device: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Engine:

@@ -21,6 +21,7 @@ import drive
 import op_run
 import pytest
 import tiny
+from depth import deeper
 from nan_model import BAD, open_engine, tokens_of
 from op_run import Fault, fault
 from split import two_stages
@@ -385,7 +386,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-@pytest.mark.parametrize("n_ctx", [300, 700, 1111, 1900])
+@pytest.mark.parametrize("n_ctx", [*deeper(300, 700), 1111, *deeper(1900)])
 @pytest.mark.parametrize("head", [False, True])
 def test_every_chunk_of_a_context_fits_the_buffers_that_were_counted(native, tmp_path, device, n_ctx, head):
     """Chunks with and without a choice, of all lengths of context: none takes more than the largest did."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from checkout import GOLDENS
+from depth import deeper
 
 from luce.errors import ArgumentError, StateError
 from luce.native import Prompt
@@ -31,7 +32,7 @@ def opened(native, tmp_path, device, case, **params):
     return drive.open_engine(opened_model(native, tmp_path, device, case), scores=1, n_ctx=600, **params)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [*deeper(1), 3])
 @pytest.mark.parametrize("case", make_keep_goldens.CASES)
 def test_scores_are_those_of_transformers(native, tmp_path, device, case, threads):
     """With gaps and without, of the best head alone, of some and of all, and of the first positions alone."""

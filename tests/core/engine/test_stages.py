@@ -13,7 +13,7 @@ import op_run
 import pytest
 import tiny_gemma4
 from cut_models import MODELS, files, n_layers, run
-from depth import deeper_but
+from depth import deeper, deeper_but
 from split import held, stages, two_stages
 
 from luce.errors import ArgumentError, UnsupportedError
@@ -22,7 +22,7 @@ from luce.planning.opened import Files
 from luce.planning.plan import Options
 
 
-@pytest.mark.parametrize("name", deeper_but(MODELS, "quantised", "host", "assistant", "dflash"))
+@pytest.mark.parametrize("name", deeper_but(MODELS, "quantised", "assistant", "dflash"))
 def test_several_stages_have_the_bits_of_one(native: Library, device: str, name: str, tmp_path: Path) -> None:
     made = files(tmp_path, name)
     one = device.split(",")[0]
@@ -131,7 +131,9 @@ def test_a_saved_checkpoint_goes_on_in_another_split(native: Library, device: st
 SAMPLED = ("--temp", "1", "--top-k", "40", "--seed", "5")
 
 
-@pytest.mark.parametrize("asked", [("--spec", "off"), ("--mtp-gamma", "3", *SAMPLED), ("--spec", "auto", *SAMPLED)])
+@pytest.mark.parametrize(
+    "asked", [*deeper((("--spec", "off"),), (("--mtp-gamma", "3", *SAMPLED),)), ("--spec", "auto", *SAMPLED)]
+)
 def test_a_split_model_writes_the_same_text(luce_: Callable[..., Any], device: str, asked: tuple[str, ...]) -> None:
     words = ("generate", "def is_even(n):\n", "-n", "40", "--ctx", "512", *asked)
     one, several = (luce_(*words, "--device", name) for name in (device.split(",")[0], two_stages(device)))

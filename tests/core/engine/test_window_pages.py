@@ -10,7 +10,7 @@ import drive
 import numpy as np
 import pytest
 import tiny_gemma4
-from depth import deeper_but
+from depth import deeper, deeper_but
 from op_run import poison
 
 from luce.convert.gemma4_layout import Config
@@ -36,7 +36,7 @@ def file_of(folder: Path, window: int) -> Path:
     return path
 
 
-@pytest.fixture(params=deeper_but(WINDOWS, 7, 300))
+@pytest.fixture(params=deeper_but(WINDOWS, 300))
 def model(request: pytest.FixtureRequest, native: Library, device: str, folder: Path) -> Model:
     path = file_of(folder, request.param)
     return drive.open_model(native, path, device)
@@ -105,7 +105,7 @@ def test_pages_that_went_back_are_read_by_nobody(model: Model) -> None:
             sequence.close()
 
 
-@pytest.mark.parametrize("n_prompt", [PAGE - 3, PAGE - 16, 2 * PAGE - 3])
+@pytest.mark.parametrize("n_prompt", [PAGE - 3, *deeper(PAGE - 16, 2 * PAGE - 3)])
 def test_rows_that_a_tree_left_elsewhere_are_moved_across_pages(model: Model, n_prompt: int) -> None:
     """A long path of a tree ends where its window begins behind the page that its first rows are moved to."""
     tree, plain = (drive.open_sequence(model, n_ctx=1024, n_chunk=PAGE) for _ in range(2))

@@ -14,6 +14,7 @@ import pytest
 import ref
 import tiny_dflash
 from checkout import GOLDENS
+from depth import deeper_but
 from tiny import Config
 from tiny_dflash import BOX, CASES, GEMMA4
 
@@ -72,7 +73,7 @@ def full(c: DFlash, logits: np.ndarray, d2t: np.ndarray | None) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", deeper_but(NAMES, *CASES))
 def test_context_and_blocks_are_those_of_the_published_code(
     name: str,
     files: Callable[[str], Files],

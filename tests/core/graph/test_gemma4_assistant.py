@@ -152,7 +152,7 @@ class Followed(AssistantReference):
             token, state = following, self.passed_on(x[0], normed)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), *deeper(Sampling(1.0, seed=5)), Sampling(0.8, 30, seed=9)])
+@pytest.mark.parametrize("sampling", [*deeper(Sampling(), Sampling(1.0, seed=5)), Sampling(0.8, 30, seed=9)])
 @pytest.mark.parametrize("name", OTHERS)
 def test_drafts_are_those_of_the_reference(
     name: str, sampling: Sampling, native: Library, device: str, tmp_path: Path

@@ -92,7 +92,7 @@ def test_penalties_and_sampling_come_behind_the_cap(
     assert sampling.temperature or (found == other and ahead.argmax() == best)
 
 
-@pytest.mark.parametrize("case", LONG_CASES)
+@pytest.mark.parametrize("case", deeper_but(LONG_CASES, "long"))
 def test_long_prompts_agree_with_transformers(
     golden: dict[str, np.ndarray], sequence: Timeline, device: str
 ) -> None:
@@ -111,6 +111,7 @@ def test_long_prompts_agree_with_transformers(
 DEEP = {"F32": {}, "Q8_0": {"fused_experts": False}, "IQ3_S": {"n_embd": 256, "n_ff": 256, "n_embd_per_layer": 256}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", deeper_but(DEEP, "Q8_0"))
 def test_as_many_layers_as_models_have_with_all_parts_fit_a_graph(
     kind: str, native: Library, device: str, tmp_path: Path

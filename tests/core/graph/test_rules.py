@@ -193,7 +193,7 @@ def test_every_rule_of_a_device_fuses_something(fused: dict[str, Fused], device:
     assert set(names) == ON_CPU | ON_GPU and len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", deeper_but(MODELS, "dense", "host", "dflash"))
+@pytest.mark.parametrize("name", deeper_but(MODELS, "dense", "dflash"))
 def test_each_rule_alone_keeps_what_it_says(
     name: str, fused: dict[str, Fused], native: Library, device: str, files: dict[str, tuple[Path, Path | None]]
 ) -> None:

@@ -74,7 +74,7 @@ def write_pair(native: Library, folder: Path, c: tiny.Config, suffix: str = ".sc
 
 
 @pytest.mark.parametrize(
-    "which, cpu_experts", [("dense", 0), *deeper(("experts", 0)), ("experts", 2), ("fused", 0), *deeper(("fused", 2))]
+    "which, cpu_experts", [("dense", 0), *deeper(("experts", 0), ("experts", 2)), ("fused", 0), *deeper(("fused", 2))]
 )
 def test_a_factor_beside_a_matrix_is_one_in_its_blocks(native, tmp_path, which, cpu_experts):
     """Powers of two change no rounding, so the bits are the same."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from depth import deeper
 from op_run import op_run
 from step_ctl import Seq, step_ctl
 
@@ -62,7 +63,7 @@ def test_rows_are_chosen_each_with_its_own_settings(native, device, n):
     check(native, device, logits, samplings)
 
 
-@pytest.mark.parametrize("spread", [0.0, 1e-6, 1.0, 8.0])
+@pytest.mark.parametrize("spread", [*deeper(0.0), 1e-6, *deeper(1.0), 8.0])
 def test_a_real_vocabulary(native, device, spread):
     """Logits are flat too, where thousands of ids share a range of z."""
     logits = np.random.default_rng(3).normal(0, spread, (len(SAMPLINGS), 248_320)).astype(np.float32)

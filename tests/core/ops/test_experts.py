@@ -98,7 +98,7 @@ def test_forms_of_a_mixtures_file_say_the_same(
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("kind", deeper_but(CASES, "Q4_K", "Q6_K"))
+@pytest.mark.parametrize("kind", deeper_but(CASES, "Q6_K"))
 def test_a_row_does_not_feel_who_shares_its_experts(
     kind: str, native: Library, path_of: Callable[[str], Path], device: str
 ) -> None:
