@@ -63,6 +63,12 @@ def pytest_configure(config):
     settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.reuse, Phase.generate])
     if folder := config.getoption("--luce-lib"):
         _native.use(_native.load(folder))
+    worker = getattr(config, "workerinput", None)
+    if worker and [Path(config.rootpath, arg) for arg in config.args] == [TESTS]:
+        # Pytest compiles a file of tests at its first import. Workers begin apart, and find what others compiled.
+        chapters = sorted({path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")} - {"cuda"})
+        first = len(chapters) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args[:] = [str(TESTS / name) for name in (*chapters[first:], *chapters[:first])]
 
 
 # `pytest -m quick` takes these, but for their long tests: files of each chapter that cost a second or two.
@@ -94,6 +100,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)  # Before -m selects.
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.parts)  # It is the same order in each worker, wherever it began.
     for item in items:
         if is_quick(item.path) and not item.get_closest_marker("long"):
             item.add_marker(pytest.mark.quick)

@@ -233,8 +233,10 @@ def test_depths_are_right_independently_of_each_other() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, *deeper(0.0)])
-@pytest.mark.parametrize("asked", [RANKED, parse("mixed", "dflash", 15), Acceptance((0.3, 0.0), ((0.6, 0.3),))],
-                         ids=["asked", "mixed", "seldom"])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked", [*deeper(RANKED), parse("mixed", "dflash", 15), *deeper(Acceptance((0.3, 0.0), ((0.6, 0.3),)))],
+    ids=["asked", "mixed", "seldom"],
+)  # fmt: skip
 def test_lists_of_the_core_are_right_by_depth_and_rank(
     asked: Acceptance, temperature: float, native: Library, device: str, tmp_path: Path
 ) -> None:

@@ -282,6 +282,7 @@ def test_usage_errors_exit_2(bench, args):
     assert result.exit_code == 2 and result.stdout == "" and "Error: " in result.stderr
 
 
+@pytest.mark.long
 def test_ctrl_c_prints_what_was_measured(bench, monkeypatch):
     original = Bench.run
 
@@ -352,6 +353,7 @@ def test_ctrl_c_ends_the_loading(bench, monkeypatch, command):
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Error: interrupted\n")
 
 
+@pytest.mark.long
 def test_a_place_that_cannot_be_written_is_an_error_before_anything_runs(bench, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(Bench, "run", None)
@@ -363,6 +365,7 @@ def test_a_place_that_cannot_be_written_is_an_error_before_anything_runs(bench, 
     assert result.exit_code == 1 and "--cache names another folder" in result.stderr
 
 
+@pytest.mark.long
 def test_an_error_in_the_middle_keeps_what_was_measured(bench, monkeypatch, tmp_path):
     original = Bench.run
 

@@ -208,6 +208,7 @@ def test_a_plot_needs_its_extra(monkeypatch: pytest.MonkeyPatch):
         output.require(None, Path("x.png"))
 
 
+@pytest.mark.long
 def test_plots_are_written(tmp_path: Path):
     pytest.importorskip("matplotlib")
     rows = [

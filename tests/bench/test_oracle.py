@@ -67,6 +67,7 @@ def test_text_has_its_share_of_tokens_of_the_part(coverage: float) -> None:
     assert sorted(rule.perm[: rule.n_cycle]) == list(range(rule.n_cycle))
 
 
+@pytest.mark.long
 def test_a_head_of_another_type_drafts_the_same(tmp_path: Path) -> None:
     types, values = [], []
     for name, kind in (("as", None), ("q4", "Q4_K")):
@@ -118,6 +119,7 @@ def test_matrices_have_the_type_that_was_asked_for(made: tuple[str, str], mini: 
     assert {kind for name, kind in types.items() if not tiny.quantizable(name)} == {"F32"}
 
 
+@pytest.mark.long
 def test_a_random_router_chooses_all_experts(tmp_path: Path) -> None:
     """So steps over different tokens cost what different tokens cost."""
     c = SHAPES["mini-moe"]

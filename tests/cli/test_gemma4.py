@@ -83,6 +83,7 @@ def test_an_assistant_changes_no_token(generate, assistants, model, sampling):
         assert found["tokens"] == plain["tokens"] and found["stats"]["mode"] in ("auto", "plain"), flags
 
 
+@pytest.mark.long
 def test_an_assistant_alone_chains(oracle, device):
     target, assistant = oracle
     args = ["generate", "--gguf", target, "--device", device, "--json", "--raw", "-n", "80"]
@@ -136,6 +137,7 @@ def test_probe_counts_an_assistant(files, assistants):
     assert more["weights"] > less["weights"] and more["state"] > less["state"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temp", ["0", *deeper("30")])
 def test_benches_draft_with_an_assistant(oracle, assistants, temp, device):
     """Trees have the next best candidates beside each draft of the chain. Where noise decides, it is the same one."""

@@ -10,12 +10,13 @@ import tiny_gemma4_unified
 import tiny_gemma4_vision as vision
 import tiny_vision
 from checkout import GOLDENS
+from depth import deeper
 
 Image = pytest.importorskip("PIL.Image")
 ROW = vision.VOCABULARY_SIZE - 1
 
 
-@pytest.fixture(scope="module", params=["per-layer", "dense", "unified"])
+@pytest.fixture(scope="module", params=[*deeper("per-layer"), "dense", "unified"])
 def name(request):
     return request.param
 
@@ -57,7 +58,7 @@ def tokens_of(result):
     return json.loads(result.stdout)["tokens"]
 
 
-@pytest.mark.parametrize("spec", [("--spec", "off"), ("--draft", "assistant.gguf")])
+@pytest.mark.parametrize("spec", [*deeper((("--spec", "off"),)), ("--draft", "assistant.gguf")])
 def test_tokens_are_those_of_transformers(generate, name, folder, device, spec):
     with np.load(GOLDENS / f"gemma4-vision-{name}.npz") as held:
         prompt, wanted = spelled(held["prompt"].tolist()), held["greedy"].tolist()

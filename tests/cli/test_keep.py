@@ -77,6 +77,7 @@ def test_a_share_of_one_reads_all_with_the_tokens_of_a_whole_prompt(generate):
     assert "prefill" not in whole
 
 
+@pytest.mark.long
 def test_only_what_is_read_has_to_fit_into_the_context(generate):
     assert "larger --ctx" in one_line(generate("--ctx", "400", "-n", "4", keep=None))
     assert len(answer(generate("--json", "--ctx", "400", "-n", "4"))["tokens"]) == 4

@@ -151,6 +151,7 @@ def test_reference_head_agrees_with_torch(golden: Golden, record_property: Recor
     assert worst <= REF_BOUND
 
 
+@pytest.mark.long
 def test_drafts_in_f32_are_those_of_torch(
     native: Library, device: str, golden: Golden, tmp_path: Path, record_property: Record
 ) -> None:

@@ -10,6 +10,7 @@ import drive
 import numpy as np
 import pytest
 import tiny
+from depth import deeper
 from mixture import CONFIG
 from op_run import Fault, fault, pretended_devices
 
@@ -151,7 +152,7 @@ def answers(engine: Engine, n: int = 6) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("spec", ["off", "mtp"])
-@pytest.mark.parametrize("n_slots", [0, 2, 5, CONFIG.n_expert])
+@pytest.mark.parametrize("n_slots", [*deeper(0), 2, *deeper(5, CONFIG.n_expert)])
 def test_requests_have_the_same_tokens_while_experts_move(mixture, device, spec, n_slots):
     with Engine.open(mixture, Options(device=device, ctx=256, spec=spec)) as engine:
         assert engine.experts is None

@@ -12,6 +12,7 @@ import pytest
 import ref
 import tiny
 from checkout import GOLDENS
+from depth import deeper
 from serving import serving, settings
 
 from luce.data import BOX
@@ -113,7 +114,7 @@ def test_the_width_of_steps_changes_no_score(known, monkeypatch):
 # ---- beside generations
 
 
-@pytest.fixture(scope="module", params=["off", "auto"])
+@pytest.fixture(scope="module", params=[*deeper("off"), "auto"])
 def box(request, native):
     options = Options(ctx=512, threads=1, sequences=4, spec=request.param)
     with Files(BOX, device="cpu") as files, Engine.open(files, options) as engine:

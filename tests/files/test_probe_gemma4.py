@@ -87,6 +87,7 @@ def test_a_token_of_a_small_model_reads_a_row_of_its_per_layer_embeddings(facts_
     assert "the last 20 read others' K and V, each with an embedding of 256\n" in facts_text(facts)
 
 
+@pytest.mark.long
 def test_unused_keys_and_values_are_read_by_no_token(facts_of):
     c = PUBLISHED["E2B"]
     parts = {"attn_k.weight": (256, 1536), "attn_v.weight": (256, 1536), "attn_k_norm.weight": (256,)}

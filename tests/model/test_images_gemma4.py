@@ -20,6 +20,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.long
 def test_a_chunk_has_room_for_an_image_of_the_budget(folder, device):
     """On a CPU a chunk has 256 tokens where nobody asks, and this image has 529 of a budget of 560."""
     how = {"device": device, "threads": 1, "ctx": 1024, "image_tokens": 560}

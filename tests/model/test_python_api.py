@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tiny_vision
 from checkout import ROOT
-from depth import deeper_but
+from depth import deeper, deeper_but
 from serving import until
 from split import drafts_apart
 
@@ -79,16 +79,16 @@ def idle(model):
     ("flags", "how"),
     [
         ((), {}),
-        (("--temp", "0.8", "--seed", "7"), {"temperature": 0.8, "seed": 7}),
+        *deeper((("--temp", "0.8", "--seed", "7"), {"temperature": 0.8, "seed": 7})),
         (
             ("--temp", "1", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1"),
             {"temperature": 1, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
         ),
-        (
+        *deeper((
             ("--repetition-penalty", "1.3", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5"),
             {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.5},
-        ),
-        (("--logit-bias", "198=-100", "--logit-bias", "258=3"), {"logit_bias": {198: -100, 258: 3}}),
+        )),
+        *deeper((("--logit-bias", "198=-100", "--logit-bias", "258=3"), {"logit_bias": {198: -100, 258: 3}})),
         (("--stop", "return", "--stop", ":"), {"stop": ["return", ":"]}),
         (("--json-schema", json.dumps(CITY)), {"schema": CITY}),
     ],
@@ -147,6 +147,7 @@ def test_no_draft_changes_a_token(device, alone):
             assert 0 < answer.stats.accepted <= answer.stats.drafted
 
 
+@pytest.mark.long
 def test_drafts_on_a_device_of_their_own_change_no_token(device, alone):
     where, drafts = drafts_apart(device)
     with load(where, draft="dflash", draft_device=drafts) as model:
@@ -376,6 +377,7 @@ def test_a_prefix_that_is_closed_makes_room():
         assert model.generate(LONG + "def", max_tokens=1).cached_tokens < kept
 
 
+@pytest.mark.long
 def test_a_prefix_of_a_conversation():
     system = [{"role": "system", "content": LONG}]
     with load(KEEPS) as model:
@@ -701,7 +703,7 @@ def example(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("n", deeper_but(range(len(EXAMPLES)), 0, 1, 2))
+@pytest.mark.parametrize("n", deeper_but(range(len(EXAMPLES)), 1))
 def test_the_documents_examples_run(n, example, monkeypatch, capfd):
     path = example(n)
     monkeypatch.chdir(path.parent)

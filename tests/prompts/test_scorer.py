@@ -46,7 +46,7 @@ def chat(seed):
     return text + "<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("seed", [0, 1, *deeper(*range(2, 8))])
+@pytest.mark.parametrize("seed", [1, *deeper(0, *range(2, 8))])
 def test_chats_keep_control_tokens_system_text_and_the_end(scorer, tokenizer, seed):
     tokens = tokenizer.encode(chat(seed))
     kept = scorer.compressed(tokens, 0.3)

@@ -100,6 +100,7 @@ def test_what_is_large_is_made_beside(server, monkeypatch, path, asked, owner, n
         assert large.result().status_code in (200, 400)  # It may be longer than the context.
 
 
+@pytest.mark.long
 def test_a_large_answer_is_written_beside(server, monkeypatch):
     """Twenty alternatives to each of its tokens are many objects."""
     held = LargeGate(openai.CompletionForm.whole)

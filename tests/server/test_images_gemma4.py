@@ -10,6 +10,7 @@ from io import BytesIO
 import pytest
 import tiny_gemma4_vision as vision
 import tiny_vision
+from depth import deeper
 from serving import serving, settings
 
 from luce.native import Tower
@@ -19,7 +20,7 @@ ROWS = 13 * 5  # 100 x 40 pixels become 624 x 240, within 70 rows.
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
 
-@pytest.fixture(scope="module", params=["per-layer", "dense"])
+@pytest.fixture(scope="module", params=[*deeper("per-layer"), "dense"])
 def folder(request, tmp_path_factory):
     made = tmp_path_factory.mktemp("served")
     vision.write_both(made, request.param)

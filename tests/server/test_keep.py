@@ -85,6 +85,7 @@ def test_a_part_and_a_whole_prompt_are_never_taken_for_each_other(server):
                 assert found.setdefault(keep, text_of(answer)) == text_of(answer)
 
 
+@pytest.mark.long
 def test_answers_beside_each_other_have_the_tokens_of_each_alone(server):
     shares = (0.15, 0.3, 0.6, None)
     bodies = [{} if keep is None else {"prefill": {"keep": keep}} for keep in shares]

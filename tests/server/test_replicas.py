@@ -78,6 +78,7 @@ def test_several_answers_of_one_request_run_on_both(one, two):
     assert found == right and len(found) == 4
 
 
+@pytest.mark.long
 def test_a_prompt_goes_on_where_its_beginning_is_kept(one, two):
     """Two texts are kept on one replica each; what goes on after one of them reads the rest alone."""
     texts = [f"# {word}\n" + "".join(f"{word}_{n} = {n}\n" for n in range(60)) for word in ("apple", "pear")]

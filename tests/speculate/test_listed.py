@@ -141,6 +141,7 @@ def test_a_trees_nodes_are_the_best_paths_of_ranks() -> None:
     assert len(known.grown(by, chances[:1], 99)) == len(ranks) + 1 and known.grown(by, [], 9) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [*deeper((NEVER,)), OFTEN, *deeper((RANKS,))])
 def test_a_tree_gives_the_tokens_that_are_expected_of_it(ranks: tuple[float, ...]) -> None:
     chances = DFLASH2["prose"]

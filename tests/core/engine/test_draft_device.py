@@ -14,7 +14,7 @@ import drive
 import op_run
 import pytest
 from cut_models import files, n_layers, run
-from depth import deeper_but
+from depth import deeper, deeper_but
 from split import drafts_apart, held, stages
 
 from luce.errors import ArgumentError, OutOfMemory, UnsupportedError
@@ -28,7 +28,7 @@ APART = ("dense", "quantised", "mixture", "gemma4", "dflash", "dflash2", "dspark
 PROMPT = [7 + 3 * i % 200 for i in range(256)]
 
 
-@pytest.mark.parametrize("name", deeper_but(APART, "dense", "dspark"))
+@pytest.mark.parametrize("name", deeper_but(APART, "dspark"))
 def test_what_drafts_apart_has_the_bits_of_one_device(native: Library, device: str, name: str, tmp_path: Path) -> None:
     made, one = files(tmp_path, name), device.split(",")[0]
     whole = held(one, run(native, one, name, made))
@@ -98,7 +98,8 @@ SAMPLED = ("--temp", "1", "--top-k", "40", "--seed", "5")
 
 @pytest.mark.parametrize(
     "asked",
-    [("--spec", "dflash"), ("--spec", "dflash", "--tree-budget", "12", *SAMPLED), ("--mtp-gamma", "3", *SAMPLED),
+    [*deeper((("--spec", "dflash"),), (("--spec", "dflash", "--tree-budget", "12", *SAMPLED),),
+             (("--mtp-gamma", "3", *SAMPLED),)),
      ("--spec", "auto", *SAMPLED)],
 )  # fmt: skip
 def test_the_same_text_is_written(luce_: Callable[..., Any], device: str, asked: tuple[str, ...]) -> None:

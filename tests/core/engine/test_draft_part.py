@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from click.testing import CliRunner
-from depth import examples
+from depth import deeper, examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,7 +107,7 @@ def test_a_draft_among_a_part_has_a_cost_of_its_own(sequence: Timeline, model: M
     assert Costs(drive.open_engine(model, n_ctx=64, n_rows=4, n_draft=2).costs()).draft(1, part=True) == 0
 
 
-@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("large", [*deeper(True), False])
 def test_auto_drafts_among_a_part_of_a_large_vocabulary(
     device: str, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:

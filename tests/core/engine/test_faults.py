@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tiny_gemma4
 from checkout import TESTS
+from depth import deeper
 from nan_model import tokens_of
 from op_run import Fault, fault, leave_device, op_run, pretended_devices, round_fault
 from split import stages
@@ -30,7 +31,7 @@ from luce.native import Sequence as Timeline
 PROMPT = tokens_of(30, seed=2)
 
 
-@pytest.fixture(params=["qwen35", "gemma4"])
+@pytest.fixture(params=["qwen35", *deeper("gemma4")])
 def model(request: pytest.FixtureRequest, native: Library, small_gguf: Path, device: str, tmp_path: Path) -> Model:
     """A model with its head, and one with windows, layers that share cells, and its assistant."""
     if request.param == "qwen35":

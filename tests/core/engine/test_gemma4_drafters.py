@@ -119,7 +119,7 @@ def block_of(sequence: Timeline, anchor: int, n: int) -> tuple[list[int], np.nda
 
 @pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, list(SAMPLINGS)[-1]))
 @pytest.mark.parametrize("name", deeper_but(CASES, "per-layer"))
-@pytest.mark.parametrize("right", [True, False], ids=["right", "wrong"])
+@pytest.mark.parametrize("right", [*deeper(True), False], ids=["right", "wrong"])
 def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
     right: bool, name: str, sampling: str, opened: Opened
 ) -> None:

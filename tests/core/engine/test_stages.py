@@ -69,7 +69,7 @@ def test_auto_cuts_where_no_cells_pass(native: Library, device: str, name: str, 
 
 
 @pytest.mark.parametrize("name", JOINED)
-@pytest.mark.parametrize("temp", ["0", "1"])
+@pytest.mark.parametrize("temp", [*deeper("0"), "1"])
 def test_gemma4_in_two_parts_writes_the_same_text(
     luce_: Callable[..., Any], device: str, name: str, temp: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import tiny_dflash
 import tiny_gemma4_unified
 import tiny_gemma4_vision as vision
 from checkout import GOLDENS
+from depth import deeper
 from image_prompts import Mixed, decoded, of_golden, open_engine
 from saved_bytes import HEADER
 from split import two_stages
@@ -27,7 +28,7 @@ N = 32
 N_EMBD = 64
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+@pytest.fixture(scope="module", params=["dense", *deeper("experts")])
 def name(request):
     return request.param
 
@@ -41,7 +42,7 @@ def model(native, name, tmp_path_factory, device):
         yield opened
 
 
-@pytest.fixture(scope="module", params=["own", "unified"])
+@pytest.fixture(scope="module", params=["own", *deeper("unified")])
 def golden(request, name):
     """What transformers answers with the tower of the 26B and 31B, or, for one model, with that of the 12B."""
     if request.param == "unified" and name != "dense":
@@ -149,7 +150,7 @@ def test_no_rounding_chooses_other_experts():
     assert (moved > 0).all() and (margin > 2 * moved).all() and margin.min() > drive.ROUTER_GAP
 
 
-@pytest.mark.parametrize("gamma", [1, 3, 8, (0, 0, 3)])
+@pytest.mark.parametrize("gamma", [*deeper(1, 3), 8, (0, 0, 3)])
 def test_drafts_of_an_assistant_behind_images_change_no_token(model, asked, greedy, gamma):
     with open_engine(model, n_draft=8) as engine, engine.sequence() as sequence:
         assert decoded(sequence, asked, gamma=gamma).tokens[:N] == greedy

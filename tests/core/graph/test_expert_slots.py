@@ -9,6 +9,7 @@ from pathlib import Path
 import drive
 import numpy as np
 import pytest
+from depth import deeper_but
 from mixture import CASES, CONFIG, tokens_of, written
 from op_run import Fault, fault, poison, poison_experts
 
@@ -47,7 +48,7 @@ def answer(engine: Engine, between: Callable[[], None] = lambda: None) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", deeper_but(CASES, "Q6_K"))
 def test_no_placement_changes_a_bit(kind: str, native: Library, path_of: Callable[[str], Path], device: str) -> None:
     """Neither the number of slots, nor who has them, nor moves between steps. The reference is a model that knows no
     slots."""

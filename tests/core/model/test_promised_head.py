@@ -159,6 +159,7 @@ def test_chat_warns_once(luce_, lacking):
     assert result.stderr.count("Warning: ") == 1 and WARNING in result.stderr
 
 
+@pytest.mark.long
 def test_serve_warns_once(command, lacking):
     words = ("serve", "--gguf", lacking, "--port", "0", "--device", "cpu", "--ctx", "256")
     with command(*words, text=True) as process:

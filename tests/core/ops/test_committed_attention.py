@@ -124,7 +124,9 @@ def test_a_row_sees_what_is_committed(name: str, native: Library, device: str) -
     assert later.tobytes() == found.tobytes(), "a draft's own position says what it chooses, and not what it sees"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("nothing", "window of one")])
+@pytest.mark.parametrize(
+    "name", [*(name for name in CASES if name not in ("nothing", "window of one", "f16 window")), *deeper("f16 window")]
+)
 def test_it_is_attention_of_the_last_committed_row_with_a_window_that_is_smaller_by_one(
     name: str, native: Library, device: str
 ) -> None:
