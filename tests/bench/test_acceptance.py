@@ -157,6 +157,7 @@ def test_the_target_follows_its_cycle_beside_the_slots(tmp_path: Path) -> None:
     assert model.greedy([72, 101, 108, 2046], 32) == rule.continuation(2046, 32)
 
 
+@pytest.mark.long
 def test_acceptance_of_a_head_by_depth_is_what_was_asked(native: Library, device: str, tmp_path: Path) -> None:
     asked = (0.74, 0.5, 0.9, 0.6)
     rule = Rule(MINI.n_vocab, 3, Acceptance(asked))

@@ -169,6 +169,7 @@ def test_wrong_tokens_are_counted(bench, monkeypatch):
     assert modes_of(result)["plain"]["wrong_tokens"] == 2
 
 
+@pytest.mark.long
 def test_sweep_is_relative_to_one_row(bench):
     args = ("sweep", "--rows", "1,4", "--ctx", "0,1k", "--gammas", "2", "--steps", 3, "--json")
     costs = of(bench(*args))["costs"]

@@ -66,6 +66,7 @@ def test_each_depth_has_its_share_of_right_drafts(accept: float) -> None:
         assert (blocks.drafts[depth, tokens] < rule.n_cycle).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "accept"),
     [*deeper((MINI, 0.5), (SHAPE, ACCEPT)), (SHAPE, parse("dflash2:mixed", "dflash", 15)),

@@ -69,6 +69,7 @@ def run(*args, code=0):
     return result.stdout if code == 0 else result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [*deeper([]), ["--temp", "0.8", "--top-k", "20", "--seed", "3"]])
 @pytest.mark.parametrize("model", deeper_but(MODELS, "experts"))
 def test_an_assistant_changes_no_token(generate, assistants, model, sampling):

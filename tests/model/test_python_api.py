@@ -750,6 +750,7 @@ def test_the_document_names_all_that_is_public():
     assert set(Loading.__annotations__) - named == set()
 
 
+@pytest.mark.long
 def test_a_part_of_a_prompt_is_read_and_said(device):
     with load("cpu", prefill_model=box_model.GGUF) as model:
         answer = model.generate(LONG, max_tokens=8, prefill_keep=0.3)
@@ -765,6 +766,7 @@ def test_a_part_of_a_prompt_is_read_and_said(device):
                 model.generate(LONG, prefill_keep=wrong)
 
 
+@pytest.mark.long
 def test_only_what_is_read_has_to_fit(device):
     with load("cpu", ctx=512, prefill_model=box_model.GGUF) as model:
         with pytest.raises(luce.errors.ContextFull):

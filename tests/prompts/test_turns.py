@@ -263,6 +263,7 @@ def test_a_request_that_runs_never_lacks_a_page(marked, talks, slots, new, n_chu
     assert not engine.lines
 
 
+@pytest.mark.long
 def test_the_core_keeps_what_was_counted(long_gguf, marked):
     options = Options(device="cpu", threads=1, spec="off", ctx=10752, chunk=CHUNK, checkpoints=4)
     with Engine.open(long_gguf, options) as engine:

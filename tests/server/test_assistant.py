@@ -51,6 +51,7 @@ def test_a_server_says_with_an_assistant_what_it_says_without(native, files, spe
             assert drafts[0] == drafts[1] and 0 < accepted < made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["head", "drafter"])
 def test_a_model_is_loaded_with_an_assistant(native, files, option):
     target, assistant = files

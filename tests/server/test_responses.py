@@ -4,7 +4,7 @@ import msgspec
 import openai
 import pytest
 import scripted_model
-from depth import deeper
+from depth import deeper, deeper_but
 from said_calls import FUNCTION, SCRIPTS
 from serving import serving, settings
 
@@ -12,12 +12,13 @@ from luce.server.api.items import messages_of
 from luce.server.api.responses import ResponsesBody, conversation_of, responses_ask
 from luce.server.ask import Refused
 from luce.server.stored import Stored
+from luce.text.dialects import QWEN
 
 PATH = "/v1/responses"
 GREEDY = {"temperature": 0, "max_output_tokens": 400}
 
 
-@pytest.fixture(scope="module", params=SCRIPTS, ids=lambda dialect: dialect.name)
+@pytest.fixture(scope="module", params=deeper_but(SCRIPTS, QWEN), ids=lambda dialect: dialect.name)
 def server(request, native, tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripted")
     path = scripted_model.write(folder / "scripted.gguf", SCRIPTS[request.param], dialect=request.param)

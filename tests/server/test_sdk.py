@@ -10,7 +10,7 @@ import openai
 import pydantic
 import pytest
 import scripted_model
-from depth import deeper
+from depth import deeper, deeper_but
 from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCRIPTS, SYSTEM, TOOL
 from serving import each_event_alone, serving, settings
 
@@ -23,7 +23,7 @@ from luce.text.dialects import QWEN
 from luce.text.prompt import prompt_ids
 
 
-@pytest.fixture(scope="module", params=SCRIPTS, ids=lambda dialect: dialect.name)
+@pytest.fixture(scope="module", params=deeper_but(SCRIPTS, QWEN), ids=lambda dialect: dialect.name)
 def dialect(request):
     return request.param
 

@@ -186,7 +186,7 @@ def test_a_checkpoint_brings_the_drafters_context(name: str, opened: Opened) -> 
         warm.reset()
 
 
-@pytest.mark.parametrize("name", deeper_but(CASES, "dense", "experts, DFlash2"))
+@pytest.mark.parametrize("name", deeper_but(CASES, "dense"))
 @pytest.mark.parametrize(("spec", "budget"), [("auto", 20), *deeper(("dflash", None), ("dflash", 12))])
 def test_generations_are_those_of_plain_decoding(name: str, spec: str, budget: int | None, tmp_path: Path) -> None:
     """Three requests share an engine, greedy and sampled."""

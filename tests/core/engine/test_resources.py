@@ -128,11 +128,11 @@ def test_what_is_open_at_exit_is_left_to_the_system(
 @pytest.mark.parametrize(
     "params",
     [
-        {},
+        *deeper({}),
         *deeper({"n_ctx": 2048, "n_sequences": 16, "n_checkpoints": 0, "n_rows": 5}),
         {"n_sequences": 2, "n_draft": 3, "n_part": 128},
         {"n_sequences": 1, "n_checkpoints": 8, "n_draft": 0, "n_rows": 1, "kv_type": "q8_0"},
-        {"n_pages": 3, "n_ctx": 600, "kv_type": "f16"},
+        *deeper({"n_pages": 3, "n_ctx": 600, "kv_type": "f16"}),
         *deeper({"n_sequences": 64, "n_rows": 64, "n_draft": 8, "n_pages": 64}),
         *deeper({"n_sequences": 5, "n_draft": 3, "n_top": 63, "blocks": 1}),
     ],

@@ -22,7 +22,7 @@ from luce.planning.opened import Files
 from luce.planning.plan import Options
 
 
-@pytest.mark.parametrize("name", deeper_but(MODELS, "quantised", "assistant", "dflash"))
+@pytest.mark.parametrize("name", deeper_but(MODELS, "quantised"))
 def test_several_stages_have_the_bits_of_one(native: Library, device: str, name: str, tmp_path: Path) -> None:
     made = files(tmp_path, name)
     one = device.split(",")[0]
