@@ -18,6 +18,7 @@ from luce.convert.gemma4_layout import CENTROIDS, ORDERING
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.17")
+pytestmark = pytest.mark.references
 
 ASSISTANTS = {"assistant": ASSISTANT, "ordered": ORDERED}
 SAVED = [(name, whole) for name in CASES for whole in (False, True)] + [(name, False) for name in ASSISTANTS]

@@ -42,6 +42,7 @@ def test_a_converted_mixture_gives_the_logits_of_transformers(tmp_path, name, na
     assert np.abs(found - golden["logits"]).max() < (1e-3 if device.startswith("cpu") else drive.CUDA_BOUND)
 
 
+@pytest.mark.references
 @pytest.mark.parametrize("c", [GROUPED, MIXTURE], ids=["dense", "experts"])
 def test_save_pretrained_gives_the_logits_of_transformers(tmp_path, native, c):
     """transformers holds experts fused and saves them apart: both give the same file."""
@@ -79,6 +80,7 @@ class Shapes(dict):
     names = property(list)
 
 
+@pytest.mark.references
 def test_every_tensor_of_transformers_35b_has_its_place():
     """Only the vision tower has none. transformers' defaults are 35B-A3B's sizes."""
     torch = pytest.importorskip("torch")

@@ -128,6 +128,7 @@ def test_rendered_as_transformers_does(case):
     assert ChatTemplate(source).render(messages, **variables) == expected
 
 
+@pytest.mark.references
 @pytest.mark.parametrize("case", CASES)
 def test_the_expectations_are_those_of_transformers(case):
     chat = pytest.importorskip("transformers.utils.chat_template_utils")

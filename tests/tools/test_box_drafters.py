@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.references
 
 import box_model  # noqa: E402
 import hf_checkpoint  # noqa: E402

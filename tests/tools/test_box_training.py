@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.references
 
 from box import corpus, delta, dflash, nextn, tokens, train  # noqa: E402
 from box import store as box_store  # noqa: E402

@@ -59,6 +59,7 @@ def test_penalties_are_what_others_define(native, penalties, tokens, n_prompt, s
     assert found.tolist() == processed(logits, penalties, tokens, n_prompt).tolist()
 
 
+@pytest.mark.references
 def test_the_repetition_penalty_is_transformers(native):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

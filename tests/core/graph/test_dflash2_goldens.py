@@ -159,6 +159,7 @@ def test_cases_differ_where_it_matters() -> None:
         assert (golden["path"] != golden["candidates"][:, 0]).any()
 
 
+@pytest.mark.references
 @pytest.mark.parametrize("name", CASES)
 def test_goldens_are_what_torch_computes(name: str) -> None:
     pytest.importorskip("torch")

@@ -158,6 +158,7 @@ def test_the_box_is_as_its_golden_takes_it() -> None:
         assert np.isclose(reader.fields[f"dflash.{key}"].contents(), value, rtol=1e-6)
 
 
+@pytest.mark.references
 @pytest.mark.parametrize("name", [*CASES, *(f"gemma4-{name}" for name in GEMMA4)])
 def test_goldens_are_what_torch_computes(name: str) -> None:
     pytest.importorskip("torch")

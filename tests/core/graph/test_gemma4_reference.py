@@ -326,6 +326,7 @@ def test_each_mistake_of_an_ordered_vocabulary_shows(mistake):
 # ---- the goldens themselves
 
 
+@pytest.mark.references
 @pytest.mark.parametrize("name", ["dense", "experts", "per-layer"])
 def test_goldens_are_what_transformers_computes(name):
     pytest.importorskip("torch")
@@ -338,6 +339,7 @@ def test_goldens_are_what_transformers_computes(name):
     assert np.abs(made["logits"] - golden["logits"]).max() < TOLERANCE / 4
 
 
+@pytest.mark.references
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_assistant_s_golden_is_what_transformers_computes(name):
     pytest.importorskip("torch")

@@ -76,6 +76,7 @@ def test_reference_agrees_with_transformers(case: str, golden: dict[str, np.ndar
     assert logits[len(golden["prompt"]) - 1 :].argmax(-1).tolist() == golden["greedy"].tolist()
 
 
+@pytest.mark.references
 def test_goldens_are_what_transformers_computes(case: str, golden: dict[str, np.ndarray]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
