@@ -5,19 +5,18 @@ the gate runs them as a stage of its own: `pytest tests/cuda`."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
+import platform
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from cuda.as_cpp import as_cpp, copy
+from cuda.once import once, shared
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KERNELS, CHECKS = ROOT / "native/kernels", ROOT / "tests/cuda"
@@ -26,26 +25,19 @@ FORMS = "matmul/forms.cu"
 
 # A GPU refuses what is not aligned, and a CPU takes it.
 ALIGNED = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
+COMPILE = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", "."]
+COMPILE += ["-fno-strict-aliasing"]  # CUDA's compiler takes it so.
+COMPILE += ["-mf16c"] if platform.machine() in ("x86_64", "AMD64") else []  # luce asks for it there.
+COMPILE += ["-ffunction-sections", "-fno-jump-tables", *ALIGNED]  # A table would keep what no check reaches.
+RUNTIME = "cuda_runtime.h"  # Each file begins with it, and so it is read once.
 
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Makes a folder that all processes of a run share: an object that several checks need is compiled once."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated"
-    folder.mkdir(exist_ok=True)
-    with locked(folder / "sources.lock"):
-        if not (folder / "sources").exists():
-            write_sources(folder / "sources.part")
-            (folder / "sources.part").rename(folder / "sources")
+    folder = shared(tmp_path_factory, "emulated")
+    once(folder / "sources", write_sources)
     return folder
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def write_sources(folder: Path) -> None:
@@ -57,6 +49,8 @@ def write_sources(folder: Path) -> None:
                 copy(as_cpp(source.read_text()), folder / (name.with_suffix(".cpp") if name.suffix == ".cu" else name))
     for source in (source for source in EMULATED.rglob("*") if source.is_file()):
         copy(source.read_text(), folder / source.relative_to(EMULATED))
+    words = [*COMPILE, "-x", "c++-header", RUNTIME, "-o", f"{RUNTIME}.gch"]
+    subprocess.run(words, cwd=folder, check=True)
 
 
 def build(workshop: Path, folder: Path, kernels: list[str], checks: list[str], check: str, *flags: str) -> Path:
@@ -78,16 +72,8 @@ def build(workshop: Path, folder: Path, kernels: list[str], checks: list[str], c
 def compiled(workshop: Path, source: str, *flags: str) -> Path:
     """Returns the object of a source with these flags. Who needs it first compiles it, others wait."""
     made = workshop / f"{Path(source).stem}-{hashlib.sha256(' '.join((source, *flags)).encode()).hexdigest()[:16]}.o"
-    command = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", "."]
-    command += ["-fno-strict-aliasing"]  # CUDA's compiler takes it so.
-    command += ["-ffunction-sections", "-fno-jump-tables"]  # A table would keep what no check reaches.
-    command += [*ALIGNED, *flags, "-include", "cuda_runtime.h", "-c", source]
-    with locked(made.with_suffix(".lock")):
-        if not made.exists():
-            part = made.with_suffix(".part")
-            subprocess.run([*command, "-o", str(part)], cwd=workshop / "sources", check=True)
-            part.rename(made)
-    return made
+    command = [*COMPILE, *flags, "-include", RUNTIME, "-c", source]
+    return once(made, lambda part: subprocess.run([*command, "-o", str(part)], cwd=workshop / "sources", check=True))
 
 
 # All forms of the product's kernel, and those of few rows.

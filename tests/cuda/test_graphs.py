@@ -7,25 +7,28 @@ launches.txt replaces the one here."""
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cuda.graphs import recorder
+from cuda.once import once, shared
 
 LAUNCHES = Path(__file__).resolve().parent / "graphs/launches.txt"
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return recorder.build(tmp_path_factory.mktemp("recorder") / "build")
+    """The program, which is built once, in a folder of this process: it leaves models there."""
+    built = once(shared(tmp_path_factory, "recorder") / "build", recorder.build)
+    return Path(shutil.copy(built / "steps", tmp_path_factory.mktemp("recorder") / "steps"))
 
 
 @pytest.fixture(scope="module")
-def lists(program: Path) -> Path:
-    folder = program.parents[1] / "lists"
-    recorder.record(program, folder)
-    return folder
+def lists(program: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return once(shared(tmp_path_factory, "recorder") / "lists", partial(recorder.record, program))
 
 
 def models(text: str) -> dict[str, list[str]]:

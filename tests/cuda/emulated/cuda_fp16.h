@@ -17,18 +17,8 @@ struct __half {
 };
 struct __half2 { __half x, y; };
 
-namespace emulated {
-// The value of each F16 by its bits: many a compiler has a call for each conversion, which was most of a check's time.
-inline const std::vector<float> f16_values = [] {
-    std::vector<float> values(1 << 16);
-    for (size_t bits = 0; bits < values.size(); bits++) {
-        values[bits] = float(__half(__half_raw{uint16_t(bits)}).v);
-    }
-    return values;
-}();
-} // namespace emulated
-
-inline float __half2float(__half h) { return emulated::f16_values[__half_raw(h).x]; }
+// An instruction where there is F16C, and a slow call elsewhere.
+inline float __half2float(__half h) { return float(h.v); }
 inline __half __float2half_rn(float x) { return __half(_Float16(x)); }
 inline uint16_t __half_as_ushort(__half h) { return __half_raw(h).x; }
 inline __half __ushort_as_half(uint16_t bits) { return __half(__half_raw{bits}); }
@@ -38,11 +28,11 @@ inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2floa
 inline __half2 __low2half2(__half2 h) { return {h.x, h.x}; }
 inline __half2 __high2half2(__half2 h) { return {h.y, h.y}; }
 inline float __low2float(__half2 h) { return __half2float(h.x); }
-inline __half __hadd(__half a, __half b) { return __half(_Float16(double(a.v) + double(b.v))); }
-inline __half __hsub(__half a, __half b) { return __half(_Float16(double(a.v) - double(b.v))); }
-inline __half __hmul(__half a, __half b) { return __half(_Float16(double(a.v) * double(b.v))); }
+inline __half __hadd(__half a, __half b) { return __half(_Float16(double(__half2float(a)) + double(__half2float(b)))); }
+inline __half __hsub(__half a, __half b) { return __half(_Float16(double(__half2float(a)) - double(__half2float(b)))); }
+inline __half __hmul(__half a, __half b) { return __half(_Float16(double(__half2float(a)) * double(__half2float(b)))); }
 inline __half __hfma(__half a, __half b, __half c) {
-    return __half(_Float16(double(a.v) * double(b.v) + double(c.v)));
+    return __half(_Float16(double(__half2float(a)) * double(__half2float(b)) + double(__half2float(c))));
 }
 inline __half2 __hadd2(__half2 a, __half2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }
 inline __half2 __hsub2(__half2 a, __half2 b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }

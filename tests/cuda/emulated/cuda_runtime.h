@@ -81,15 +81,34 @@ inline void declares(const void *variable, size_t bytes) { declared[variable] = 
 namespace emulated {
 
 constexpr int WARP = 32;
+// A thread's context lives on from block to block, and runs the body of each.
 struct Fiber {
     ucontext_t start;
     jmp_buf at;
     std::vector<char> stack;
-    bool begun, done;
+    bool begun = false;
 };
 inline std::vector<std::unique_ptr<Fiber>> fibers;
+// A thread rests for as long as a barrier that it waits at has this turn. One that runs and one that is done have turns of
+// their own.
+struct Rest {
+    const unsigned *turn;
+    unsigned now;
+    bool lasts() const { return *turn == now; }
+};
+constexpr unsigned FIRST = 0;
+constexpr Rest RUNS = {&FIRST, FIRST + 1}, DONE = {&FIRST, FIRST};
+inline std::vector<Rest> rests;
 inline int current, alive;
-inline std::mt19937 chance; // it is the same in every run
+struct Chance { // xorshift64, the same in every run; many numbers are drawn, small ones
+    uint64_t state = 88172645463325252u;
+    uint64_t operator()() {
+        state ^= state << 13;
+        state ^= state >> 7;
+        return state ^= state << 17;
+    }
+};
+inline Chance chance;
 inline std::vector<int> order; // threads come in this order, until all had their turn
 inline int turn;
 inline jmp_buf launcher;
@@ -98,8 +117,7 @@ inline uint8_t *dynamic_shared;
 inline size_t dynamic_bytes;
 inline uint64_t n_begun; // so many blocks have begun
 
-inline void enter();
-// Goes on with thread i, which is not done.
+// Goes on with thread i, which does not rest.
 inline void resume(int i) {
     Fiber &f = *fibers[size_t(i)];
     current = i;
@@ -111,13 +129,22 @@ inline void resume(int i) {
     setcontext(&f.start);
 }
 inline void next() {
-    do {
-        if (++turn >= int(order.size())) {
-            std::shuffle(order.begin(), order.end(), chance);
+    const int n = int(order.size());
+    for (int resting = 0; resting < 2 * n; resting++) {
+        if (++turn >= n) {
+            uint64_t drawn = 0;
+            for (uint32_t left = uint32_t(n); left > 1; left--) { // four draws of 16 bits a number
+                drawn = left % 4 == 0 || drawn == 0 ? chance() : drawn >> 16;
+                std::swap(order[left - 1], order[uint32_t(drawn & 0xffff) * left >> 16]);
+            }
             turn = 0;
         }
-    } while (fibers[size_t(order[size_t(turn)])]->done);
-    resume(order[size_t(turn)]);
+        if (!rests[size_t(order[size_t(turn)])].lasts()) {
+            resume(order[size_t(turn)]);
+        }
+    }
+    fprintf(stderr, "all threads of block %u wait for each other\n", blockIdx.x);
+    abort();
 }
 inline void yield() {
     if (_setjmp(fibers[size_t(current)]->at) == 0) {
@@ -125,12 +152,16 @@ inline void yield() {
     }
 }
 inline void enter() {
-    body();
-    fibers[size_t(current)]->done = true;
-    if (--alive == 0) {
-        _longjmp(launcher, 1);
+    for (;;) {
+        body();
+        rests[size_t(current)] = DONE;
+        if (_setjmp(fibers[size_t(current)]->at) == 0) {
+            if (--alive == 0) {
+                _longjmp(launcher, 1);
+            }
+            next();
+        }
     }
-    next();
 }
 
 // At a Barrier n threads wait for each other.
@@ -143,8 +174,10 @@ struct Barrier {
             n = 0;
             turn++;
         }
-        while (turn == now) {
+        if (turn == now) {
+            rests[size_t(current)] = {&turn, now};
             yield();
+            rests[size_t(current)] = RUNS;
         }
     }
 };
@@ -202,17 +235,20 @@ template <typename Pair, typename Split> void mma_16x8x16(float (&c)[4], const u
     memcpy(static_cast<void *>(&mine), words, sizeof(mine));
     const auto all = exchange(mine);
     const int g = int(threadIdx.x % 32) / 4, t = int(threadIdx.x) % 4;
-    for (int i = 0; i < 4; i++) {
-        double sum = c[i];
-        for (int s = 0; s < 4; s++) {
-            const Operands row = of_lane<Operands>(all, g * 4 + s);
-            const Operands column = of_lane<Operands>(all, (t * 2 + i % 2) * 4 + s);
-            for (int half = 0; half < 2; half++) {
-                const auto x = split(row.a[i / 2 + 2 * half]), y = split(column.b[half]);
-                sum += double(x.x) * y.x + double(x.y) * y.y;
+    double sums[4] = {c[0], c[1], c[2], c[3]};
+    for (int s = 0; s < 4; s++) {
+        const Operands row = of_lane<Operands>(all, g * 4 + s);
+        const Operands columns[2] = {of_lane<Operands>(all, t * 8 + s), of_lane<Operands>(all, t * 8 + 4 + s)};
+        for (int half = 0; half < 2; half++) {
+            const decltype(split(row.a[0])) x[2] = {split(row.a[2 * half]), split(row.a[1 + 2 * half])};
+            const decltype(split(row.a[0])) y[2] = {split(columns[0].b[half]), split(columns[1].b[half])};
+            for (int i = 0; i < 4; i++) {
+                sums[i] += double(x[i / 2].x) * y[i % 2].x + double(x[i / 2].y) * y[i % 2].y;
             }
         }
-        c[i] = float(sum);
+    }
+    for (int i = 0; i < 4; i++) {
+        c[i] = float(sums[i]);
     }
 }
 
@@ -236,22 +272,20 @@ template <typename F> cudaError_t launch(const void *name, dim3 grid, int thread
     body = kernel;
     while (fibers.size() < size_t(threads)) {
         fibers.emplace_back(new Fiber);
-        fibers.back()->stack.resize(1 << 17);
+        Fiber &f = *fibers.back();
+        f.stack.resize(1 << 17);
+        getcontext(&f.start);
+        f.start.uc_stack.ss_sp = f.stack.data();
+        f.start.uc_stack.ss_size = f.stack.size();
+        f.start.uc_link = nullptr;
+        makecontext(&f.start, enter, 0);
     }
     memset(exchanges, 0, sizeof(exchanges));
     for (unsigned block = 0; block < grid.x * grid.y * grid.z; block++) {
         blockIdx = dim3(block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y);
         memset(room.data(), 0xff, room.size());
         n_begun++;
-        for (int i = 0; i < threads; i++) {
-            Fiber &f = *fibers[size_t(i)];
-            f.begun = f.done = false;
-            getcontext(&f.start);
-            f.start.uc_stack.ss_sp = f.stack.data();
-            f.start.uc_stack.ss_size = f.stack.size();
-            f.start.uc_link = nullptr;
-            makecontext(&f.start, enter, 0);
-        }
+        rests.assign(size_t(threads), RUNS);
         alive = threads;
         order.resize(size_t(threads));
         std::iota(order.begin(), order.end(), 0);

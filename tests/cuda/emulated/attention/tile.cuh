@@ -30,9 +30,9 @@ struct LateGroups {
     uint64_t block = 0;
     std::vector<std::vector<LateWords>> groups;
 };
-inline std::map<int, LateGroups> late_groups;
+inline std::vector<LateGroups> late_groups(1024);
 inline std::vector<std::vector<LateWords>> &own_copies() {
-    LateGroups &own = late_groups[emulated::current];
+    LateGroups &own = late_groups[size_t(emulated::current)];
     if (own.block != emulated::n_begun) {
         own.block = emulated::n_begun;
         own.groups.assign(1, {});
