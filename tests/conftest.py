@@ -88,9 +88,10 @@ def is_quick(path):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Spares `-m quick`, `-m long`, `-m sanitize` and `-m references` the import of files that have no such test."""
+    """Spares `-m` with one mark the import of files that have no such test."""
     mark, path = config.option.markexpr, collection_path
-    if mark not in ("quick", "long", "sanitize", "references") or path.suffix != ".py" or path.name == "conftest.py":
+    marks = ("quick", "long", "sanitize", "references", "clients")
+    if mark not in marks or path.suffix != ".py" or path.name == "conftest.py":
         return None
     if mark == "quick":
         return None if is_quick(path) else True

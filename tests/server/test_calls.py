@@ -3,12 +3,14 @@ written."""
 
 import json
 
-import anthropic
-import openai
 import pytest
 from serving import serving
 
 from luce.data import BOX
+
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.clients
 
 PATH = 'notes/ä "b".txt, or whichever name the other one has by now'
 SCHEMA = {

@@ -8,10 +8,7 @@ import math
 from contextlib import ExitStack
 from typing import Literal
 
-import anthropic
 import httpx
-import openai
-import pydantic
 import pytest
 from depth import deeper
 from serving import HANG_S, serving, settings
@@ -19,6 +16,11 @@ from serving import HANG_S, serving, settings
 from luce.data import BOX
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
+
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
+pytestmark = pytest.mark.clients
 
 COLOURS = ["red", "green", "dark blue"]
 

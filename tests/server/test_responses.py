@@ -1,7 +1,6 @@
 """Asks /v1/responses as agents do: items of every type, references to what was said, and what is kept."""
 
 import msgspec
-import openai
 import pytest
 import scripted_model
 from depth import deeper, deeper_but
@@ -28,6 +27,7 @@ def server(request, native, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
+    openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as client:
         yield client
 
@@ -182,6 +182,7 @@ def test_items_declare_tools_and_change_the_configuration():
 # ---- what is kept
 
 
+@pytest.mark.clients
 def test_an_item_that_was_said_is_referred_to(client, server):
     """The AI SDK sends its second step so."""
     first = client.responses.create(model="m", input="SAY read", tools=[FUNCTION], **GREEDY)
@@ -201,6 +202,7 @@ def test_an_item_that_was_said_is_referred_to(client, server):
     assert by_value.usage.input_tokens == by_reference.usage.input_tokens
 
 
+@pytest.mark.clients
 @pytest.mark.parametrize("stream", [True, *deeper(False)])
 def test_a_response_that_was_given_is_gone_on_from(client, stream):
     asked = {"model": "m", "tools": [FUNCTION], "instructions": "Be brief.", **GREEDY}
@@ -225,6 +227,7 @@ def test_a_response_that_was_given_is_gone_on_from(client, stream):
     ).usage.input_tokens < (second.usage.input_tokens)
 
 
+@pytest.mark.clients
 def test_what_was_kept_is_told_and_deleted(client, server):
     items = [{"role": "developer", "content": "rules"}, user([{"type": "input_text", "text": "SAY hello"}])]
     made = client.responses.create(model="m", input=items, metadata={}, **GREEDY)
@@ -240,6 +243,7 @@ def test_what_was_kept_is_told_and_deleted(client, server):
     for path, ask in (("", server.http.get), ("", server.http.delete), ("/input_items", server.http.get)):
         gone = ask(f"{PATH}/{made.id}{path}")
         assert gone.status_code == 404 and made.id in gone.json()["error"]["message"]
+    openai = pytest.importorskip("openai")
     with pytest.raises(openai.BadRequestError, match=made.id) as error:
         client.responses.create(model="m", input="a", previous_response_id=made.id)
     assert (error.value.code, error.value.param) == ("previous_response_not_found", "previous_response_id")
@@ -249,6 +253,7 @@ def test_what_was_kept_is_told_and_deleted(client, server):
     assert server.http.get(f"{PATH}/x/input_items?limit=0").status_code in (400, 404)
 
 
+@pytest.mark.clients
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_is_kept_where_store_says_so(client, server, stream):
     asked = {"model": "m", "input": "SAY hello", "store": False, **GREEDY}
@@ -265,11 +270,13 @@ def test_nothing_is_kept_where_store_says_so(client, server, stream):
     assert gone_on.output_text == "Hello, wörld!"
 
 
+@pytest.mark.clients
 def test_a_cut_answer_is_kept_too(client):
     made = client.responses.create(model="m", input="SAY hello", temperature=0, max_output_tokens=2)
     assert made.status == "incomplete" == client.responses.retrieve(made.id).status
 
 
+@pytest.mark.clients
 def test_a_finished_answer_is_followed_by_another(client, server):
     """A message that is complete is not continued; one that was cut is."""
     made = client.responses.create(model="m", input="SAY hello", **GREEDY)

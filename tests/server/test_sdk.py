@@ -4,10 +4,7 @@ import json
 from itertools import count
 from unittest import mock
 
-import anthropic
 import msgspec
-import openai
-import pydantic
 import pytest
 import scripted_model
 from depth import deeper, deeper_but
@@ -21,6 +18,11 @@ from luce.server.ask import Refused
 from luce.text.conversation import ordered
 from luce.text.dialects import QWEN
 from luce.text.prompt import prompt_ids
+
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
+pytestmark = pytest.mark.clients
 
 
 @pytest.fixture(scope="module", params=deeper_but(SCRIPTS, QWEN), ids=lambda dialect: dialect.name)

@@ -1,5 +1,5 @@
-"""Scripts run from a clone as they are: nothing but `pip install '.[test,plot]'` is needed to read their
-help."""
+"""Scripts run from a clone as they are: nothing but `pip install '.[test,clients,plot]'` is needed to read
+their help."""
 
 from __future__ import annotations
 
