@@ -198,6 +198,7 @@ def test_a_sweep_without_a_head_may_end_where_the_model_was_trained_to(bench, ti
     assert "trained for 32" in bench(*args, "18", "--steps", 5).stderr
 
 
+@pytest.mark.long
 def test_batch_is_figures_of_sequences_that_decode_together(bench, tmp_path):
     args = ("batch", "--sequences", "1,3", "--modes", "plain,mtp:2", "-n", 16, "--json")
     found = of(bench(*args, "--save", tmp_path))["batches"]

@@ -599,6 +599,7 @@ def test_what_is_looked_at_on_a_gpu_runs_with_the_cpu_in_its_place(native, files
     assert "of its clock and bus" in found["bandwidth.memory"].found
 
 
+@pytest.mark.long
 def test_steps_are_reckoned_by_the_measured_bandwidth(engine, files):
     check = steps.by_rows(engine, prompt_of(files), 20_000_000, 10_000_000_000, False, Pace(60))
     assert check.figures["reading_ms"] == 2.0 and set(check.figures["ms"]) == set(steps.ROWS)

@@ -8,6 +8,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 import tiny_vision
+from depth import deeper_but
 from tiny_vision import IMAGE_PAD, VISION_END, VISION_START
 
 from luce.decode.events import Finished, Started, Tokens
@@ -112,13 +113,16 @@ def test_beside_a_model_on_several_devices_a_tower_is_on_the_first(folder, devic
         assert len(sight.shown(sight.placed([IMAGE_PAD], IMAGE_PAD, [picture(sight, 1)]))) == 1
 
 
-def test_images_are_reduced_to_a_number_of_tokens(folder, device):
+@pytest.mark.parametrize("size", deeper_but([(1600, 1400), (100, 100), (6000, 40), (40, 6000), (320, 256)], (320, 256)))
+def test_images_are_reduced_to_a_number_of_tokens(folder, device, size):
     with Sight(folder / "mmproj.gguf", 1, device, tokens=64) as sight:
-        for size in ((1600, 1400), (100, 100), (6000, 40), (40, 6000), (320, 256)):
-            seen = picture(sight, 1, size)
-            assert seen.rows <= 64 and seen.rows == sight.processor.rows_of(*size)
-            (shown,) = sight.shown(sight.placed([IMAGE_PAD], IMAGE_PAD, [seen]))
-            assert len(shown.rows) == seen.rows
+        seen = picture(sight, 1, size)
+        assert seen.rows <= 64 and seen.rows == sight.processor.rows_of(*size)
+        (shown,) = sight.shown(sight.placed([IMAGE_PAD], IMAGE_PAD, [seen]))
+        assert len(shown.rows) == seen.rows
+
+
+def test_numbers_of_tokens_that_no_image_may_have_are_refused(folder):
     for n in (63, 16385):
         with pytest.raises(ArgumentError, match=f"images of {n} tokens: expected 64 to 16384"):
             Sight(folder / "mmproj.gguf", tokens=n)

@@ -55,6 +55,7 @@ def test_requests_wait_for_pages_and_each_gets_its_answer(native):
         assert answers(all_of_them, pages=pages, host_bytes=1 << 20)[1] == expected
 
 
+@pytest.mark.long
 def test_a_prompt_of_many_contexts_is_not_read_to_its_end(native):
     """Others wait meanwhile. Up to some contexts it is, and its tokens are counted."""
     with serving({"box": BOX}, settings(ctx=256)) as server:

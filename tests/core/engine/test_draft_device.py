@@ -163,6 +163,7 @@ def test_memory_is_counted_where_it_lies(native: Library) -> None:
     assert one.weights + two.weights + own.weights >= first.weights + last.weights
 
 
+@pytest.mark.long
 def test_a_device_that_lacks_memory_for_drafts_is_named(native: Library) -> None:
     free = {"fake:0": 200 * MIB, "fake:2": MIB}
     options = Options(ctx=512, spec="dflash")

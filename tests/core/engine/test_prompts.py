@@ -227,6 +227,7 @@ def test_checkpoints_begin_where_shared_steps_end(engine: Engine) -> None:
         each.close()
 
 
+@pytest.mark.long
 def test_prompts_of_sliding_layers_have_the_bits_that_they_have_alone(
     native: Library, device: str, tmp_path: Path
 ) -> None:
