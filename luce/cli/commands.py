@@ -343,7 +343,7 @@ def devices(as_json: bool) -> None:
     if as_json:
         stdout.put_json([asdict(device) for device in found], indent=2)
     else:
-        stdout.put(devices_text(core) + "\n")
+        stdout.put(devices_text(found) + "\n")
     if core.missing_gpu:
         remedy = "; pip install . -C cmake.define.LUCE_CUDA=ON builds one with it"
         without = "built without CUDA" in core.missing_gpu

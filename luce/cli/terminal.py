@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from luce.cli import stdout
 from luce.decode.events import Finished
 from luce.files.probe import Facts, Layers
-from luce.native.structs import EngineInfo, Tensor
+from luce.native.structs import Device, EngineInfo, Tensor
 from luce.planning.memory import Fit
 from luce.planning.plan import Plan
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
     from rich.text import Text
-
-    from luce.native import Library
 
 LOG_EVERY = 30.0  # Where there is no terminal, a count is told of every so many seconds.
 BAR_AFTER = 2.0  # A prefill that takes, or promises to take, so many seconds gets a bar.
@@ -341,14 +339,12 @@ def _fit_lines(fit: Fit) -> list[tuple[str, str]]:
     ]
 
 
-def devices_text(core: Library) -> str:
-    """Returns a line for each device: what --device takes, its memory, what it is, and whether prompts' products are
-    summed in F16 there."""
+def devices_text(devices: list[Device]) -> str:
+    """Returns a line for each device: what --device takes, its memory, and what it is."""
     return "\n".join(
         f"{device.name:<8} {size(device.memory_free)} of {size(device.memory_total)} free  "
         f"{printable(device.description)}"
-        f"{', prompts with sums in F16' if device.is_gpu and core.gpu_info(index).f16_sums else ''}"
-        for index, device in enumerate(core.devices())
+        for device in devices
     )
 
 

@@ -57,7 +57,6 @@ def card(
         return
     gpu = core.gpu_info(index_of(core, device))
     found = f"{device.description}, {size(device.memory_free)} of {size(device.memory_total)} free"
-    found += ", prompts with sums in F16" if gpu.f16_sums else ""
     tried = gpu.capability in RAN_ON
     if not tried:
         found += f"; luce has run on compute capability 9.0 alone, this is {_capability(gpu.capability)}"

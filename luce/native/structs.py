@@ -26,9 +26,8 @@ class Device:
 @dataclass(frozen=True)
 class GpuInfo:
     """What the driver says of a GPU: its place on the bus, by which nvidia-smi knows it, the bytes a second of its
-    memory by clock and width (0 where the driver does not say), its compute capability (90 is 9.0), the CUDA that
-    the driver runs and that the core was built with (13000 is 13.0), and whether prompts' products are summed in
-    F16."""
+    memory by clock and width (0 where the driver does not say), its compute capability (90 is 9.0), and the CUDA
+    that the driver runs and that the core was built with (13000 is 13.0)."""
 
     STRUCT: ClassVar[str] = "luce_gpu_info"
 
@@ -38,7 +37,6 @@ class GpuInfo:
     multiprocessors: int
     driver_cuda: int
     built_cuda: int
-    f16_sums: int
 
 
 @dataclass(frozen=True)

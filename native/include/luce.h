@@ -51,7 +51,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 21 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 20 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a chain of which each is a step */
 #define LUCE_MAX_DRAFTERS 16 /* of a model, and in an engine's list */
@@ -120,7 +120,6 @@ typedef struct luce_gpu_info {
     int32_t multiprocessors;
     int32_t driver_cuda; /* the newest CUDA that the driver runs: 13000 is 13.0 */
     int32_t built_cuda; /* the CUDA that this library was built with */
-    int32_t f16_sums; /* prompts' products are summed in F16, 64 at a time: sums in F32 are slow (GeForce) */
 } luce_gpu_info;
 /* E_ARG: there is no such device, or it is no GPU. */
 LUCE_API luce_status luce_device_gpu(int32_t index, luce_gpu_info *out);

@@ -20,7 +20,7 @@ from depth import deeper
 
 from luce import native as _native
 from luce.cli.commands import cli as luce_cli
-from luce.cli.terminal import devices_text, print_verdict
+from luce.cli.terminal import print_verdict
 from luce.data import BOX, BOX_DRAFTER
 from luce.doctor import cli, kernels, machine, nvidia_smi, run, steps, tokens
 from luce.doctor.checks import REPORT, Check, as_json, conclusion, judged, lines
@@ -429,7 +429,7 @@ def test_on_a_terminal_a_long_text_goes_on_below_itself(capsys, monkeypatch):
 H200 = (  # A line of nvidia-smi, but for the bits of what holds the clocks down.
     "00000000:0F:00.0, 580.95.05, P0, 1980, 1980, 3201, 3201, 121.35, 700.00, 700.00, 34, Disabled, {}, {}, NVIDIA H200"
 )
-SM = GpuInfo("0000:0F:00.0", 4_900_000_000_000, 90, 132, 13000, 13000, 0)
+SM = GpuInfo("0000:0F:00.0", 4_900_000_000_000, 90, 132, 13000, 13000)
 CARD = Device("cuda:0", "NVIDIA H200", 100 << 30, 140 << 30, 1)
 
 
@@ -523,15 +523,6 @@ def test_a_gpu_at_its_best_is_fine():
     assert check.verdict == "ok" and check.found == (
         "4.20 TB/s measured by copying, 86% of the 4.90 TB/s of its clock and bus"
     )
-
-
-@pytest.mark.parametrize("f16_sums", [0, 1])
-def test_a_gpu_whose_prompts_have_sums_in_f16_is_told_of(f16_sums):
-    core = Core(dataclasses.replace(SM, f16_sums=f16_sums))
-    card = found_of(machine.card(core, CARD, lambda: [h200()]))["device"]
-    assert ("prompts with sums in F16" in card.found) == (card.figures["f16_sums"] == 1) == (f16_sums == 1)
-    gpu, cpu = devices_text(core).splitlines()
-    assert gpu.endswith("prompts with sums in F16") == (f16_sums == 1) and cpu.endswith("a CPU")
 
 
 def test_what_slows_a_gpu_is_told():

@@ -12,8 +12,7 @@ using namespace luce;
 // Sources. By compute capability, from the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability") and
 // the tuning guides of Ampere and Ada: shared memory of a multiprocessor, of a block at most, and 1 KiB that the system takes
 // of each block; 64 Ki registers; threads and blocks at once. Multiprocessors, L2, memory and bandwidth: NVIDIA's white papers
-// (GA102, AD102, GB202, GA100, Hopper) and data sheets. Those also say that GeForce cards sum F16 products in F32 at half the rate.
-// Only code for sm_90a has wgmma, and from 9.0 on there are bulk copies.
+// (GA102, AD102, GB202, GA100, Hopper) and data sheets. Only code for sm_90a has wgmma, and from 9.0 on there are bulk copies.
 //
 // Read off a card, by luce: H200 alone. Of the others these come from public tables of specifications, as the papers at hand do
 // not name them: L2 of the RTX 3060, 4070 and 5060 Ti, the A10 and the L4 (of whose multiprocessors, 7424 / 128 = 58, some
@@ -26,21 +25,21 @@ struct Card {
     double memory_gb, bandwidth_gbs; // as sold: GB (GiB for GeForce) and GB/s
 };
 constexpr int KiB = 1 << 10, MiB = 1 << 20, REGISTERS = 64 * KiB;
-constexpr DeviceLimits small_card(int multiprocessors, int l2_mib, bool bulk_copies, bool geforce) { // 8.6, 8.9 and 12.0
-    return {multiprocessors, 100 * KiB, 99 * KiB, KiB, REGISTERS, int64_t(l2_mib) * MiB, false, bulk_copies, geforce};
+constexpr DeviceLimits small_card(int multiprocessors, int l2_mib, bool bulk_copies) { // 8.6, 8.9 and 12.0
+    return {multiprocessors, 100 * KiB, 99 * KiB, KiB, REGISTERS, int64_t(l2_mib) * MiB, false, bulk_copies};
 }
-constexpr DeviceLimits A100_LIMITS = {108, 164 * KiB, 163 * KiB, KiB, REGISTERS, 40 * MiB, false, false, false};
-constexpr DeviceLimits HOPPER_LIMITS = {132, 228 * KiB, 227 * KiB, KiB, REGISTERS, 50 * MiB, true, true, false};
+constexpr DeviceLimits A100_LIMITS = {108, 164 * KiB, 163 * KiB, KiB, REGISTERS, 40 * MiB, false, false};
+constexpr DeviceLimits HOPPER_LIMITS = {132, 228 * KiB, 227 * KiB, KiB, REGISTERS, 50 * MiB, true, true};
 inline const Card CARDS[] = {
-    {"RTX 3060 12 GB", 86, 1536, 16, small_card(28, 3, false, true), 12, 360},
-    {"RTX 3090", 86, 1536, 16, small_card(82, 6, false, true), 24, 936},
-    {"A10", 86, 1536, 16, small_card(72, 6, false, false), 24, 600},
-    {"L4", 89, 1536, 24, small_card(58, 48, false, false), 24, 300},
-    {"RTX 4070", 89, 1536, 24, small_card(46, 36, false, true), 12, 504},
-    {"RTX 4090", 89, 1536, 24, small_card(128, 72, false, true), 24, 1008},
-    {"RTX 5060 Ti 16 GB", 120, 1536, 24, small_card(36, 32, true, true), 16, 448},
-    {"RTX 5090", 120, 1536, 24, small_card(170, 96, true, true), 32, 1792},
-    {"RTX Pro 6000 Blackwell", 120, 1536, 24, small_card(188, 128, true, false), 96, 1792},
+    {"RTX 3060 12 GB", 86, 1536, 16, small_card(28, 3, false), 12, 360},
+    {"RTX 3090", 86, 1536, 16, small_card(82, 6, false), 24, 936},
+    {"A10", 86, 1536, 16, small_card(72, 6, false), 24, 600},
+    {"L4", 89, 1536, 24, small_card(58, 48, false), 24, 300},
+    {"RTX 4070", 89, 1536, 24, small_card(46, 36, false), 12, 504},
+    {"RTX 4090", 89, 1536, 24, small_card(128, 72, false), 24, 1008},
+    {"RTX 5060 Ti 16 GB", 120, 1536, 24, small_card(36, 32, true), 16, 448},
+    {"RTX 5090", 120, 1536, 24, small_card(170, 96, true), 32, 1792},
+    {"RTX Pro 6000 Blackwell", 120, 1536, 24, small_card(188, 128, true), 96, 1792},
     {"A100 40 GB", 80, 2048, 32, A100_LIMITS, 40, 1555},
     {"A100 80 GB", 80, 2048, 32, A100_LIMITS, 80, 2039},
     {"H100", 90, 2048, 32, HOPPER_LIMITS, 80, 3350},

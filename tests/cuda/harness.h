@@ -50,8 +50,6 @@ void check_rowmm_norm(bool all);
 void check_rowmm_ranges(); // it checks what a few multiprocessors cut anywhere
 void check_rowmm_kind(); // it checks what depends on the kind of device
 void check_gemm_kernels(bool all);
-void check_gemm_packs(bool all);
-void check_gemm_f16(bool all); // products with sums in F16, which need no cuBLAS
 void check_choose(bool all);
 void time_choose();
 void time_attention(bool all);
@@ -71,8 +69,6 @@ inline int multiprocessors_told = 0;
 inline bool watched() { // A tool looks at what runs, so that it takes a thousand times as long.
     return multiprocessors_told > 0;
 }
-// Launchers are told that the device sums F16 products in F32 at half the rate, and so take sums in F16.
-inline bool f16_sums_told = false;
 void print_kernels(bool all); // it names those that were launched, or all there are
 
 inline bool device_lost = false; // a check has made the device stop all that this process has on it

@@ -30,7 +30,6 @@ int __wrap__ZN4luce4cuda13device_limitsERNS_12DeviceLimitsE(luce::DeviceLimits &
     if (multiprocessors_told > 0) {
         limits.multiprocessors = std::min(limits.multiprocessors, multiprocessors_told);
     }
-    limits.slow_f32_sums = limits.slow_f32_sums || f16_sums_told;
     return error;
 }
 // Code of <<<>>> asks for its kernel ahead of its first launch.

@@ -127,10 +127,6 @@ CHECKED = {
         "check_deltanet_rows(), check_deltanet_prompts(), check_deltanet_chunks(), lay_out_deltanet()",
         ["deltanet/deltanet.cu", "deltanet/conv.cu", "deltanet/chunks.cu"],
     ),
-    "gemm_check.cu": (
-        "check_gemm_packs(false), check_gemm_f16(false)",
-        ["matmul/prompt_f16.cu", "matmul/prompt_pack.cu"],
-    ),
     "attention_prefill_check.cu": ("check_attention_prompts()", ["attention/prefill.cu"]),
     "deltanet_layer_check.cu": (
         "check_deltanet_layer(false)",

@@ -39,11 +39,6 @@ cudaError_t read(int device, DeviceLimits &limits) {
     }
     limits.wgmma = compiled.maxThreadsPerBlock == 64;
     limits.bulk_copies = compiled.ptxVersion >= 90;
-    cudaDeviceProp properties = {};
-    if (error == cudaSuccess) {
-        error = cudaGetDeviceProperties(&properties, device);
-    }
-    limits.slow_f32_sums = has_slow_f32_sums(properties.name);
     return error;
 }
 

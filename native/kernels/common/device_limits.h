@@ -3,7 +3,6 @@
 #pragma once
 
 #include <stdint.h>
-#include <string.h>
 
 namespace luce {
 
@@ -16,15 +15,7 @@ struct DeviceLimits {
     int64_t l2 = 0; // bytes of the cache that all multiprocessors share
     bool wgmma = false; // the device has wgmma, and the kernels were compiled for it
     bool bulk_copies = false; // one thread's copy of a whole row completes on a barrier, likewise
-    bool slow_f32_sums = false; // tensor cores sum products of F16 in F32 at half the rate of sums in F16
 };
-
-// Says of a device's name ("NVIDIA GeForce RTX 3090") whether it sums in F32 at half the rate. That is a matter of the product line,
-// of which the driver says nothing else: GeForce cards from 8.0 on do by NVIDIA's white papers (GA102, AD102, GB202), and the
-// same chips do not as RTX A6000, A10, L4, L40 or RTX Pro. What is unknown is taken for one that does not.
-inline bool has_slow_f32_sums(const char *name) {
-    return strstr(name, "GeForce") != nullptr;
-}
 
 namespace cuda {
 // Finds what a device can do, or the calling thread's current one. It is read on the first call for a device, and kept.

@@ -1,7 +1,5 @@
 // Computes cuBLAS's product of F16 rows and F16 weights, and applies the rows' powers of two after it. Its algorithms are
-// chosen when an engine opens (matmul/prompt_algorithms.cuh). Where sums in F32 are slow, products are luce's own instead
-// (matmul/prompt_f16.cu), and cuBLAS is not opened.
-#include "common/device_limits.h"
+// chosen when an engine opens (matmul/prompt_algorithms.cuh).
 #include "matmul/prompt_algorithms.cuh"
 
 #include <mutex>
@@ -70,15 +68,7 @@ int cuda::gemm_open(void *stream, const std::vector<GemmShape> &shapes, void *sc
     if (libraries.count(stream) > 0) {
         return int(cudaErrorInvalidValue);
     }
-    DeviceLimits device;
-    if (const int error = device_limits(device); error != 0) {
-        return error;
-    }
     Library library;
-    if (device.slow_f32_sums) {
-        libraries[stream] = library;
-        return 0;
-    }
     int error = cuda_error(cublasLtCreate(&library.handle));
     if (error == 0) {
         error = int(cudaMalloc(&library.workspace, size_t(GEMM_WORKSPACE)));
@@ -122,9 +112,6 @@ int cuda::gemm(const GemmArgs &a, void *stream) {
     const auto library = libraries.find(stream);
     if (library == libraries.end()) {
         return int(cudaErrorInvalidResourceHandle);
-    }
-    if (library->second.handle == nullptr) {
-        return gemm_f16(a, -1, stream);
     }
     auto &products = library->second.products;
     auto known = products.find({a.N, a.K});

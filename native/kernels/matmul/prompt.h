@@ -1,20 +1,16 @@
-// Computes a prefill's matmul, for many rows at once: out[t][n] = sum_k W[n][k] * x[t][k]. It is cuBLAS's, or where the device
-// sums F16 products in F32 at half the rate (DeviceLimits::slow_f32_sums) one of luce's own.
+// Computes a prefill's matmul on cuBLAS, for many rows at once: out[t][n] = sum_k W[n][k] * x[t][k].
 //
 // Weights are written out as F16 (rowmm_unpack), one matrix at a time, and activations are rounded to F16.
-// Products are summed in F32, or by luce's own in F16, 64 at a time, and those sums in F32. A row whose values F16 would not hold well (its largest below 2^-6 or from 2^15
+// Products are summed in F32. A row whose values F16 would not hold well (its largest below 2^-6 or from 2^15
 // on) is brought into range by a power of two, and its results back, so that any finite F32 is in range. What
 // is not finite shows in its own row alone. Weights lose what F16 does not hold: F32 and BF16 weights of
 // 65520 and more are not finite here. Against exact weights and activations a product of 5120 terms is off by
-// 4e-4 of the result's rms or less, and by 6e-4 with sums in F16 (tests/cuda/gemm_check.cu).
+// 4e-4 of the result's rms or less.
 //
-// With sums in F16 every row but one of zeros is brought below 2 (below 4 from 2^127 on), so that 64 products with weights of
-// up to 255 never exceed what F16 holds. With larger weights a sum that does is not finite, and shows in its row.
+// It is F16 on every GPU. GPUs for games multiply int8 faster than F16 with sums in F32, but activations of int8 are off
+// by 8e-3 of a result's rms, and none of those GPUs was there to measure what it would gain.
 //
-// Which it is, the device's name decides (common/device_limits.h), never a measured time. Multiplying in int8 would be faster on
-// such cards by what docs/gpus.md reckons, but activations of int8 are off by 8e-3 of a result's rms.
-//
-// A row's bits do not depend on how many others there are: luce's own sums have one order (matmul/prompt_f16.cu), and cuBLAS is held to algorithms that do not split K, and of these to
+// A row's bits do not depend on how many others there are: cuBLAS is held to algorithms that do not split K, and of these to
 // such as give the same bits (matmul/prompt_algorithms.cuh). No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t
 // as int, and nothing but gemm_open synchronises.
 #pragma once
@@ -75,8 +71,6 @@ void gemm_close(void *stream);
 // 16. ROWMM_HEAD_RMS takes heads of 16, 32, 64 or 128. `copy` must be null.
 int gemm_pack(const RowmmPackArgs &args, void *stream);
 int gemm(const GemmArgs &args, void *stream);
-// The same with sums in F16, by the tile of that number in F16_TILES, or where it is -1 the one that the device's plan takes.
-int gemm_f16(const GemmArgs &args, int tile, void *stream);
 } // namespace cuda
 
 } // namespace luce

@@ -1,7 +1,6 @@
 // Turns activations of a prefill into F16 rows, with the norm or gate before them. A block has a row, in
 // registers from the first read to the last write. A row's values depend on that row alone.
 #include "common/activation.cuh"
-#include "common/device_limits.h"
 #include "common/pointers.h"
 #include "matmul/prompt.h"
 
@@ -68,23 +67,20 @@ __device__ float most(const float4 &v) {
 }
 
 // Returns the exponent by which a row whose largest value is `x` is divided. It is 0 where F16 holds the row
-// well, else the one that brings it to 512 .. 1023. For products whose sums are F16 it is the one that brings it below 2, or
-// below 4 where it is 2^127 and more. A value that is not finite stays what it is.
-__device__ int row_exponent(float x, bool f16_sums) {
+// well, else the one that brings it to 512 .. 1023. A value that is not finite stays what it is.
+__device__ int row_exponent(float x) {
     const int exponent = int(__float_as_uint(x) >> 23) - 127;
-    if (x == 0.0f || exponent == 128 || (!f16_sums && exponent >= -6 && exponent < 15)) {
+    if (x == 0.0f || exponent == 128 || (exponent >= -6 && exponent < 15)) {
         return 0;
     }
-    return f16_sums ? min(max(exponent, -126), 126)
-                    : max(exponent - 9, -126); // both powers of two are normal then
+    return max(exponent - 9, -126); // both powers of two are normal then
 }
 __device__ float power_of_two(int exponent) {
     return __uint_as_float(uint32_t(exponent + 127) << 23);
 }
 
 // The grid is rows. Vector i of the row belongs to thread i % blockDim.x.
-template <int OWN>
-__global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a, bool f16_sums) {
+template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a) {
     __shared__ float sums[MAX_WARPS], maxima[MAX_WARPS];
     const int64_t row = blockIdx.x, n = a.K / 4;
     const float4 *x = reinterpret_cast<const float4 *>(a.x + row * a.x_row);
@@ -121,7 +117,7 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArg
     for (int j = 0; j < OWN; j++) {
         largest = fmaxf(largest, most(v[j]));
     }
-    const int exponent = row_exponent(over_block(largest, maxima, Max()), f16_sums);
+    const int exponent = row_exponent(over_block(largest, maxima, Max()));
     const float down = power_of_two(-exponent);
     __half *out = static_cast<__half *>(a.out) + row * a.K;
 #pragma unroll
@@ -139,8 +135,8 @@ __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArg
     }
 }
 
-template <int OWN> void launch(const RowmmPackArgs &a, bool f16_sums, int warps, cudaStream_t stream) {
-    gemm_pack_kernel<OWN><<<a.T, warps * WARP, 0, stream>>>(a, f16_sums);
+template <int OWN> void launch(const RowmmPackArgs &a, int warps, cudaStream_t stream) {
+    gemm_pack_kernel<OWN><<<a.T, warps * WARP, 0, stream>>>(a);
 }
 
 bool valid(const RowmmPackArgs &a) {
@@ -170,22 +166,17 @@ int cuda::gemm_pack(const RowmmPackArgs &args, void *stream) {
     if (args.T == 0) {
         return 0;
     }
-    DeviceLimits device;
-    if (const int error = device_limits(device); error != 0) {
-        return error;
-    }
-    const bool f16_sums = device.slow_f32_sums;
     const cudaStream_t st = static_cast<cudaStream_t>(stream);
     const int vectors = int(args.K / 4);
     // A thread then has about 5 vectors.
     const int warps = std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS);
     switch ((vectors + warps * WARP - 1) / (warps * WARP)) {
-        case 1: launch<1>(args, f16_sums, warps, st); break;
-        case 2: launch<2>(args, f16_sums, warps, st); break;
-        case 3: launch<3>(args, f16_sums, warps, st); break;
-        case 4: launch<4>(args, f16_sums, warps, st); break;
-        case 5: launch<5>(args, f16_sums, warps, st); break;
-        default: launch<MAX_OWN>(args, f16_sums, warps, st);
+        case 1: launch<1>(args, warps, st); break;
+        case 2: launch<2>(args, warps, st); break;
+        case 3: launch<3>(args, warps, st); break;
+        case 4: launch<4>(args, warps, st); break;
+        case 5: launch<5>(args, warps, st); break;
+        default: launch<MAX_OWN>(args, warps, st);
     }
     return int(cudaGetLastError());
 }

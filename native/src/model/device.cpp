@@ -274,9 +274,7 @@ luce_gpu_info gpu_info(const Device &device) {
         memcpy(info.pci, facts.pci, sizeof(info.pci));
         info.bandwidth = facts.bandwidth;
         info.capability = cuda::compute_capability(device.index);
-        const DeviceLimits limits = limits_of(device);
-        info.multiprocessors = limits.multiprocessors;
-        info.f16_sums = limits.slow_f32_sums;
+        info.multiprocessors = limits_of(device).multiprocessors;
         info.driver_cuda = facts.driver_cuda, info.built_cuda = facts.built_cuda;
         return info;
     }

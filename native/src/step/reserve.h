@@ -10,8 +10,7 @@
 
 namespace luce {
 
-// Returns bytes: where prompts multiply by cuBLAS (not where sums in F32 are slow), its workspace and what it chooses its algorithms
-// with, for matrices {K, N}; code that is loaded when it is first
+// Returns bytes: cuBLAS's workspace; what it chooses its algorithms with, for matrices {K, N}; code that is loaded when it is first
 // run; and what the driver sets aside for threads' own memory, which is for all that run at once. It is half as much again, since
 // the last two are guesses: the 27b took 128 MiB on an H200, captured graphs among them, where this is 270. It was 416 MiB for all.
 inline uint64_t device_reserve(const DeviceLimits &device,
@@ -21,13 +20,12 @@ inline uint64_t device_reserve(const DeviceLimits &device,
                        OWN = 256; // a multiprocessor runs so many threads, of so many bytes each
     uint64_t trial = 0;
     for (const auto &[K, N] : matrices) {
-        if (gemm_has(K, N) && !device.slow_f32_sums) {
+        if (gemm_has(K, N)) {
             trial = std::max(trial, uint64_t(gemm_trial_bytes(K, N)));
         }
     }
     const uint64_t own = uint64_t(device.multiprocessors) * THREADS * OWN;
-    const uint64_t workspace = device.slow_f32_sums ? 0 : uint64_t(GEMM_WORKSPACE);
-    return std::min((workspace + trial + CODE + own) / 2 * 3, MOST);
+    return std::min((uint64_t(GEMM_WORKSPACE) + trial + CODE + own) / 2 * 3, MOST);
 }
 
 } // namespace luce

@@ -424,7 +424,6 @@ using std::isinf;
 using std::isnan;
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline uint32_t __float_as_uint(float x) {
     uint32_t bits;

@@ -109,4 +109,3 @@ void plan_deltanet(const Card &card);
 void plan_sampling(const Card &card);
 void plan_reserve(const Card &card);
 void plan_pretended(const Card &card);
-void plan_prompts(const Card &card);

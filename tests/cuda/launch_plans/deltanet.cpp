@@ -64,7 +64,7 @@ void plan_deltanet(const Card &card) {
     }
     // With 100 KB a multiprocessor has as many blocks as registers allow where a step needs them, and saves states only beside those.
     const DeltaShape small = {16, MAX_ROWS, 1, 16, 16, 128, DELTA_VERIFY}, large = {16, MAX_ROWS, 1, 16, 48, 128, DELTA_VERIFY};
-    const auto saves = [](const DeltaShape &s, int multiprocessors) { return delta_saves(small_card(multiprocessors, 6, false, true), s); };
+    const auto saves = [](const DeltaShape &s, int multiprocessors) { return delta_saves(small_card(multiprocessors, 6, false), s); };
     expect(saves(small, 82) == 3 && saves(large, 82) == 0 && saves(large, 128) == 1 && saves(large, 28) == 0, "saved states of small cards");
     // An H200 is what the plans were measured on.
     const DeltaShape tree = {16, MAX_ROWS, 1, 16, 48, 128, DELTA_VERIFY}, many = {16, MAX_ROWS, 16, 16, 48, 128, DELTA_VERIFY};

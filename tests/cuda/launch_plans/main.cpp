@@ -19,7 +19,6 @@ int main() {
         plan_sampling(card);
         plan_reserve(card);
         plan_pretended(card);
-        plan_prompts(card);
     }
     std::map<std::string, int> found;
     for (const auto &[of, lack] : lacks) {
