@@ -178,6 +178,6 @@ void plan_moe(const Card &card) {
         expect(plan.launch.x == 73 && plan.tile_rows == (dims.T + 2) / 3, "three tiles of few rows");
     }
     if (card.capability == 90) {
-        pin(card, digest_of(device), 0x38d34457d15cbc3e);
+        pin(card, digest_of(device), 0x116e4c919528b37e);
     }
 }

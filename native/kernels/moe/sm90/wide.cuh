@@ -79,13 +79,18 @@ template <int ROWS> struct WideRows {
         }
         return stages + (stay ? i % chunks : i % STAGES) * STAGE;
     }
-    __device__ void next(int i) const {
+    // Fills the stage of the chunk ahead of this one anew, while this one is multiplied.
+    __device__ void refill(int i) const {
+        if (!stay) {
+            bring(i + STAGES - 1);
+        }
+    }
+    __device__ void leave(int i) const {
         if (!stay) {
             __syncwarp();
             if (threadIdx.x % WARP == 0) {
                 barrier_arrive(full + (STAGES + i % STAGES) * 8);
             }
-            bring(i + STAGES - 1);
         }
     }
 };
@@ -164,6 +169,7 @@ __device__ __forceinline__ void multiply_step_wide(const WideStep<ROWS> &s, Sums
             }
         }
         if constexpr (is_float_type(TYPE)) {
+            s.rows.refill(i);
             constexpr int UNITS = units_of_chunk(TYPE);
             for (int u = 0; u < UNITS; u++) {
                 multiply_unit<TYPE, NT, true>(acc, s.take(), stage + u * (512 / UNITS) * ROWS, tail, ROWS, lane,
@@ -188,6 +194,7 @@ __device__ __forceinline__ void multiply_step_wide(const WideStep<ROWS> &s, Sums
                 }
             }
             const Lane<TYPE> done = unit.weights;
+            s.rows.refill(i);
             s.next(); // all of the unit is in registers
             wgmma_wait<1>();
             if (chunk + 1 < g.chunks) {
@@ -197,7 +204,7 @@ __device__ __forceinline__ void multiply_step_wide(const WideStep<ROWS> &s, Sums
             wgmma_pin(c);
             add_unit<TYPE, NT>(acc, c, done, tail, ROWS, lane, Downs(), rows ^ shared_address(stage));
         }
-        s.rows.next(i);
+        s.rows.leave(i);
         if (chunk + 1 == g.begin(part + 1, 1)) { // parts are added by pairs
             const bool last = part + 1 == 1 << g.log_parts;
 #pragma unroll
@@ -271,7 +278,8 @@ __global__ void __launch_bounds__(ITEM_THREADS, WideShape<ROWS>::BLOCKS)
         } else {
             for (int chunk = 0; chunk < g.chunks; chunk++) {
                 rows.take(step * g.chunks + chunk);
-                rows.next(step * g.chunks + chunk);
+                rows.refill(step * g.chunks + chunk);
+                rows.leave(step * g.chunks + chunk);
             }
         }
         const auto each = [&](auto &&use) {
