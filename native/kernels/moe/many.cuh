@@ -72,8 +72,7 @@ __device__ __forceinline__ MoeItem many_item(const MatmulParams &p, int index) {
     if (index - p.n_shared >= __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head))) {
         return {SHARED, 0, 0, 0};
     }
-    const int4 listed =
-        __ldcg(reinterpret_cast<const int4 *>(p.routed + p.at.items) + (index - p.n_shared));
+    const int4 listed = __ldcg(reinterpret_cast<const int4 *>(p.routed + p.at.items) + (index - p.n_shared));
     return {listed.x, listed.y, listed.z, 0};
 }
 // Returns the place of an item's row, and where its activations lie.

@@ -7,7 +7,7 @@
 // while one is multiplied. The parts of K are then added by pairs (moe/plan.h). In up, gate and up are two warps
 // of the same block, which go through f(gate) * up together. Down packs its rows, which are up's F32
 // results, itself. A step of few rows has a kernel of its own (moe/few.cuh), and so have up of one row (moe/one.cuh) and many
-// rows (moe/many.cuh).
+// rows (moe/many.cuh, and by wgmma moe/sm90/wide.cuh).
 #include "matmul/pack.cuh"
 #include "moe/block.cuh"
 #include "moe/few.cuh"

@@ -41,7 +41,8 @@ struct MoeDims {
     int32_t n_expert, n_used; // a row uses n_used of the n_expert experts
     int32_t
         most; // an item of a step has so many rows at most (moe/plan.h): 8, or fewer where a device has no room for them
-    int32_t wide; // 0, or wgmma multiplies a prompt's many rows, so many of an expert at most at once (moe/plan.h)
+    int32_t
+        wide; // 0, or wgmma multiplies a prompt's many rows, so many of an expert at most at once (moe/plan.h)
     int64_t E, FF; // an expert's matrices are {E, FF} twice and {FF, E}; E is a multiple of 4
     int64_t FF_shared; // it is the shared expert's FF, or 0 where there is none
 

@@ -135,7 +135,8 @@ inline const auto &ram_experts = row<RamExpertsArgs>("ram_experts", [](auto &op,
 
 #ifdef LUCE_USE_CUDA
 template <class Row, class Dims> void takes_dims(Row &op, Dims &a) {
-    op.params(FIELD(T), FIELD(n_expert), FIELD(n_used), FIELD(most), FIELD(wide), FIELD(E), FIELD(FF), FIELD(FF_shared));
+    op.params(FIELD(T), FIELD(n_expert), FIELD(n_used), FIELD(most), FIELD(wide), FIELD(E), FIELD(FF),
+              FIELD(FF_shared));
 }
 
 // For ram_experts, which gets this instead of rows and route.

@@ -10,7 +10,8 @@
 namespace luce {
 
 template <int ROWS> struct WideShared {
-    float up[ITEM_WARPS / 2][ROWS][FRAGMENT + 1]; // of up, for the warp that has gate; the padding makes banks differ
+    float up[ITEM_WARPS / 2][ROWS]
+            [FRAGMENT + 1]; // of up, for the warp that has gate; the padding makes banks differ
     const uint8_t *records[ROWS];
     int places[ROWS];
 };
@@ -36,7 +37,8 @@ template <int ROWS> struct WideRows {
             barrier_init(barriers(shared) + (STAGES + i) * 8, ITEM_WARPS);
         }
     }
-    __device__ WideRows(const WideShared<ROWS> &s, uint8_t *shared, uint8_t *at, int n, int n_chunks, int steps)
+    __device__ WideRows(const WideShared<ROWS> &s, uint8_t *shared, uint8_t *at, int n, int n_chunks,
+                        int steps)
         : records(s.records), stages(at), full(barriers(shared)), count(n), chunks(n_chunks),
           all(n_chunks <= STAGES ? n_chunks : steps * n_chunks), stay(n_chunks <= STAGES) {
         for (int i = 0; i < (stay ? chunks : STAGES - 1); i++) {
@@ -172,8 +174,8 @@ __device__ __forceinline__ void multiply_step_wide(const WideStep<ROWS> &s, Sums
             s.rows.refill(i);
             constexpr int UNITS = units_of_chunk(TYPE);
             for (int u = 0; u < UNITS; u++) {
-                multiply_unit<TYPE, NT, true>(acc, s.take(), stage + u * (512 / UNITS) * ROWS, tail, ROWS, lane,
-                                              Downs(), [] {});
+                multiply_unit<TYPE, NT, true>(acc, s.take(), stage + u * (512 / UNITS) * ROWS, tail, ROWS,
+                                              lane, Downs(), [] {});
                 s.next();
             }
         } else {
@@ -261,11 +263,11 @@ __global__ void __launch_bounds__(ITEM_THREADS, WideShape<ROWS>::BLOCKS)
     for (int step = 0; step < p.steps; step++) {
         const int fragment = w.fragment_at(p, g, x, step);
         const bool own = fragment < g.fragments;
-        const float *scales = m.scales > 0 && own
-                                  ? reinterpret_cast<const float *>(m.packed + expert_offset(m, item.expert) +
-                                                                    m.scales) +
-                                        fragment * FRAGMENT
-                                  : nullptr;
+        const float *scales =
+            m.scales > 0 && own
+                ? reinterpret_cast<const float *>(m.packed + expert_offset(m, item.expert) + m.scales) +
+                      fragment * FRAGMENT
+                : nullptr;
         const WideStep<ROWS> of_warp = {p, ring, rows, task, g, m, scales, step, own};
         Sums<ROWS / 8> total;
         if (fragment - warp % 4 < g.fragments) { // wgmma needs all of a warpgroup
