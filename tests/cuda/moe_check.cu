@@ -140,7 +140,7 @@ void check_company(Mixture &l, const Floats &x, const Routed &base, const Ints &
                 v = from[t] >= 0 ? x[size_t(from[t] * E + k)] : v;
             }
         }
-        for (const int wide : T >= MANY_FROM && has_wgmma() ? Ints{0, MANY_ROWS, WIDEST_ROWS} : Ints{0}) {
+        for (const int wide : T >= MANY_FROM && has_wgmma() ? Ints{0, WIDE_ROWS} : Ints{0}) {
             l.dims.wide = wide;
             const Routed got = run(l, in, T % 2 == 1, captures && T % 3 == 0 ? 2 : 1);
             bool same = true, shows = true;
@@ -413,7 +413,7 @@ struct Placed {
 
 // Wherever experts lie a row has the same bits, and each is counted that a row has had.
 void check_places(MoeDims dims, const Types &types, const Ints &widths) {
-    dims.wide = has_wgmma() ? WIDEST_ROWS : 0;
+    dims.wide = has_wgmma() ? WIDE_ROWS : 0;
     Mixture l(dims, types, uint32_t(dims.n_expert) * 91 + uint32_t(types.gate));
     const std::string what = name(dims, types);
     for (int T : widths) {

@@ -242,11 +242,11 @@ inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
 }
 // The same by wgmma: a block that is alone on its multiprocessor has more steps, since nothing runs while it begins.
 constexpr int WIDE_CHUNKS = 16, WIDE_STEPS = 8;
-template <int ROWS> LaunchPlan plan_wide(const DeviceLimits &device, MatmulParams &p) {
-    using S = WideShape<ROWS>;
+inline LaunchPlan plan_wide(const DeviceLimits &device, MatmulParams &p) {
+    using S = WideShape<WIDE_ROWS>;
     const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
     const int room =
-        device.shared_sm / S::BLOCKS - S::OWN - device.shared_reserved - BARRIER_BYTES - S::STAGES * S::STAGE;
+        device.shared_sm - S::OWN - device.shared_reserved - BARRIER_BYTES - S::STAGES * S::STAGE;
     p.steps = std::clamp(WIDE_CHUNKS / std::max(p.experts.chunks, p.shared.chunks), 1, WIDE_STEPS);
     p.tasks = divided(wide, p.steps);
     p.slots = std::clamp(room / slot, 1, MAX_SLOTS);
@@ -255,7 +255,7 @@ template <int ROWS> LaunchPlan plan_wide(const DeviceLimits &device, MatmulParam
 }
 // Returns what MoeDims::wide is on a device.
 inline int moe_wide_rows(const DeviceLimits &device, const MoeDims &d) {
-    return !device.wgmma ? 0 : int64_t(d.T) * d.n_used >= WIDEST_FROM * d.n_expert ? WIDEST_ROWS : MANY_ROWS;
+    return device.wgmma && int64_t(d.T) * d.n_used >= int64_t(WIDE_FROM) * d.n_expert ? WIDE_ROWS : 0;
 }
 
 // Plans up of one row by the kernel that fetches all units of a task at once, and returns whether a multiprocessor has room for

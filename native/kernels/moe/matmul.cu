@@ -195,8 +195,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
 static_assert(sizeof(BlockShared) == BLOCK_OWN && BLOCK_OWN + BARRIER_BYTES <= MATMUL_BESIDES);
 static_assert(sizeof(FewShared<FEW_ROWS>) <= BLOCK_OWN && sizeof(FewShared<FEWEST_ROWS>) == FEWEST_OWN);
 static_assert(sizeof(OneShared) == ONE_OWN && sizeof(ManyShared) == MANY_OWN);
-static_assert(sizeof(WideShared<MANY_ROWS>) == WideShape<MANY_ROWS>::OWN);
-static_assert(sizeof(WideShared<WIDEST_ROWS>) == WideShape<WIDEST_ROWS>::OWN);
+static_assert(sizeof(WideShared<WIDE_ROWS>) == WideShape<WIDE_ROWS>::OWN);
 
 int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     const MoeDims &d = a.dims;
@@ -213,7 +212,7 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
     }
     LaunchPlan plan;
     if (many_rows(d)) {
-        if (d.wide != 0 && (!device.wgmma || (d.wide != MANY_ROWS && d.wide != WIDEST_ROWS))) {
+        if (d.wide != 0 && (!device.wgmma || d.wide != WIDE_ROWS)) {
             return int(cudaErrorInvalidValue);
         }
         if (!up) {
@@ -231,10 +230,8 @@ int multiply(const MoeMatmulArgs &a, bool up, cudaStream_t stream) {
             }
         }
         if (wide_rows(d)) {
-            const bool widest = d.wide == WIDEST_ROWS;
-            plan = widest ? plan_wide<WIDEST_ROWS>(device, p) : plan_wide<MANY_ROWS>(device, p);
-            return int(launch_kernel(widest ? moe_wide_kernel<WIDEST_ROWS> : moe_wide_kernel<MANY_ROWS>, plan,
-                                     stream, a.overlap != 0, p));
+            plan = plan_wide(device, p);
+            return int(launch_kernel(moe_wide_kernel<WIDE_ROWS>, plan, stream, a.overlap != 0, p));
         }
         plan = plan_many(device, p);
         return int(launch_kernel(moe_many_kernel, plan, stream, a.overlap != 0, p));

@@ -30,9 +30,8 @@ constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 9
 constexpr int MANY_STAGES = 2, MANY_STAGE = MANY_ROWS * chunk_bytes(1);
 // Those that wgmma multiplies are so too, as it reads them.
 template <int ROWS> struct WideShape {
-    static constexpr int BLOCKS = ROWS == WIDEST_ROWS ? 1 : 2; // on a multiprocessor
-    static constexpr int STAGES = BLOCKS == 1 ? 3 : 2, STAGE = chunk_bytes(ROWS);
-    static constexpr int GROUP = 4 / BLOCKS; // so many steps are in flight while as many are made
+    static constexpr int STAGES = 3, STAGE = chunk_bytes(ROWS);
+    static constexpr int GROUP = 4; // so many steps are in flight while as many are made
     static constexpr int OWN = 284 * ROWS; // what the kernel declares of shared memory
 };
 

@@ -11,10 +11,9 @@ constexpr int MAX_ITEM_ROWS = 8; // each row is a column of the tensor core's ti
 // Many rows, which a prompt has, make wider items: then a fragment is made into operands for all of them at once. Fewer would
 // leave most of an item empty.
 constexpr int MANY_ROWS = 32, MANY_FROM = 384;
-// By wgmma they are as many, or wider where an expert has so many rows on average. On an H200, prompts of 2,048 of the 35b-a3b took
-// 72.8 ms by items of MANY_ROWS without wgmma and 68.3 by these, those of the 26b-a4b 79.3 and 75.1; up and down of 512 rows take
-// 4% of a prompt less by wgmma, and would take half as much again by the widest.
-constexpr int WIDEST_ROWS = 80, WIDEST_FROM = 48;
+// By wgmma they are wider still, where an expert has so many rows on average. On an H200 prompts of 2,048 of the 35b-a3b took 72.8 ms
+// without it and 68.3 with it, those of the 26b-a4b 79.3 and 75.1. Up and down of 512 rows, 16 an expert, would take half as long again.
+constexpr int WIDE_ROWS = 80, WIDE_FROM = 48;
 constexpr int ITEM_WARPS = 8; // a block of up and down has so many warps
 
 // An item is up to item_rows rows of one expert: places[first .. first + count) of the routed list.

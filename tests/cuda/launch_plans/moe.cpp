@@ -41,12 +41,12 @@ void check_products_of_experts(const Card &card, const MoeDims &dims, int type, 
         expect(plan.x == items * p.tasks, "a block for each task of " + what);
         expect_waves("up of one row", card, plan.x, blocks_at_once(card, plan, ONE_OWN, SMALL_BLOCKS_SM), false, what);
     } else if (many_rows(dims)) {
-        const bool wide = wide_rows(dims), widest = dims.wide == WIDEST_ROWS;
-        const int own = widest ? WideShape<WIDEST_ROWS>::OWN : wide ? WideShape<MANY_ROWS>::OWN : MANY_OWN;
-        plan = widest ? plan_wide<WIDEST_ROWS>(device, p) : wide ? plan_wide<MANY_ROWS>(device, p) : plan_many(device, p);
+        const bool wide = wide_rows(dims);
+        const int own = wide ? WideShape<WIDE_ROWS>::OWN : MANY_OWN;
+        plan = wide ? plan_wide(device, p) : plan_many(device, p);
         expect_runs(card, plan, own, what);
         expect(p.slots <= MAX_SLOTS, "slots of " + what);
-        expect_of("experts of many rows", card, in_flight(card, plan, p, own, widest ? 1 : BLOCKS_SM), "too few bytes in flight", what);
+        expect_of("experts of many rows", card, in_flight(card, plan, p, own, wide ? 1 : BLOCKS_SM), "too few bytes in flight", what);
         expect(plan.x == items * p.tasks, "a block for each task of " + what);
     } else {
         const bool fewest = few_rows(dims) && fewest_rows(dims);
@@ -125,10 +125,7 @@ Digest digest_of(const DeviceLimits &device) {
                     LaunchPlan plan;
                     const bool one = up && T == 1 && plan_up_one(device, p, plan);
                     if (!one) {
-                        plan = !many_rows(dims)                ? plan_experts(device, p)
-                               : dims.wide == WIDEST_ROWS ? plan_wide<WIDEST_ROWS>(device, p)
-                               : dims.wide > 0            ? plan_wide<MANY_ROWS>(device, p)
-                                                          : plan_many(device, p);
+                        plan = wide_rows(dims) ? plan_wide(device, p) : many_rows(dims) ? plan_many(device, p) : plan_experts(device, p);
                     }
                     d.add_plan(plan);
                     d.add(one, p.slots, p.slot_bytes, p.row_bytes, p.capacity, p.item_rows, p.steps, p.tasks, p.experts.log_across,
@@ -178,6 +175,6 @@ void plan_moe(const Card &card) {
         expect(plan.launch.x == 73 && plan.tile_rows == (dims.T + 2) / 3, "three tiles of few rows");
     }
     if (card.capability == 90) {
-        pin(card, digest_of(device), 0x116e4c919528b37e);
+        pin(card, digest_of(device), 0x6e6bec65117c207e);
     }
 }

@@ -229,8 +229,7 @@ __device__ __forceinline__ void multiply_step_wide(const WideStep<ROWS> &s, Sums
 
 // The grid is items, the shared expert's first, times the tasks of one.
 template <int ROWS>
-__global__ void __launch_bounds__(ITEM_THREADS, WideShape<ROWS>::BLOCKS)
-    moe_wide_kernel(const __grid_constant__ MatmulParams p) {
+__global__ void __launch_bounds__(ITEM_THREADS, 1) moe_wide_kernel(const __grid_constant__ MatmulParams p) {
 #if ROWMM_WGMMA // else this is never launched
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ WideShared<ROWS> s;
