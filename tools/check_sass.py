@@ -56,7 +56,7 @@ STACKS: list[tuple[tuple[str, ...], str, int]] = [
     (HOPPER, r"deltanet_kernel<128, false, false>", 8),
     (HOPPER, r"rowmm_kernel<8, true, 0>", 24),
     (HOPPER, r"moe_few_kernel<2>", 56),
-    (HOPPER, r"moe_many_kernel", 40),
+    (HOPPER, r"moe_many_kernel", 24),
     (HOPPER, r"moe_wide_kernel<80>", 48),
     (BEFORE, r"moe_route_kernel", 32),  # it computes a router's own norm where it has one
     (BLACKWELL, r"moe_route_kernel", 8),

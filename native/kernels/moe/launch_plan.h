@@ -229,11 +229,12 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
 }
 
 // Plans up or down of many rows: a block has one task, of more steps where its rows have few chunks.
+constexpr int MANY_CHUNKS = 8;
 inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
     const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
     const int besides = MANY_OWN + device.shared_reserved + BARRIER_BYTES + MANY_STAGES * MANY_STAGE;
     const auto slots = [&](int per_sm) { return (device.shared_sm / per_sm - besides) / slot; };
-    p.steps = std::max(p.experts.chunks, p.shared.chunks) <= MANY_STAGES ? MAX_STEPS : 1;
+    p.steps = std::clamp(MANY_CHUNKS / std::max(p.experts.chunks, p.shared.chunks), 1, MAX_STEPS);
     p.tasks = divided(wide, p.steps);
     const int two = device.shared_sm > 100 * 1024 ? slots(BLOCKS_SM) : 0; // MANY_BLOCKS, likewise
     p.slots = std::clamp(two >= LEAST_SLOTS ? two : slots(1), 1, MAX_SLOTS);

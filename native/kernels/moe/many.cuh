@@ -14,9 +14,10 @@ constexpr int MANY_TILES = MANY_ROWS / 8;
 struct ManyShared {
     float up[ITEM_WARPS / 2][MANY_ROWS]
             [FRAGMENT + 1]; // of up, for the warp that has gate; the padding makes banks differ
-    const uint8_t *records[MANY_ROWS];
-    int places[MANY_ROWS];
+    // Of each row its place, and the number of its record. With pointers units of Q8_0 had no room for two blocks (params.h).
+    uint16_t places[MANY_ROWS], records[MANY_ROWS];
 };
+static_assert(MOE_MAX_PAIRS + MOE_MAX_ROWS <= 1 << 16, "places in 16 bits");
 
 // Rows that lie side by side, each a chunk of its own (read_rows and what else asks for columns takes it).
 struct Apart {};
@@ -48,17 +49,28 @@ __device__ __forceinline__ void multiply_many(int type, Sums<MANY_TILES> &acc, c
         acc, unit, stage, i, lane);
 }
 
+// Rows' activations: what route has packed, or what up left.
+struct Records {
+    const uint8_t *first;
+    int64_t bytes; // of a row
+
+    __device__ Records(const MatmulParams &p, const Group &g)
+        : first(p.records != nullptr ? p.records : p.routed + p.at.rows),
+          bytes(p.records != nullptr ? row_record(p.h_row) : g.record) {}
+    __device__ const uint8_t *at(int record) const { return first + record * bytes; }
+};
+
 // Brings a chunk of an item's rows to a stage, each warp some of them. What lies in the place of rows that are not there meets no
 // others.
-__device__ __forceinline__ void bring_rows(const ManyShared &s, uint8_t *stage, uint32_t full, int count,
-                                           int chunk) {
+__device__ __forceinline__ void bring_rows(const ManyShared &s, const Records &from, uint8_t *stage,
+                                           uint32_t full, int count, int chunk) {
     constexpr int BYTES = chunk_bytes(1);
     const int warp = threadIdx.x / WARP;
     if (threadIdx.x % WARP < COPY_LANES) {
         copies_begin(full, max(count - warp + ITEM_WARPS - 1, 0) / ITEM_WARPS * BYTES);
         for (int r = warp; r < count; r += ITEM_WARPS) {
-            copy_to_shared(shared_address(stage) + r * BYTES, s.records[r] + chunk * BYTES, BYTES, full,
-                           true);
+            copy_to_shared(shared_address(stage) + r * BYTES, from.at(s.records[r]) + chunk * BYTES, BYTES,
+                           full, true);
         }
         copies_end(full);
     }
@@ -75,19 +87,14 @@ __device__ __forceinline__ MoeItem many_item(const MatmulParams &p, int index) {
     const int4 listed = __ldcg(reinterpret_cast<const int4 *>(p.routed + p.at.items) + (index - p.n_shared));
     return {listed.x, listed.y, listed.z, 0};
 }
-// Returns the place of an item's row, and where its activations lie.
+// Returns the place of an item's row, and the number of its record.
 __device__ __forceinline__ int many_place(const MatmulParams &p, const MoeItem &item, int row) {
     return item.expert == SHARED
                ? item.first + row
                : __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.places) + item.first + row);
 }
-__device__ __forceinline__ const uint8_t *many_record(const MatmulParams &p, const Group &g,
-                                                      const MoeItem &item, int place) {
-    const int64_t row = p.records != nullptr    ? place
-                        : item.expert == SHARED ? place - p.T * p.n_used
-                                                : place / p.n_used;
-    return p.records != nullptr ? p.records + row * row_record(p.h_row)
-                                : p.routed + p.at.rows + row * g.record;
+__device__ __forceinline__ int many_record(const MatmulParams &p, const MoeItem &item, int place) {
+    return p.records != nullptr ? place : item.expert == SHARED ? place - p.T * p.n_used : place / p.n_used;
 }
 
 // The grid is items, the shared expert's first, times the tasks of one.
@@ -113,12 +120,14 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
         return;
     }
     const Group &g = group_of(p, item.expert);
+    const Records records(p, g);
     const Work w(p, g);
     const Matrix &m = g.matrices[w.matrix];
     const Task task = {item.expert, x, item.count, 0};
     if (int(threadIdx.x) < item.count) {
-        s.places[threadIdx.x] = many_place(p, item, threadIdx.x);
-        s.records[threadIdx.x] = many_record(p, g, item, s.places[threadIdx.x]);
+        const int place = many_place(p, item, threadIdx.x);
+        s.places[threadIdx.x] = uint16_t(place);
+        s.records[threadIdx.x] = uint16_t(many_record(p, item, place));
     }
     __syncthreads();
     ring.units.begin(p, item.expert, x);
@@ -126,7 +135,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
         ring.fill(p);
     }
     const int sequence = p.steps * g.chunks; // of chunks, step after step
-    bring_rows(s, stages, full, item.count, 0);
+    bring_rows(s, records, stages, full, item.count, 0);
     Sums<MANY_TILES> total, pair, acc;
     for (int i = 0; i < sequence; i++) {
         const int step = i / g.chunks, chunk = i - step * g.chunks, fragment = w.fragment_at(p, g, x, step);
@@ -134,7 +143,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
         __syncthreads(); // rows of the chunk before are done with
         if (i + 1 < sequence) {
             const int next = (i + 1) % MANY_STAGES;
-            bring_rows(s, stages + next * MANY_STAGE, full + next * 8, item.count,
+            bring_rows(s, records, stages + next * MANY_STAGE, full + next * 8, item.count,
                        chunk + 1 == g.chunks ? 0 : chunk + 1);
         }
         int part = 0; // the chunk is of this part of K

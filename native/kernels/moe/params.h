@@ -25,7 +25,7 @@ constexpr int FEWEST_BLOCKS = 2, MANY_BLOCKS = 1;
 constexpr int FEWEST_BLOCKS = SMALL_BLOCKS_SM, MANY_BLOCKS = BLOCKS_SM;
 #endif
 // The kernels declare so many bytes of shared memory: that of some rows, of FEWEST_ROWS, up of one row, and that of many.
-constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 9088;
+constexpr int BLOCK_OWN = 11776, FEWEST_OWN = 3648, ONE_OWN = 3840, MANY_OWN = 8832;
 // Many rows are in shared memory for so many chunks at once.
 constexpr int MANY_STAGES = 2, MANY_STAGE = MANY_ROWS * chunk_bytes(1);
 // Those that wgmma multiplies are so too, as it reads them.

@@ -175,6 +175,6 @@ void plan_moe(const Card &card) {
         expect(plan.launch.x == 73 && plan.tile_rows == (dims.T + 2) / 3, "three tiles of few rows");
     }
     if (card.capability == 90) {
-        pin(card, digest_of(device), 0x6e6bec65117c207e);
+        pin(card, digest_of(device), 0x73844242912835);
     }
 }

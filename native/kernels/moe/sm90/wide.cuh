@@ -249,8 +249,9 @@ __global__ void __launch_bounds__(ITEM_THREADS, 1) moe_wide_kernel(const __grid_
     const Matrix &m = g.matrices[w.matrix];
     const Task task = {item.expert, x, item.count, 0};
     if (int(threadIdx.x) < item.count) {
-        s.places[threadIdx.x] = many_place(p, item, threadIdx.x);
-        s.records[threadIdx.x] = many_record(p, g, item, s.places[threadIdx.x]);
+        const int place = many_place(p, item, threadIdx.x);
+        s.places[threadIdx.x] = place;
+        s.records[threadIdx.x] = Records(p, g).at(many_record(p, item, place));
     }
     __syncthreads();
     const WideRows<ROWS> rows(s, shared, shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes,
