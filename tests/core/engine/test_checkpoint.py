@@ -21,6 +21,7 @@ from tiny import Config
 from luce.errors import ArgumentError, ContextFull, NumericError, OutOfMemory, StateError
 from luce.native import Checkpoint, Engine, Library, Model
 from luce.native import Sequence as Timeline
+from luce.planning.split import names_of
 
 WIDE = Config(n_layer=3, interval=2, n_embd=256, n_ff=256, n_head=4, n_head_kv=2, n_v_head=4, state_size=64,
               n_nextn=1)  # fmt: skip
@@ -345,7 +346,7 @@ def test_another_engines_bytes_are_refused_by_name(
 
 def test_what_other_arithmetic_computed_is_refused(native: Library, folder: Path, device: str) -> None:
     """A cold prompt would have other last bits with its experts on the CPU, and on another kind of GPU."""
-    device = device.split(",")[0]  # Experts in host memory go with one device.
+    device = names_of(device)[0]  # Experts in host memory go with one device.
     config = tiny.Config(n_expert=4, n_expert_used=2, n_ff_expert=32, n_ff_shared=32)
     path = tiny.write(folder / "experts.gguf", config, tiny.layout(config, SEED))
     models = [drive.open_model(native, path, device, cpu_experts=n) for n in (0, 1)]

@@ -30,6 +30,7 @@ import luce
 from luce.errors import DeviceError, NumericError
 from luce.native import File, Library, Model, Rows
 from luce.native.structs import EngineParams
+from luce.planning.split import names_of
 from luce.speculate.prices import Costs
 
 # ---- seconds
@@ -230,7 +231,7 @@ def test_what_attention_leaves_by_chunk_is_counted_by_the_type_of_its_cells(
 
 def free_bytes(native: Library, device: str) -> int:
     gc.collect()
-    return next(each.memory_free for each in native.devices() if each.name.startswith(device.split(",")[0]))
+    return next(each.memory_free for each in native.devices() if each.name.startswith(names_of(device)[0]))
 
 
 def test_default_pages_are_enough_for_all_sequences_at_once(model: Model) -> None:
@@ -320,7 +321,7 @@ def test_a_hundred_engines_leak_nothing(
     Device memory comes back to the byte on each device, host memory up to what allocators keep. On a CPU
     no thread, no open file and not a kilobyte an engine is left."""
     several = cut != "one"
-    names = two_stages(device).split(",") if several else [device.split(",")[0]]
+    names = two_stages(device).split(",") if several else names_of(device)[:1]
     where, drafts = (names[0], names[1]) if cut == "drafts apart" else (",".join(names), None)
 
     def opened() -> Model:
