@@ -2,6 +2,7 @@
 #include "model/weights.h"
 
 #include "common/kernels.h"
+#include "exchange/exchange.h"
 #include "graph/architecture.h"
 #include "graph/drafter.h"
 #include "ops/moe.h"
@@ -476,6 +477,10 @@ static void check_split(const GgufFile &file, const Split &split, uint32_t n_lay
     if (all.size() > 1 && (gpu || split.tensors) && experts_in_ram) {
         fail(LUCE_E_UNSUPPORTED,
              "experts in host memory and several GPUs do not go together yet: leave one out");
+    }
+    if (split.tensors && n > size_t(MAX_RANKS)) {
+        fail(LUCE_E_ARG, "%s was to have a part of each matrix on %zu devices: at most %d have one", path, n,
+             MAX_RANKS);
     }
     if (split.tensors && (n < 2 || !split.layers.empty())) {
         fail(LUCE_E_ARG, "%s was to have a part of each matrix on %zu devices%s", path, n,

@@ -228,6 +228,8 @@ def test_lists_of_devices_are_of_one_kind(native: Library, tmp_path: Path) -> No
     made, _ = files(tmp_path, "dense")
     with pytest.raises(ArgumentError, match=r"cpu\+cpu,cpu: a model's devices have layers each"):
         drive.open_model(native, made, "cpu+cpu,cpu")
+    with pytest.raises(ArgumentError, match="a part of each matrix on 9 devices: at most 8 have one"):
+        drive.open_model(native, made, "+".join(["cpu"] * 9))
     with pytest.raises(ArgumentError, match="was to have a part of each matrix on 2 devices, and numbers of layers"):
         drive.open_model(native, made, "cpu+cpu", layers=(2, 2))
 
