@@ -121,7 +121,8 @@ struct DeltaShape {
     int64_t log_delta(int row) const { return R * conv_dim() + int64_t(row) * Hv * S; }
     int64_t log_key(int bank, int row) const { return log_delta(R) + (int64_t(bank) * R + row) * Hk * S; }
     int64_t log_decay(int bank, int row) const { return log_key(2, 0) + (int64_t(bank) * R + row) * Hv; }
-    int64_t log_size() const { return log_decay(2, 0); }
+    // A multiple of 4 values, since kernels read 16 bytes of any slot's log at once.
+    int64_t log_size() const { return (log_decay(2, 0) + 3) / 4 * 4; }
 };
 
 // The conv op is a causal conv of 4 taps over a row's ancestors, SiLU, and then q and k l2-normalised per

@@ -67,7 +67,7 @@ class Layer:
         self.dt, self.a = random(self.rng, hv), -np.exp(random(self.rng, hv))
         self.window = random(self.rng, slots, 3, self.c)
         self.state = random(self.rng, slots, hv, s, s)
-        log_size = n_log * (self.c + hv * s) + 2 * n_log * (hk * s + hv)
+        log_size = -(-(n_log * (self.c + hv * s) + 2 * n_log * (hk * s + hv)) // 4) * 4
         self.log = np.full((slots, log_size), np.nan, np.float32)
         self.timelines = [Timeline() for _ in range(slots)]
 
