@@ -146,6 +146,7 @@ def test_wrong_positions_and_rows_would_be_seen(goldens, asked):
         assert all(moved[behind].min() > 2 * drive.CUDA_BOUND for moved in wrong)
 
 
+@pytest.mark.references
 def test_goldens_are_what_torch_computes(goldens):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

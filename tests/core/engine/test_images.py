@@ -98,6 +98,7 @@ def test_logits_of_each_text_row_are_those_of_transformers(model, golden, asked,
             assert (golden["positions"][:, at] - at).tolist() == [lag(sequence.dump())] * 3
 
 
+@pytest.mark.references
 def test_the_golden_is_what_transformers_computes(golden):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
