@@ -23,7 +23,7 @@ struct Place {
 std::vector<Place> places;
 std::string launches;
 std::set<uint64_t> allowed; // places
-// In the launch that left parts, which an op is told of, only the parts themselves are read.
+// In a launch that left parts, which an op is told of (`parts`, and `added` to a convolution), only the parts themselves are read.
 int in_parts = 0;
 
 uint64_t number(const void *p) {
@@ -91,7 +91,7 @@ void show(const char *field, const void *value) {
 }
 
 void begin(const char *field) {
-    in_parts += in_parts > 0 || strcmp(field, "parts") == 0;
+    in_parts += in_parts > 0 || strcmp(field, "parts") == 0 || strcmp(field, "added") == 0;
     launches += std::string(" ") + field + "={";
 }
 
