@@ -30,8 +30,9 @@ from luce.planning.plan import Options
 CUT = ("dense", "quantised", "mixture", "unshared", "dflash", "dflash2", "dspark")  # Of cut_models.
 PROMPT = [7 + 3 * i % 200 for i in range(256)]
 # F32 sums are added in another order, over logits whose standard deviation is about 2. An activation that is rounded to
-# 8 bits may be rounded to the other side.
-NEAR = {"F32": 2e-4, "Q8_0": 0.1}
+# 8 bits may be rounded to the other side: such rounding puts one device's logits 0.23 off those of the same weights in
+# F32, and two ranks' 0.27 (0.067 and 0.068 rms), so that the two have to be nearer to each other than that.
+NEAR = {"F32": 2e-4, "Q8_0": 0.2}
 
 
 GEMMA4 = ("dense", "own-v", "same-heads", "experts", "experts-apart", "untied")  # Of tiny_gemma4.CASES.
