@@ -104,4 +104,17 @@ HParams rank_hparams(const GgufFile &file, const HParams &whole, uint32_t n);
 // Returns what each has of one number. `what` names it: "heads".
 uint32_t rank_part(const GgufFile &file, uint32_t n, const char *what, uint32_t whole);
 
+// A tensor's matrices {K, N}, one behind the other: one, or those of its experts.
+struct Matrices {
+    int64_t n, N;
+};
+Matrices matrices_of(const ggml_tensor *weight);
+
+bool is_in_ram(const ggml_tensor *weight); // it stays in the mapping, whatever device the model is on
+bool is_at_home(const ggml_tensor *weight); // it lies in pinned host memory, as the device reads it
+uint64_t packed_bytes(const ggml_tensor *weight); // of one that is packed
+// The bytes of a weight on its device, or where weights are not copied there (`holds`) in the mapping.
+uint64_t bytes_of(const ggml_tensor *weight, bool holds);
+uint64_t nbytes_or_0(const ggml_tensor *tensor); // 0 of null
+
 } // namespace luce
