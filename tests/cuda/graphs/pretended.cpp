@@ -23,7 +23,8 @@ struct Place {
 std::vector<Place> places;
 std::string launches;
 std::set<uint64_t> allowed; // places
-// In a launch that left parts, which an op is told of (`parts`, and `added` to a convolution), only the parts themselves are read.
+// In a launch that left parts, which an op is told of (`parts`, and `added` to a convolution), only the parts
+// themselves are read.
 int in_parts = 0;
 
 uint64_t number(const void *p) {
