@@ -57,6 +57,11 @@ def pytest_addoption(parser):
     parser.addoption("--luce-device-only", action="store_true", help="only tests that run models there")
 
 
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores, since many tests wait for what they started; never more than four."""
+    return min(cpus.usable() + 1, 4)
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "sanitize: loader and ABI tests that sanitizer builds run as well")
     # With this profile a failure is shown as it was found, which saves hours that are dear.

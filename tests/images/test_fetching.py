@@ -67,7 +67,7 @@ def web():
     server.asked, server.places = [], {}
     server.ended, server.left = threading.Event(), threading.Event()
     server.base = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
     server.ended.set()
