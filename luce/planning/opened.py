@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -38,8 +39,8 @@ class Files:
     """The opened files of a model: its GGUF, another one that the NextN head is taken from or that is an
     assistant, and one that holds a DFlash drafter. Where an assistant is given as the drafter, it is the head: it
     chains. It is a context manager. Nothing is loaded yet; raises what opening the files raises, and
-    ArgumentError where both are chains. `device` is where they are to run; with None a plan decides. What drafts lies
-    on a `draft_device`, where one is given."""
+    ArgumentError where both are chains, or where there is no such device. `device` is where they are to run; with None
+    a plan decides. What drafts lies on a `draft_device`, where one is given."""
 
     def __init__(
         self,
@@ -54,6 +55,9 @@ class Files:
             self.file = opened.enter_context(File(path))
             self.head = opened.enter_context(File(head)) if head is not None else None
             self.drafter = opened.enter_context(File(drafter)) if drafter is not None else None
+            for name in re.split("[,+]", device or "auto"):
+                if name != "auto":
+                    _native.default().device(name)  # No file is to blame where one is missing.
             if self.drafter is not None and is_assistant(self.drafter.kv.get("general.architecture")):
                 if self.head is not None:
                     both = f"{drafter} is an assistant, and {head} drafts in its place"
