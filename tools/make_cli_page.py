@@ -19,7 +19,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 HEAD = """# Command line
 
 Made by `tools/make_cli_page.py` from the commands' own help. Text goes to stdout exactly as it is decoded, everything
-else to stderr; `--json` prints one object. Usage errors exit with 2, failures with 1, Ctrl-C with 130.
+else to stderr; `--json` prints one object. An error is a line on stderr, with `--json` too.
+Usage errors exit with 2, failures with 1, Ctrl-C with 130.
 """
 
 

@@ -57,7 +57,7 @@ from luce.text.prompt import BoundedTemplate, chat_template, opening_of, prompt_
 HELP = """\
 /help          this
 /clear         forget the conversation
-/system TEXT   say who the model is, and forget the conversation
+/system TEXT   begin anew with this system message
 /think         switch thinking before the answer on or off
 /image FILE    show this image with the next message; it needs --mmproj
 /quit          end; so does Ctrl-D
@@ -70,7 +70,7 @@ QUOTE = '"""'
 @click.command()
 @options(MODEL)
 @hf_option
-@click.option("--system", type=Utf8(), help="Say who the model is.")
+@click.option("--system", type=Utf8(), help="Begin the conversation with this system message.")
 @click.option("--think/--no-think", default=None, help="Let the model think before it answers, or not.")
 @click.option(
     "-n",

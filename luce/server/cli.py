@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -100,7 +101,7 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     multiple=True,
     callback=named_paths,
     metavar="[NAME=]PATH",
-    help="Serve this model, loaded at first use; may be repeated.  [default: luce's own]",
+    help="Serve this model; may be repeated: each of several is loaded at its first request.  [default: luce's own]",
 )
 @hf_option
 @click.option("--alias", help="Give the only model this name.  [default: its file's]")
@@ -294,7 +295,8 @@ def listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         number = error.errno or 0  # A resolver's numbers are negative.
         said = os.strerror(number) if number > 0 else str(error.strerror or error).partition(" (while ")[0]
-        raise Error(f"cannot listen at {host} port {port}: {said}") from error
+        remedy = "; --port N takes another" if error.errno == errno.EADDRINUSE else ""
+        raise Error(f"cannot listen at {host} port {port}: {said}{remedy}") from error
 
 
 def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str | None:

@@ -372,7 +372,8 @@ def test_the_command_listens_and_ends_with_ctrl_c(command, foreground):
         known = {"prompt", "cached", "prefill_s", "generated", "tok_per_s", "accepted_length", "reason"}
         assert known <= {name for name, value in line.items() if value is not None}
         busy = command(*options[:2], url.rpartition(":")[2], text=True).communicate()[1]
-        assert busy.startswith("Error: cannot listen") and busy.count("\n") == 1
+        assert busy.startswith("Error: cannot listen") and busy.endswith("; --port N takes another\n")
+        assert busy.count("\n") == 1
         process.send_signal(signal.SIGINT)
         assert process.communicate()[1] == "Error: interrupted\n" and process.returncode == 130
 
