@@ -116,8 +116,9 @@ def test_what_is_no_file_is_one_line_that_names_it(luce_, no_file, words):
         (("serve", "--no-auth", "--port", "0", "--host", "x" * 64), "Name or service not known"),
         (("bench", "oracle", "--shape", "mini", "--cache", "/proc/x"), "/proc/x: No such file or directory"),
         (("convert", "/proc/x", "out.gguf", "--target", "target.gguf"), "/proc/x: No such file or directory"),
+        (("generate", "x", "--gguf", "/proc"), "/proc: a folder, not a GGUF file"),
     ],
-    ids=["host", "cache", "checkpoint"],
+    ids=["host", "cache", "checkpoint", "folder"],
 )
 def test_a_place_that_is_not_there_is_named_in_words(luce_, words, said):
     result = luce_(*words)

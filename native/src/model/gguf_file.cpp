@@ -201,7 +201,7 @@ Mapping::Mapping(const std::string &path) {
     struct stat st{};
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
         ::close(fd);
-        fail(LUCE_E_FILE, "%s: %s, not a file that can be mapped", path.c_str(),
+        fail(LUCE_E_FILE, "%s: %s, not a GGUF file", path.c_str(),
              S_ISDIR(st.st_mode) ? "a folder" : "a device or a pipe");
     }
     size_ = uint64_t(st.st_size);
