@@ -76,7 +76,7 @@ from luce.planning.plan import Options, require_supported
 )
 @click.option("--version", is_flag=True, help="Print the versions of luce and of its core.")
 def cli(version: bool) -> None:
-    """Exact speculative decoding of Qwen3.5/3.6 and Gemma 4 GGUF models on one machine.
+    """Exact speculative decoding of Qwen3.5 to 3.8 and Gemma 4 GGUF models on one machine.
 
     \b
     Examples:
