@@ -14,15 +14,13 @@ __global__ void __launch_bounds__(PAIR_THREADS)
                          const __grid_constant__ RowmmParts parts,
                          const __grid_constant__ ExchangeRanks ranks) {
     constexpr int AHEAD = 8;
-    __shared__ float4 sums[CHUNK / 4], normed[CHUNK / 4];
     let_next_start();
     const PairPlace place(a, layout);
     const PairParts<AHEAD> of(parts, 0, place.row, place.at);
     const Meeting meeting(ranks, int(blockIdx.y * gridDim.x + blockIdx.x));
     const float *residual = a.x + place.row * a.x_row + place.at;
     const int64_t at = (place.row * a.K + place.at) / 2;
-    float *square = reinterpret_cast<float *>(static_cast<uint8_t *>(a.out) + squares_offset(a.T, a.K)) +
-                    place.row * int(chunks_of(a.K)) + place.chunk;
+    float *square = place.square(a);
     const float2 w = *reinterpret_cast<const float2 *>(a.w + place.at);
     found(of.bits() | address_bits(square) | address_bits(residual) | place.bits());
     wait_for_previous();
@@ -39,23 +37,11 @@ __global__ void __launch_bounds__(PAIR_THREADS)
         v.x = y.x + v.x;
         v.y = y.y + v.y;
     }
-    place.leave(sums, v);
-    place.leave(normed, {v.x * w.x, v.y * w.y});
-    place.keep(v);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        meeting.reached(number);
-    }
-    if (place.warp == 0) {
-        place.pack(normed);
-    } else if (place.warp == 1) {
-        float eight[OWN];
-        place.take(eight, sums);
-        const float sum = warp_sum(squares(eight), WARP);
-        if (place.lane == 0) {
-            *square = sum;
+    place.pack_normed(v, w, square, [&] {
+        if (threadIdx.x == 0) {
+            meeting.reached(number);
         }
-    }
+    });
 }
 
 } // namespace

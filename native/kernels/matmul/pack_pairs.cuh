@@ -15,14 +15,12 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     pack_norm_kernel(const __grid_constant__ RowmmPackArgs a, RowsLayout layout,
                      const __grid_constant__ RowmmParts parts) {
     constexpr int AHEAD = 8;
-    __shared__ float4 sums[CHUNK / 4], normed[CHUNK / 4];
     let_next_start();
     const PairPlace place(a, layout);
     const PairParts<AHEAD> of(parts, 0, place.row, place.at);
     const bool adds = a.x != nullptr;
     const float *residual = adds ? a.x + place.row * a.x_row + place.at : of.from[0];
-    float *square = reinterpret_cast<float *>(static_cast<uint8_t *>(a.out) + squares_offset(a.T, a.K)) +
-                    place.row * int(chunks_of(a.K)) + place.chunk;
+    float *square = place.square(a);
     const float2 w = *reinterpret_cast<const float2 *>(a.w + place.at);
     found(of.bits() | address_bits(square) | address_bits(residual) | place.bits());
     wait_for_previous();
@@ -32,20 +30,7 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     float2 v = of.sum(x, {of.zero(y.x), of.zero(y.y)});
     v.x = place.there ? v.x + (adds ? y.x : 0.0f) : 0.0f;
     v.y = place.there ? v.y + (adds ? y.y : 0.0f) : 0.0f;
-    place.leave(sums, v);
-    place.leave(normed, {v.x * w.x, v.y * w.y});
-    place.keep(v);
-    __syncthreads();
-    if (place.warp == 0) {
-        place.pack(normed);
-    } else if (place.warp == 1) {
-        float own[OWN];
-        place.take(own, sums);
-        const float sum = warp_sum(squares(own), WARP);
-        if (place.lane == 0) {
-            *square = sum;
-        }
-    }
+    place.pack_normed(v, w, square);
 }
 
 // Packs f(x) * y, which are sums of parts, of ROWS rows a block.

@@ -109,6 +109,35 @@ struct PairPlace {
         take(v, values);
         packed.store(v, largest(v), lane);
     }
+    // Returns where the sum of the chunk's squares goes.
+    template <class Args> __device__ float *square(const Args &a) const {
+        return reinterpret_cast<float *>(static_cast<uint8_t *>(a.out) + squares_offset(a.T, a.K)) +
+               row * int(chunks_of(a.K)) + chunk;
+    }
+    // Ends a norm: keeps two values of the block's row, packs all times the norm's weights, and leaves the sum of their squares.
+    // `met` is called when all threads have come so far.
+    template <class Met>
+    __device__ __forceinline__ void pack_normed(float2 v, float2 w, float *square_at, Met met) const {
+        __shared__ float4 values[CHUNK / 4], normed[CHUNK / 4];
+        leave(values, v);
+        leave(normed, {v.x * w.x, v.y * w.y});
+        keep(v);
+        __syncthreads();
+        met();
+        if (warp == 0) {
+            pack(normed);
+        } else if (warp == 1) {
+            float eight[OWN];
+            take(eight, values);
+            const float sum = warp_sum(squares(eight), WARP);
+            if (lane == 0) {
+                *square_at = sum;
+            }
+        }
+    }
+    __device__ __forceinline__ void pack_normed(float2 v, float2 w, float *square_at) const {
+        pack_normed(v, w, square_at, [] {});
+    }
 };
 
 } // namespace luce

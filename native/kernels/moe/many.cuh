@@ -97,6 +97,42 @@ __device__ __forceinline__ int many_record(const MatmulParams &p, const MoeItem 
     return p.records != nullptr ? place : item.expert == SHARED ? place - p.T * p.n_used : place / p.n_used;
 }
 
+// Leaves a warp's sums of a fragment in the rows' places: down's as they are, and f(gate) * up, whose two fragments are of two warps.
+template <int NT, class Shared>
+__device__ __forceinline__ void leave_fragment(const MatmulParams &p, const Group &g, const Work &w,
+                                               Shared &s, const Sums<NT> &total, int fragment, int count) {
+    const int lane = threadIdx.x % WARP;
+    const auto each = [&](auto &&use) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const int row = n * 8 + lane % 4 * 2 + k % 2, o = lane / 4 + k / 2 * 8;
+                if (row < count && fragment * FRAGMENT + o < g.N) {
+                    use(total[n][k], row, o);
+                }
+            }
+        }
+    };
+    const auto write = [&](float v, int row, int o) {
+        p.out[s.places[row] * p.out_row + fragment * FRAGMENT + o] = v;
+    };
+    if (p.log_matrices == 0) {
+        each(write);
+        return;
+    }
+    if (w.matrix == 1) {
+        each([&](float v, int row, int o) { s.up[w.fragment][row][o] = v; });
+    }
+    __syncthreads();
+    if (w.matrix == 0) {
+        each([&](float v, int row, int o) {
+            write(activated(p.activation, v) * s.up[w.fragment][row][o], row, o);
+        });
+    }
+    __syncthreads();
+}
+
 // The grid is items, the shared expert's first, times the tasks of one.
 __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
     moe_many_kernel(const __grid_constant__ MatmulParams p) {
@@ -190,35 +226,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
         if (chunk + 1 < g.chunks) {
             continue;
         }
-        const auto each = [&](auto &&use) {
-#pragma unroll
-            for (int n = 0; n < MANY_TILES; n++) {
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    const int row = n * 8 + lane % 4 * 2 + k % 2, o = lane / 4 + k / 2 * 8;
-                    if (row < item.count && fragment * FRAGMENT + o < g.N) {
-                        use(total[n][k], row, o);
-                    }
-                }
-            }
-        };
-        const auto write = [&](float v, int row, int o) {
-            p.out[s.places[row] * p.out_row + fragment * FRAGMENT + o] = v;
-        };
-        if (p.log_matrices == 0) {
-            each(write);
-            continue;
-        }
-        if (w.matrix == 1) {
-            each([&](float v, int row, int o) { s.up[warp / 2][row][o] = v; });
-        }
-        __syncthreads();
-        if (w.matrix == 0) {
-            each([&](float v, int row, int o) {
-                write(activated(p.activation, v) * s.up[warp / 2][row][o], row, o);
-            });
-        }
-        __syncthreads();
+        leave_fragment(p, g, w, s, total, fragment, item.count);
     }
 }
 

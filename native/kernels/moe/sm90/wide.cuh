@@ -284,35 +284,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, 1) moe_wide_kernel(const __grid_
                 rows.leave(step * g.chunks + chunk);
             }
         }
-        const auto each = [&](auto &&use) {
-#pragma unroll
-            for (int n = 0; n < ROWS / 8; n++) {
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    const int row = n * 8 + lane % 4 * 2 + k % 2, o = lane / 4 + k / 2 * 8;
-                    if (row < item.count && fragment * FRAGMENT + o < g.N) {
-                        use(total[n][k], row, o);
-                    }
-                }
-            }
-        };
-        const auto write = [&](float v, int row, int o) {
-            p.out[s.places[row] * p.out_row + fragment * FRAGMENT + o] = v;
-        };
-        if (p.log_matrices == 0) {
-            each(write);
-            continue;
-        }
-        if (w.matrix == 1) {
-            each([&](float v, int row, int o) { s.up[w.fragment][row][o] = v; });
-        }
-        __syncthreads();
-        if (w.matrix == 0) {
-            each([&](float v, int row, int o) {
-                write(activated(p.activation, v) * s.up[w.fragment][row][o], row, o);
-            });
-        }
-        __syncthreads();
+        leave_fragment(p, g, w, s, total, fragment, item.count);
     }
 #endif
 }
