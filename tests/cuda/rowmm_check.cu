@@ -385,7 +385,7 @@ void check_chain(int64_t K, int64_t F, const Ints &widths) {
 // Checks launches whose ranges begin anywhere in K, and are long enough to fill the rings more than once. The
 // types' units are as long as each other, or not.
 void check_rowmm_ranges() {
-    // Each number of rows up to 8 has a kernel of its own.
+    // Up to 8 rows have 1, 2, 4 or 8 columns, which have a kernel each.
     const Ints widths = {1, 12, 24, 40}, few = {2, 4, 7};
     const Matrix q4(12, 1280, 1100, 41), q5(13, 1280, 400, 42), q6(14, 1280, 180, 43), q8(8, 1280, 48, 44);
     const Matrix f32(0, 1280, 48, 45), f16(1, 1280, 150, 46), bf16(30, 512, 400, 47), last(12, 256, 2900, 48);

@@ -9,11 +9,7 @@ template RowmmKernel rowmm_kernel_of<ROWMM_FORM>();
 #else
 template RowmmKernel rowmm_kernel_of<1, false, 1>();
 template RowmmKernel rowmm_kernel_of<1, false, 2>();
-template RowmmKernel rowmm_kernel_of<1, false, 3>();
 template RowmmKernel rowmm_kernel_of<1, false, 4>();
-template RowmmKernel rowmm_kernel_of<1, false, 5>();
-template RowmmKernel rowmm_kernel_of<1, false, 6>();
-template RowmmKernel rowmm_kernel_of<1, false, 7>();
 template RowmmKernel rowmm_kernel_of<1, false, 8>();
 template RowmmKernel rowmm_kernel_of<2, false, ANY>();
 template RowmmKernel rowmm_kernel_of<4, false, ANY>();

@@ -132,13 +132,19 @@ constexpr ROWMM_BOTH int64_t output_scale_offset(int type, int64_t K, int64_t N)
 // ---- activations ----
 
 constexpr int SET = 32; // a set of narrow chunks has so many rows
+// Up to 8 rows have 1, 2, 4 or 8 columns, whose kernels know where each lies (matmul/forms.cu). On an H200 a step of the 27b of 2 rows
+// took 5.14 ms so and 5.29 by a kernel of any number of columns. Kernels of 3 and of 5 columns saved 0.03 and 0.05 ms more
+// (bench/results/2026-11-23-few-rows-h200.txt).
+constexpr ROWMM_BOTH int few_columns(int T) {
+    return T <= 2 ? T : T <= 4 ? 4 : 8;
+}
 struct RowsLayout {
     int columns; // the functions below call it C
     int set; // one set of chunks has so many rows
     bool wide; // up to 16 rows mma.sync is faster than wgmma, which has more to do between its products
 
     ROWMM_BOTH RowsLayout(int T, bool has_wgmma)
-        : columns(T <= 8                   ? T
+        : columns(T <= 8                   ? few_columns(T)
                   : T <= 16                ? 16
                   : T <= SET || !has_wgmma ? SET
                                            : ROWMM_MAX_ROWS),

@@ -43,11 +43,7 @@ RowmmKernel ring_kernel(int columns, bool wide) {
     switch (columns) {
         case 1: return rowmm_kernel_of<1, false, 1>();
         case 2: return rowmm_kernel_of<1, false, 2>();
-        case 3: return rowmm_kernel_of<1, false, 3>();
         case 4: return rowmm_kernel_of<1, false, 4>();
-        case 5: return rowmm_kernel_of<1, false, 5>();
-        case 6: return rowmm_kernel_of<1, false, 6>();
-        case 7: return rowmm_kernel_of<1, false, 7>();
         case 8: return rowmm_kernel_of<1, false, 8>();
         case 16: return rowmm_kernel_of<2, false, ANY>();
         case 32: return wide ? rowmm_kernel_of<4, true, ANY>() : rowmm_kernel_of<4, false, ANY>();

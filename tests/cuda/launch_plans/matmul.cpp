@@ -193,6 +193,6 @@ void plan_matmul(const Card &card) {
     }
     check_h200();
     if (card.capability == 90) {
-        pin(card, digest_of(device), 0x1724519b35668a54);
+        pin(card, digest_of(device), 0x24c2896f829c9db0);
     }
 }
