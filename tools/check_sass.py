@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +62,6 @@ STACKS: list[tuple[tuple[str, ...], str, int]] = [
     (HOPPER, r"moe_wide_kernel<80>", 48),
     (BEFORE, r"moe_route_kernel", 32),  # it computes a router's own norm where it has one
     (BLACKWELL, r"moe_route_kernel", 8),
-    (BLACKWELL, r"nextn_pack_kernel", 40),
 ]
 
 
@@ -187,8 +188,10 @@ def main() -> None:
             raise SystemExit(f"check_sass: {path}: {made.stderr.strip()}")
         return made.stdout.splitlines()
 
+    pool = ThreadPoolExecutor(os.cpu_count())  # What takes time is cuobjdump.
     if args.memory:
-        usages = [u for path in args.objects for u in usages_of(told(path, "-res-usage"))]
+        memory = pool.map(lambda path: list(usages_of(told(path, "-res-usage"))), args.objects)
+        usages = [usage for of_object in memory for usage in of_object]
         if not all(u.arch for u in usages):
             raise SystemExit("check_sass: a cubin does not say which GPU it is for: give nvcc's objects")
         errors = memory_errors(usages)
@@ -197,9 +200,8 @@ def main() -> None:
         archs = ", ".join(sorted({u.arch for u in usages}))
         print(f"{len(usages)} kernels of {archs}: {len(errors)} errors of memory")
         raise SystemExit(1 if errors or not usages else 0)
-    found: list[Kernel] = []
-    for path in args.objects:
-        found += kernels_of(told(path, "-arch", "sm_90a", "-sass"))
+    code = pool.map(lambda path: list(kernels_of(told(path, "-arch", "sm_90a", "-sass"))), args.objects)
+    found = [kernel for of_object in code for kernel in of_object]
     for kernel, name in sorted(
         zip(found, readable(k.name for k in found), strict=True), key=lambda pair: pair[1]
     ):

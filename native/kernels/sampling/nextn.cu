@@ -11,12 +11,11 @@
 namespace luce {
 namespace {
 
-// Calls f(loader) with a function that loads a lane's values of a row of the table.
-template <typename F> __device__ void with_embedding(const NextnPackArgs &a, int32_t token, const F &f) {
-    const auto *row = static_cast<const uint8_t *>(a.table) + int64_t(token) * a.row_bytes;
-    switch (a.type) {
+// Loads a lane's values of a row of the table.
+__device__ __forceinline__ void load_embedding(float (&v)[OWN], int type, const uint8_t *row, int64_t k) {
+    switch (type) {
 #define LUCE_EMBEDDING(TYPE)                                                                                 \
-    case TYPE: f([row](float (&v)[OWN], int64_t k) { values_of<TYPE>(v, row, k); }); break
+    case TYPE: values_of<TYPE>(v, row, k); break
         LUCE_EMBEDDING(TYPE_F32);
         LUCE_EMBEDDING(TYPE_F16);
         LUCE_EMBEDDING(TYPE_BF16);
@@ -56,8 +55,9 @@ __global__ void __launch_bounds__(NORM_MAX_WARPS *WARP)
     } else {
         const int32_t given = a.tokens[row];
         wait_for_previous();
-        with_embedding(a, token_of(given, a.drafts, a.n_vocab),
-                       [&](const auto &load) { norm.run(a.eps, load, pack); });
+        const uint8_t *embedding = static_cast<const uint8_t *>(a.table) +
+                                   int64_t(token_of(given, a.drafts, a.n_vocab)) * a.row_bytes;
+        norm.run(a.eps, [&](float (&v)[OWN], int64_t k) { load_embedding(v, a.type, embedding, k); }, pack);
     }
 }
 
