@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
     moe_many_kernel(const __grid_constant__ MatmulParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ ManyShared s;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
     const int index = int(blockIdx.x) / p.tasks, x = int(blockIdx.x) % p.tasks;
     UnitRing ring(p, shared);
     const uint32_t full = shared_address(shared) + ITEM_WARPS * MAX_SLOTS * 8; // a barrier for each stage
