@@ -42,22 +42,28 @@ USED_BY = re.compile(r"^\s*Function (\S+):$")
 ARCHITECTURE = re.compile(r"^arch = (sm_\w+)")
 RESOURCES = re.compile(r"^\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) ")
 MOST_SHARED = 48 * 1024
-BEFORE, HOPPER, BLACKWELL = ("sm_86", "sm_89"), ("sm_90a",), ("sm_120",)
+A100, BEFORE = ("sm_80",), ("sm_80", "sm_86", "sm_89")
+HOPPER, BLACKWELL = ("sm_90a",), ("sm_120",)
 ALL = (*BEFORE, *HOPPER, *BLACKWELL)
 
 # Bytes of a thread's stack, by GPUs and kernel: a pattern of its readable name. They have to shrink.
 STACKS: list[tuple[tuple[str, ...], str, int]] = [
     # 384 threads have 168 registers each, and more values with heads of 256 where Hopper's instructions are not there.
-    (BEFORE, r"attention_kernel<256, [28]>", 72),
-    (BEFORE, r"attention_kernel<256, 1>", 96),
-    (BLACKWELL, r"attention_kernel<256, 8>", 64),
-    (BLACKWELL, r"attention_kernel<256, [12]>", 96),
-    (HOPPER, r"attention_kernel<256, 8>", 8),
+    ((*BEFORE, *BLACKWELL), r"attention_kernel<256, 1>", 32),
+    (BEFORE, r"attention_kernel<256, [28]>", 8),
+    (BLACKWELL, r"attention_kernel<256, 2>", 48),
+    ((*HOPPER, *BLACKWELL), r"attention_kernel<256, 8>", 8),
     (ALL, r"heads_kernel<\d, (128|256|512)>", 32),  # the sine of large angles
     (BLACKWELL, r"combine_kernel<F16Means, 2>", 32),
     (HOPPER, r"deltanet_kernel<128, false, false>", 8),
     (HOPPER, r"rowmm_kernel<8, true, 0>", 24),
-    (HOPPER, r"moe_few_kernel<2>", 56),
+    # Two of a product's blocks are on a multiprocessor of 8.0, or three of a mixture's of one or two rows.
+    (A100, r"rowmm_kernel<1, false, \d>", 48),
+    (A100, r"rowmm_kernel<2, false, 0>", 56),
+    (A100, r"rowmm_kernel<4, false, 0>", 24),
+    (A100, r"moe_few_kernel<2>", 64),
+    (HOPPER, r"moe_few_kernel<2>", 48),
+    (A100, r"moe_many_kernel", 40),
     (HOPPER, r"moe_many_kernel", 24),
     (HOPPER, r"moe_wide_kernel<80>", 48),
     (BEFORE, r"moe_route_kernel", 32),  # it computes a router's own norm where it has one

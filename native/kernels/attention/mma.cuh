@@ -49,8 +49,8 @@ template <int D, int TYPE, bool HOPPER, int MT> struct MmaUnit {
     static constexpr int N = KEYS / 8 / S_SHARE > 0 ? KEYS / 8 / S_SHARE : 1;
     static constexpr int N_WARPS = KEYS / 8 / N; // as many of them have keys
     static constexpr bool SAME_ROWS = SM == M;
-    static constexpr bool KEEP_Q =
-        (MT == 1 && D <= 256) || (MT == 2 && D < 256); // whether Q stays in registers, which hold no more
+    // So many of Q's D / 16 steps stay in registers, which hold no more.
+    static constexpr int KEPT = MT == 1 && D == 256 ? 10 : MT <= 2 && D < 256 ? D / 16 : 0;
     static_assert(C > 0 && (!SAME_ROWS || S_SHARE == SHARE), "all warps have columns");
 
     MmaBlock<D, TYPE, HOPPER> &b;
@@ -61,7 +61,7 @@ template <int D, int TYPE, bool HOPPER, int MT> struct MmaUnit {
     // Of scores, a warp has this part of the keys, in rows from s0 on.
     const int s_part = b.warp % S_SHARE, s0 = b.warp / S_SHARE * SM * 16;
     const bool scores = s_part < N_WARPS && s0 < MT * 16; // it says that this warp has scores
-    uint32_t kept_q[KEEP_Q ? D / 16 : 1][4];
+    uint32_t kept_q[KEPT > 0 ? KEPT : 1][4];
     // These are the maxima so far of rows lane / 4 and lane / 4 + 8 of each tile: of values, and of scores
     // where these are others.
     float most[M][2], s_most[SAME_ROWS ? 1 : SM][2];
@@ -87,10 +87,10 @@ template <int D, int TYPE, bool HOPPER, int MT> struct MmaUnit {
     __device__ void load_q() {
         load_queries<D, L>(a, unit(), b.shared, 0, 0, MT * 16, b.tid, MATH_THREADS);
         barrier(MATH_THREADS);
-        if (KEEP_Q && scores) {
+        if (KEPT > 0 && scores) {
 #pragma unroll
-            for (int d = 0; d < D / 16; d++) {
-                load_matrices(kept_q[KEEP_Q ? d : 0], at_word(q_at(), d * 2));
+            for (int d = 0; d < KEPT; d++) {
+                load_matrices(kept_q[d], at_word(q_at(), d * 2));
             }
         }
     }
@@ -122,14 +122,14 @@ template <int D, int TYPE, bool HOPPER, int MT> struct MmaUnit {
 #pragma unroll
             for (int i = 0; i < SM; i++) {
                 uint32_t q[2][4];
-                if (!KEEP_Q) {
+                if (d >= KEPT) {
                     load_matrices(q[0], at_word(q0, d * 2) + i * 16 * L::ROW);
                     load_matrices(q[1], at_word(q0, d * 2 + 2) + i * 16 * L::ROW);
                 }
 #pragma unroll
                 for (int n = 0; n < N; n++) {
-                    multiply(s[i][n], KEEP_Q ? kept_q[KEEP_Q ? d : 0] : q[0], k[n][0], k[n][1]);
-                    multiply(odd[i][n], KEEP_Q ? kept_q[KEEP_Q ? d + 1 : 0] : q[1], k[n][2], k[n][3]);
+                    multiply(s[i][n], d < KEPT ? kept_q[d < KEPT ? d : 0] : q[0], k[n][0], k[n][1]);
+                    multiply(odd[i][n], d < KEPT ? kept_q[d < KEPT ? d + 1 : 0] : q[1], k[n][2], k[n][3]);
                 }
             }
         }

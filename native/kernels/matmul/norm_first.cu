@@ -148,7 +148,7 @@ __device__ void multiply_range(const NormBlock &b, int range, int of_launch, flo
     }
 }
 
-__global__ void __launch_bounds__(S::THREADS, S::BLOCKS + 1)
+__global__ void __launch_bounds__(S::THREADS, (launch_blocks<1, false>()))
     rowmm_norm_kernel(const __grid_constant__ RowmmParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float scales[WARPS][S::COLUMNS];
