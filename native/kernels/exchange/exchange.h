@@ -9,6 +9,7 @@
 // the readers are done. A step begins when all of the step before has ended.
 #pragma once
 
+#include "matmul/layout.h"
 #include "matmul/quantised.h"
 
 namespace luce {
@@ -21,6 +22,37 @@ struct AddPartsArgs {
     int32_t n_parts;
     const float *parts[MAX_RANKS]; // [T][E] each
     float *out; // [T][E]
+};
+
+// The rows of the output matrix, of V, that a rank has: whole tiles, as equal as can be. The last rank, which chooses tokens, has
+// the first ones, so that those of a whole matrix are its part too.
+struct OutputRows {
+    int64_t first, n;
+};
+constexpr bool has_output_rows(int64_t V, int64_t n_ranks) {
+    return V % 4 == 0 && tiles_of(V) >= n_ranks;
+}
+constexpr ROWMM_BOTH OutputRows output_rows(int64_t V, int64_t n_ranks, int64_t rank) {
+    const int64_t i = (rank + 1) % n_ranks, tiles = tiles_of(V);
+    const int64_t first = tiles * i / n_ranks * TILE, end = tiles * (i + 1) / n_ranks * TILE;
+    return {first, (end < V ? end : V) - first};
+}
+constexpr int64_t most_output_rows(int64_t V, int64_t n_ranks) {
+    int64_t most = 0;
+    for (int64_t rank = 0; rank < n_ranks; rank++) {
+        const int64_t n = output_rows(V, n_ranks, rank).n;
+        most = n > most ? n : most;
+    }
+    return most;
+}
+
+// Of rows' logits each rank has some: those of its rows of the output matrix.
+struct GatherPartsArgs {
+    int64_t V, T;
+    int32_t n_parts;
+    const float *parts[MAX_RANKS]; // [T][n] each, in the order of the matrix's rows
+    int64_t n[MAX_RANKS];
+    float *out; // [T][V]
 };
 
 constexpr int EXCHANGE_BLOCKS = 2048; // of an exchange, at most: a step's chunks of all of its rows
@@ -53,6 +85,14 @@ struct ExchangeArgs {
     ExchangeRanks ranks;
 };
 
+// The same of logits: the last rank has those of all afterwards.
+struct GatherArgs {
+    int64_t V, E, T; // a rank has E of V, multiples of 4
+    const float *part; // [T][E], this rank's (output_rows)
+    float *out; // [T][V] of the last rank; others write nothing
+    ExchangeRanks ranks;
+};
+
 // As rowmm_pack does with parts (RowmmPackArgs): the sum over K that a launch has left in parts is this rank's part. What follows
 // reads x + the sum of all ranks' packed, times a norm's weights.
 struct ExchangeNormArgs {
@@ -63,6 +103,7 @@ struct ExchangeNormArgs {
 namespace cuda {
 int exchange(const ExchangeArgs &args, void *stream);
 int exchange_norm(const ExchangeNormArgs &args, void *stream);
+int gather(const GatherArgs &args, void *stream);
 } // namespace cuda
 
 } // namespace luce

@@ -4,6 +4,7 @@
 #include "cpu/matmul_float.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -238,6 +239,15 @@ void cpu_add_parts(const AddPartsArgs &a, int ith, int nth) {
             sum += a.parts[rank][i];
         }
         a.out[i] = a.x == nullptr ? sum : a.x[i] + sum;
+    }
+}
+
+void cpu_gather_parts(const GatherPartsArgs &a, int ith, int nth) {
+    for (int64_t t = a.T * ith / nth; t < a.T * (ith + 1) / nth; t++) {
+        float *out = a.out + t * a.V;
+        for (int32_t part = 0; part < a.n_parts; out += a.n[part++]) {
+            memcpy(out, a.parts[part] + t * a.n[part], size_t(a.n[part]) * sizeof(float));
+        }
     }
 }
 

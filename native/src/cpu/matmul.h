@@ -87,5 +87,6 @@ void multiply_rows(const RowsMatmulArgs &args, const RowsWeight &w, int64_t n0, 
 void cpu_pack_rows(const PackArgs &args, int ith, int nth);
 void cpu_rows_matmul(const RowsMatmulArgs &args, int ith, int nth);
 void cpu_add_parts(const AddPartsArgs &args, int ith, int nth);
+void cpu_gather_parts(const GatherPartsArgs &args, int ith, int nth);
 
 } // namespace luce

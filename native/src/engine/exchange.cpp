@@ -2,15 +2,19 @@
 
 #include "exchange/exchange.h"
 
+#include <algorithm>
 #include <map>
 
 namespace luce {
 
-Exchange::Exchange(const Model &model, uint32_t rows)
+Exchange::Exchange(const Model &model, uint32_t rows, uint32_t logit_rows)
     : tensors_(new_context(ggml_tensor_overhead() * (model.n_ranks() + 2))) {
     ggml_context *ctx = tensors_.get();
     const int64_t n = model.n_ranks();
-    const int64_t E = (model.hparams().n_embd + 3) / 4 * 4, values = rows * E, step_values = MAX_ROWS * E;
+    const int64_t E = (model.hparams().n_embd + 3) / 4 * 4, V = model.hparams().n_vocab;
+    const bool gathers = !model.weights().rank_outputs.empty();
+    const int64_t logits = gathers ? logit_rows * most_output_rows(V, n) : 0;
+    const int64_t values = std::max(rows * E, (logits + 3) / 4 * 4), step_values = MAX_ROWS * E;
     box_bytes_ = (exchange_box_bytes(n, values, step_values) + 255) / 256 * 256;
     for (int64_t rank = 0; rank < n; rank++) {
         counts.push_back(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, EXCHANGE_COUNTS));

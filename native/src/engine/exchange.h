@@ -11,8 +11,8 @@
 namespace luce {
 
 struct Exchange {
-    // Describes it without taking any: for steps of so many rows of the model's width.
-    Exchange(const Model &model, uint32_t rows);
+    // Describes it without taking any: for steps of so many rows of the model's width, of which so many have logits.
+    Exchange(const Model &model, uint32_t rows, uint32_t logit_rows);
     ~Exchange();
     Exchange(const Exchange &) = delete;
     Exchange &operator=(const Exchange &) = delete;

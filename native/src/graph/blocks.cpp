@@ -133,22 +133,47 @@ Stream sum_of_parts(const Stream &x, uint32_t layer, const Part &make) {
     return sums;
 }
 
-void end_step(Val x, const std::vector<Val> &outputs) {
-    Plain &g = *x.graph;
+// Logits of a stream's rows, or of the last ones of prompts {V, T or prompts}: each rank makes some. On the last rank the rows
+// are normed already: h.
+static Val gathered_logits(const Stream &x, Val h, bool of_last_rows) {
+    Plain &g = *h.graph;
+    const std::vector<RankOutput> &outputs = g.model.weights().rank_outputs;
+    std::vector<Val> parts;
+    for (uint32_t rank = 0; rank < x.size(); rank++) {
+        g.enter(0, rank);
+        const RankOutput &of = outputs[rank];
+        const auto normed = [&] {
+            return norm(of_last_rows ? last(x[rank]) : x[rank], of.norm, g.model.hparams().rms_eps);
+        };
+        const Val rows = rank + 1 == x.size() ? h : normed();
+        parts.push_back(part(first(matmul(rows, of.output), of.n_rows))); // {n_rows, T or prompts}
+    }
+    Val z;
+    for (uint32_t rank = 0; rank < x.size(); rank++) {
+        g.enter(0, rank);
+        z = gather(parts);
+    }
+    g.leave_trunk();
+    return z;
+}
+
+void end_step(const Stream &x, const std::vector<Val> &outputs) {
+    Plain &g = *x[0].graph;
     const Weights &w = g.model.weights();
     const float eps = g.model.hparams().rms_eps;
     g.leave_trunk();
-    const Val h = norm(x, w.output_norm, eps);
-    feed_drafters(outputs, h);
+    const Val all = norm(x.back(), w.output_norm, eps);
+    feed_drafters(outputs, all);
     if (g.kind == StepKind::prefill) {
-        compute(x);
+        compute(x.back());
         return;
     }
     const bool some = g.prefill() && g.T > int64_t(g.prompts.size());
-    const Val z = matmul(some ? norm(last(x), w.output_norm, eps) : h, w.output); // {V, T or prompts}
+    const Val h = some ? norm(last(x.back()), w.output_norm, eps) : all;
+    const Val z = w.rank_outputs.empty() ? matmul(h, w.output) : gathered_logits(x, h, some); // {V, T or prompts}
     g.logits = softcap(z, g.model.hparams().logit_softcap);
     if (g.kind == StepKind::verify) {
-        g.hidden = compute(x);
+        g.hidden = compute(x.back());
     }
     g.choice = choose(g.logits, /*ahead=*/true);
 }

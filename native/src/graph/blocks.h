@@ -41,6 +41,6 @@ Stream sum_of_parts(const Stream &x, uint32_t layer, const Part &make);
 
 // What follows the blocks of a trunk, whose last one put out x {E, T}: its logits and choices, and what drafters read. A
 // prefill has logits of its last row or none, and a verify of all rows.
-void end_step(Val x, const std::vector<Val> &outputs);
+void end_step(const Stream &x, const std::vector<Val> &outputs);
 
 } // namespace luce

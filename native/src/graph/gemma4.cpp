@@ -217,12 +217,7 @@ Weights gemma4_trunk(WeightReader &r, const HParams &hp) {
             own->blocks.push_back(layer.own);
         }
     }
-    r.take_whole();
-    w.output_norm = r.f32("output_norm.weight", {E});
-    w.output = r.matrix_or_none("output.weight", E, hp.n_vocab);
-    if (w.output == nullptr) {
-        w.output = r.tied("token_embd.weight", w.token_embd);
-    }
+    r.output(w, E, hp.n_vocab);
     r.forget("rope_freqs.weight"); // no layer may be global
     if (own->P > 0) {
         own->ple_embd = r.table("per_layer_token_embd.weight", own->P * L, hp.n_vocab);
@@ -349,7 +344,7 @@ void build_gemma4(Plain &g) {
         }
         outputs.push_back(x.back());
     }
-    end_step(x.back(), outputs);
+    end_step(x, outputs);
 }
 
 } // namespace

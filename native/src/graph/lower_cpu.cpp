@@ -126,6 +126,17 @@ protected:
         made(y, Form::rows) = expand(ops::add_parts(ctx, args));
     }
 
+    // In the order of the vocabulary, of which the last rank has the first ones.
+    void gather(const Node &n, Val y) {
+        if (stage_index() + 1 == plain.model.n_ranks()) {
+            std::vector<ggml_tensor *> args = {dense(n.in.back())};
+            for (size_t rank = 0; rank + 1 < n.in.size(); rank++) {
+                args.push_back(dense(n.in[rank]));
+            }
+            made(y, Form::rows) = expand(ops::gather_parts(ctx, args));
+        }
+    }
+
     void check_no_slots(const Moe &w) const {
         if (plain.cache.slots_of(w) != nullptr) {
             fail(LUCE_E_UNSUPPORTED,
@@ -210,6 +221,7 @@ protected:
             case Op::glu: values(y); break;
             case Op::part: set(expand(dense(n.in[0]))); break;
             case Op::exchange: exchange(n, y); break;
+            case Op::gather: gather(n, y); break;
             case Op::route: { // ids, then weights
                 RouteArgs a{};
                 a.n_used = int32_t(std::get<const Moe *>(n.params)->shape.n_used);

@@ -376,7 +376,7 @@ protected:
         }
         for (const int32_t sum : plain.readers(index_of(part))) {
             const Node *norm = nullptr;
-            if (plain.nodes[size_t(sum)].in.size() == plain.model.n_ranks()) { // there is no residual
+            if (plain.nodes[size_t(sum)].in.size() == plain.model.n_ranks()) { // there is no residual, or no sum
                 return nullptr;
             }
             for (const int32_t r : plain.readers(sum)) {
@@ -405,6 +405,16 @@ protected:
         }
     }
 
+    // Where this rank meets the others next.
+    ExchangeRanks next_meeting() {
+        const uint32_t rank = stage_index();
+        ExchangeRanks ranks{};
+        ranks.rank = int32_t(rank);
+        exchanges_.resize(std::max<size_t>(exchanges_.size(), rank + 1), 0);
+        ranks.slot = exchanges_[rank]++ % 2;
+        return ranks;
+    }
+
     // It sends this rank's part to the others, and waits for theirs.
     void exchange(const Node &n, Val y) {
         const Exchange &through = *plain.cache.exchange();
@@ -412,10 +422,7 @@ protected:
         const Val part = n.in[rank];
         const size_t n_ranks = plain.model.n_ranks();
         ggml_tensor *x = n.in.size() > n_ranks ? dense(n.in[n_ranks]) : nullptr;
-        ExchangeRanks ranks{};
-        ranks.rank = int32_t(rank);
-        exchanges_.resize(std::max<size_t>(exchanges_.size(), rank + 1), 0);
-        ranks.slot = exchanges_[rank]++ % 2;
+        const ExchangeRanks ranks = next_meeting();
         std::vector<ggml_tensor *> args;
         if (const Node *norm = packs_behind(plain.at(part))) {
             args = {norm->w[0], partials(plain.at(part).in[0]), x};
@@ -432,6 +439,15 @@ protected:
         ExchangeArgs a{};
         a.ranks = ranks;
         made(y, Form::rows) = expand(ops::exchange(ctx, args, a));
+    }
+    void gather(const Node &n, Val y) {
+        const Exchange &through = *plain.cache.exchange();
+        const uint32_t rank = stage_index();
+        GatherArgs a{};
+        a.V = n.n[0];
+        a.ranks = next_meeting();
+        made(y, Form::rows) = expand(ops::gather(
+            ctx, {rows(n.in[rank]), through.counts[rank], through.failure, through.boxes}, a));
     }
     ggml_tensor *dense(Val v) {
         ggml_tensor *t = flat(v);
@@ -672,6 +688,7 @@ protected:
             case Op::add_convolved: add_convolved(n, y); break;
             case Op::part: rank_part(n, y); break;
             case Op::exchange: exchange(n, y); break;
+            case Op::gather: gather(n, y); break;
             case Op::heads: heads(n, y); break;
             case Op::queries: made(y, Form::rows) = queries(n); break;
             case Op::delta_layer: delta_layer(n, y); break;

@@ -37,12 +37,7 @@ protected:
         return made_[(size_t(v.node) * MAX_OUT + size_t(v.out)) * size_t(Form::count) + size_t(form)];
     }
     bool as_norm(Val v, NormOf &norm) const;
-    // Whether a product gives the step's logits, which may be capped behind it.
-    bool gives_logits(Val product) const {
-        const Val z = plain.logits;
-        return z.graph != nullptr && (product.node == z.node || (plain.at(z).op == Op::softcap &&
-                                                                 product.node == plain.at(z).in[0].node));
-    }
+    bool gives_logits(Val product) const { return plain.model.weights().is_output(plain.at(product).w[0]); }
 
     // ---- emission; each sets the rows of a node's outputs, and what else it leaves ----
     void emit(int32_t node);

@@ -12,6 +12,7 @@ static int traits_of(Op op) {
         case Op::norm_rope:
         case Op::compute:
         case Op::exchange:
+        case Op::gather:
         case Op::choose:
         case Op::keep_best:
         case Op::lattice: return RUNS_IN_ORDER;
@@ -159,6 +160,14 @@ Val exchanged(Val x, const std::vector<Val> &parts) {
         in.push_back(x);
     }
     return like(Op::exchange, parts[0], std::move(in));
+}
+Val gather(const std::vector<Val> &parts) {
+    Plain &g = *parts[0].graph;
+    int64_t n = 0;
+    for (const Val part : parts) {
+        n += g.width(part);
+    }
+    return g.add({Op::gather, parts, {}, {n}, g.at(parts[0]).T});
 }
 Val mul(Val x, Val y) {
     return like(Op::mul, x, {x, y});

@@ -55,6 +55,7 @@ enum class Op : uint8_t {
     add, // x + y
     part, // x, a rank's part of a sum, which lies there
     exchange, // x + (p0 + p1 ..), or without an x: of each rank a part
+    gather, // {V, T}: logits of which each rank has some, on the last one
     mul, // x * y
     silu, // x * sigmoid(x)
     glu, // f(x) * y, where f is SiLU or GELU
@@ -260,6 +261,7 @@ Val part(Val x);
 Val exchanged(
     Val x,
     const std::vector<Val> &parts); // x lies on the rank that the node is of; a Val without a graph: none
+Val gather(const std::vector<Val> &parts); // of each rank {n, T} -> {V, T} on the last one
 Val mul(Val x, Val y);
 Val silu(Val x);
 Val glu(Val gate, Val up, Activation activation = SILU);

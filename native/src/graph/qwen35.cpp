@@ -258,12 +258,7 @@ Weights read_trunk(WeightReader &reader, const HParams &hp) {
             w.blocks.push_back(read_block(reader, of_rank, il));
         }
     }
-    reader.take_whole();
-    w.output_norm = reader.f32("output_norm.weight", {hp.n_embd});
-    w.output = reader.matrix_or_none("output.weight", hp.n_embd, hp.n_vocab);
-    if (w.output == nullptr) {
-        w.output = reader.tied("token_embd.weight", w.token_embd);
-    }
+    reader.output(w, hp.n_embd, hp.n_vocab);
     WeightReader unloaded = reader.checking();
     for (uint32_t il = hp.n_layer; il < hp.n_layer + hp.n_nextn; il++) {
         const std::string prefix = "blk." + std::to_string(il) + ".";
@@ -356,7 +351,7 @@ static void build(Plain &g) {
         }
         outputs.push_back(x.back());
     }
-    end_step(x.back(), outputs);
+    end_step(x, outputs);
 }
 
 const Architecture QWEN35 = {"qwen35",          /*layer_nodes=*/64, hparams, read_trunk, read_head, build,

@@ -8,6 +8,7 @@
 #include "model/gguf_file.h"
 #include "model/split.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <deque>
@@ -161,14 +162,29 @@ struct OwnWeights {
     virtual ~OwnWeights() = default;
 };
 
+// What makes a rank's part of the logits.
+struct RankOutput {
+    ggml_tensor *norm; // {E}
+    ggml_tensor *output; // {E, n_rows}, or {E, V}, of which these are the first
+    int64_t n_rows;
+};
+
 struct Weights {
     ggml_tensor *token_embd; // {E, V}, of several ranks the last one's
     std::vector<ggml_tensor *> rank_embd; // each rank's; empty where there is one
     ggml_tensor *output_norm; // {E}
-    ggml_tensor *output; // {E, V}; it is token_embd where the file ties them
+    // {E, V}; it is token_embd where the file ties them. Where ranks share its rows and nothing drafts, the last one's {E, n}.
+    ggml_tensor *output;
+    std::vector<RankOutput> rank_outputs; // each rank's; empty where the last device has all of it
     std::vector<Block> blocks; // Model::block_of
     std::vector<std::shared_ptr<const Drafter>> drafters; // as they were asked for
     std::shared_ptr<const OwnWeights> own; // null where the architecture has none
+
+    // Whether a matrix gives the model's logits.
+    bool is_output(const ggml_tensor *weight) const {
+        return weight == output || std::any_of(rank_outputs.begin(), rank_outputs.end(),
+                                               [&](const RankOutput &of) { return of.output == weight; });
+    }
 };
 
 struct ContextFree {
@@ -322,6 +338,7 @@ private:
     uint64_t weight_bytes_ = 0;
     uint64_t n_params_ = 0;
     uint32_t n_cpu_experts_ = 0, n_ranks_ = 1;
+    bool has_drafters_ = false; // or is to have some
     bool experts_at_home_ = false;
     std::vector<bool> first_of_kind_; // they are in the order of trunk blocks
 };

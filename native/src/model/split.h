@@ -30,6 +30,7 @@ struct Cut {
     int axis = -1; // -1: each rank has all of it
     int64_t segments = 1;
     uint32_t copies = 1; // so many ranks in a row have the same part
+    int64_t first = 0, n = 0; // with n it is so many from `first` on, whatever others have
 };
 constexpr Cut WHOLE{}, COLUMNS{0}, ROWS{1};
 

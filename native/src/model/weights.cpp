@@ -200,12 +200,43 @@ uint64_t nbytes_or_0(const ggml_tensor *tensor) {
     return tensor == nullptr ? 0 : ggml_nbytes(tensor);
 }
 
-ggml_tensor *WeightReader::tied(const std::string &name, ggml_tensor *table) {
+ggml_tensor *WeightReader::tied(const std::string &name, ggml_tensor *table, Cut cut) {
     const auto lies_here = [&] { return luce::stage_of(table) == stage_of(name, Kind::matrix); };
-    if (!loading_ || (!packs(table->type) && lies_here())) {
+    if (!loading_ || (!packs(table->type) && cut.first == 0 && lies_here())) {
         return table;
     }
-    return take(name, {table->ne[0], table->ne[1]}, Kind::matrix, true);
+    return take(name, {table->ne[0], table->ne[1]}, Kind::matrix, true, cut);
+}
+
+// Those of few or odd rows lie whole on the last rank, and so do all where drafts are made on a device of their own.
+bool WeightReader::shares_output(int64_t V) const {
+    return n_ranks() > 1 && m_.placements_.size() == m_.n_ranks_ && has_output_rows(V, m_.n_ranks_);
+}
+
+void WeightReader::output(Weights &w, int64_t E, int64_t V) {
+    const std::string name = "output.weight", table = "token_embd.weight";
+    const auto matrix = [&](Cut cut) {
+        return has(name) ? this->matrix(name, E, V, cut) : tied(table, w.token_embd, cut);
+    };
+    take_whole();
+    if (!shares_output(V)) {
+        w.output_norm = f32("output_norm.weight", {E});
+        w.output = matrix(WHOLE);
+        return;
+    }
+    for (uint32_t rank = 0; rank < m_.n_ranks_; rank++) {
+        const OutputRows rows = output_rows(V, m_.n_ranks_, rank);
+        const bool last = rank + 1 == m_.n_ranks_;
+        take_rank(rank);
+        w.output_norm = f32("output_norm.weight", {E});
+        w.output = last && m_.has_drafters_ ? matrix(WHOLE) : nullptr;
+        // Where scales lie behind all rows, the first ones of a matrix are none (matmul/layout.h).
+        const bool own = w.output == nullptr || (is_packed(w.output) && has_output_scale(w.output->type));
+        ggml_tensor *part = own ? matrix({ROWS.axis, 1, 1, rows.first, rows.n}) : w.output;
+        w.output = w.output == nullptr ? part : w.output;
+        w.rank_outputs.push_back({w.output_norm, part, rows.n});
+    }
+    take_whole();
 }
 
 ggml_tensor *WeightReader::ids(const std::string &name, int64_t n, int64_t end) {
@@ -272,6 +303,10 @@ Slice WeightReader::slice_of(const GgufTensor &whole, const std::vector<int64_t>
     if (rank_ < 0 || cut.axis < 0) {
         return {};
     }
+    if (cut.n > 0) {
+        const uint64_t row = ggml_row_size(whole.type, whole.ne[0]);
+        return {uint64_t(cut.first) * row, uint64_t(cut.n) * row, 0};
+    }
     const int64_t values = part[size_t(cut.axis)] / cut.segments, block = ggml_blck_size(whole.type);
     if (cut.axis == 0 && values % block != 0) {
         fail(LUCE_E_UNSUPPORTED,
@@ -297,8 +332,10 @@ ggml_tensor *WeightReader::take(const std::string &name, std::vector<int64_t> sh
         return nullptr;
     }
     shape.resize(GGML_MAX_DIMS, 1);
-    const std::vector<int64_t> part = shape; // of this rank
-    if (rank_ >= 0 && cut.axis >= 0) {
+    std::vector<int64_t> part = shape; // of this rank
+    if (cut.n > 0) {
+        part[size_t(cut.axis)] = cut.n;
+    } else if (rank_ >= 0 && cut.axis >= 0) {
         shape[size_t(cut.axis)] *= m_.n_ranks_ / cut.copies;
     }
     if (memcmp(t->ne, shape.data(), sizeof(t->ne)) != 0) {
@@ -541,6 +578,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     }
     model->n_cpu_experts_ = n_cpu_experts;
     model->experts_at_home_ = experts_at_home;
+    model->has_drafters_ = !drafters.empty();
     check_split(trunk, split, hp.n_layer, n_cpu_experts > 0 || experts_at_home);
     uint32_t read_at_end = hp.n_layer;
     for (const DrafterFile &drafter : drafters) {
@@ -611,7 +649,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     if (drafters.size() > MAX_DRAFTERS) {
         fail(LUCE_E_ARG, "a model has at most %u drafters, got %zu", MAX_DRAFTERS, drafters.size());
     }
-    size_t n_tensors = trunk.tensors().size() + 1; // of each file one may be tied
+    size_t n_tensors = trunk.tensors().size() + 2; // of each file one may be tied, and the output there in part too
     for (const DrafterFile &drafter : drafters) {
         n_tensors += drafter.file->tensors().size() + 1;
     }
@@ -841,7 +879,7 @@ std::set<std::pair<int64_t, int64_t>> Model::layer_matrices() const {
     std::set<std::pair<int64_t, int64_t>> shapes;
     for (const auto &[tensor, source, slice] : tensors_) {
         const auto is_output = [tensor = tensor](const auto &drafter) { return tensor == drafter->output; };
-        const bool output = tensor == weights_.output ||
+        const bool output = weights_.is_output(tensor) ||
                             std::any_of(weights_.drafters.begin(), weights_.drafters.end(), is_output);
         if (!output && is_packed(tensor) && matrices_of(tensor).n == 1) { // experts have ops of their own
             shapes.insert({tensor->ne[0], ggml_nelements(tensor) / tensor->ne[0]});

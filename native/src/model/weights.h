@@ -48,9 +48,13 @@ public:
     ggml_tensor *table(const std::string &name, int64_t a, int64_t b, bool required = true) {
         return take(name, {a, b}, Kind::table, required);
     }
-    // Returns the matrix of a table that the file ties to it. That is the table itself, but for what
+    // Takes the norm and the matrix that make logits {V} of what the trunk puts out: "output.weight", or that of the table which
+    // the file ties to it. Ranks share its rows (output_rows). Where the model has drafters, which multiply with all of it, the
+    // last rank has it whole.
+    void output(Weights &w, int64_t E, int64_t V);
+    // Returns the matrix of a table that the file ties to it, or a part. That is the table itself, but for what
     // is_packed() says.
-    ggml_tensor *tied(const std::string &name, ggml_tensor *table);
+    ggml_tensor *tied(const std::string &name, ggml_tensor *table, Cut cut = WHOLE);
     // Takes a list of ids {n}, I64, which are checked to lie in [0, end).
     ggml_tensor *ids(const std::string &name, int64_t n, int64_t end);
     // Takes an order of n things, I32 {n}, in which each of 0 .. n - 1 has to be once.
@@ -83,6 +87,7 @@ private:
     enum class Kind { matrix, table, experts, ram_experts, router, f32, ids, order };
     ggml_tensor *take(const std::string &name, std::vector<int64_t> shape, Kind kind, bool required,
                       Cut cut = WHOLE, int32_t parts = 1, const uint32_t *where = nullptr);
+    bool shares_output(int64_t V) const;
     Slice slice_of(const GgufTensor &whole, const std::vector<int64_t> &part, Cut cut) const;
 
     bool packs(ggml_type type) const;

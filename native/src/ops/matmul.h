@@ -93,6 +93,19 @@ inline const auto &add_parts = row<AddPartsArgs>("add_parts", [](auto &op, auto 
     op.even = true;
     op.runs(cpu_add_parts, nullptr);
 });
+// Logits of which each rank has some, side by side.
+inline const auto &gather_parts = row<GatherPartsArgs>("gather_parts", [](auto &op, auto &a) {
+    op.in("parts", ArgForm::f32, {ANY, T}, [](auto &args, const ggml_tensor &part, uint8_t *at) {
+          args.n[args.n_parts] = part.ne[0];
+          args.parts[args.n_parts++] = reinterpret_cast<const float *>(at);
+          args.V += part.ne[0];
+      }).up_to(MAX_RANKS);
+    op.dims(a.T, T);
+    op.known(V, a.V);
+    op.out(FIELD(out), {V, T});
+    op.even = true;
+    op.runs(cpu_gather_parts, nullptr);
+});
 
 #ifdef LUCE_USE_CUDA
 // Inputs of rowmm, packed: the ops rowmm_pack..
@@ -245,6 +258,17 @@ inline const auto &exchange_norm = row<ExchangeNormArgs>("exchange_norm", [](aut
     op.out(FIELD(pack.copy), {K, T});
     op.room(FIELD(pack.out), [](const auto &args) { return rowmm_op_bytes(args.pack.T, args.pack.K); });
     op.runs(nullptr, cuda::exchange_norm);
+});
+// All logits, on the last rank, to which each sends what it has (gather_parts). Others have no result.
+inline const auto &gather = row<GatherArgs>("gather", [](auto &op, auto &a) {
+    op.in(FIELD(part), {E, T});
+    meets(op, a);
+    op.dims(a.E, E, a.T, T);
+    op.params(FIELD(V));
+    op.known(width,
+             [](const auto &args) { return args.ranks.rank + 1 == args.ranks.n_ranks ? args.V : 1; });
+    op.out(FIELD(out), {width, T});
+    op.runs(nullptr, cuda::gather);
 });
 // x + the sum of parts, normed ahead, times a number, and where there is w that packed for a product that norms it.
 inline const auto &rowmm_parts_post = row<RowmmPackArgs>("rowmm_parts_post", [](auto &op, auto &a) {

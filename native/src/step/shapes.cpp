@@ -398,9 +398,10 @@ static int stage_of_leaf(const Model &model, const Cache &cache, const Step::Gra
 static bool exchanges(const ggml_tensor *node) {
     const CustomOp *op = custom_op(node);
 #ifdef LUCE_USE_CUDA
-    return op == &ops::add_parts || op == &ops::exchange || op == &ops::exchange_norm;
+    return op == &ops::add_parts || op == &ops::gather_parts || op == &ops::exchange ||
+           op == &ops::exchange_norm || op == &ops::gather;
 #else
-    return op == &ops::add_parts;
+    return op == &ops::add_parts || op == &ops::gather_parts;
 #endif
 }
 
