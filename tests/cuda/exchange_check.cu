@@ -70,8 +70,8 @@ struct Rank {
         }
         boxes[size_t(rank)].set(box);
     }
-    // Whether `blocks` blocks have sent the part to all others, in this form, and no more.
-    bool sent(const Floats &part, int count, int64_t blocks, bool in_pairs) const {
+    // Whether `blocks` blocks have sent the part to all others, or to one, in this form, and no more.
+    bool sent(const Floats &part, int count, int64_t blocks, bool in_pairs, int to = -1) const {
         bool well = true;
         for (int other = 0; other < n; other++) {
             if (other == rank) {
@@ -84,7 +84,7 @@ struct Rank {
                 memcpy(&wanted[pairs_at(other, rank)], words.data(), words.size() * 4);
             } else {
                 const std::vector<uint32_t> numbers(size_t(blocks), uint32_t(count + 1));
-                memcpy(&wanted[rows_at(other, rank)], part.data(), part.size() * 4);
+                memcpy(&wanted[rows_at(other, rank)], part.data(), to < 0 || other == to ? part.size() * 4 : 0);
                 memcpy(&wanted[numbers_at(rank)], numbers.data(), numbers.size() * 4);
             }
             well = well && box == wanted;
@@ -178,6 +178,36 @@ void check_norm(int n, int rank, int T, int64_t K, int64_t N, int count) {
     expect(here.sent(parts[size_t(rank)], count, T * ((N + 255) / 256), true), name + ", what it sends");
 }
 
+void check_gather(int n, int rank, int T, int64_t V, int count) {
+    const int last = n - 1;
+    const int64_t most = T * most_output_rows(V, n);
+    std::vector<Floats> parts;
+    Floats all(size_t(T * V));
+    int64_t covered = 0;
+    for (int r = 0; r < n; r++) {
+        const OutputRows rows = output_rows(V, n, r);
+        parts.push_back(normals(size_t(T * rows.n)));
+        for (int64_t i = 0; i < T * rows.n; i++) {
+            all[size_t(i / rows.n * V + rows.first + i % rows.n)] = parts.back()[size_t(i)];
+        }
+        covered += rows.n;
+    }
+    Rank here(n, rank, most, count);
+    here.args.step_values = 0;
+    here.arrive(parts, count);
+    const Floats none(all.size(), -1);
+    const Device<float> part(parts[size_t(rank)]), out(none);
+    const GatherArgs a{V, output_rows(V, n, rank).n, T, part.p, rank == last ? out.p : nullptr, here.args};
+    must(cuda::gather(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const std::string name = "gather of " + std::to_string(T) + " rows of " + std::to_string(V) + ", rank " +
+                             std::to_string(rank) + " of " + std::to_string(n);
+    expect(covered == V && same_bits(out.get(), rank == last ? all : none), name);
+    const int64_t blocks = std::min<int64_t>((most + 1023) / 1024, EXCHANGE_BLOCKS);
+    expect(here.sent(parts[size_t(rank)], count, blocks, false, last) && here.failure.get()[0] == 0,
+           name + ", what it sends");
+}
+
 // Who waited in vain before waits no more, and says for whom.
 void check_dead() {
     const std::vector<Floats> parts = random_parts(3, 64);
@@ -201,6 +231,12 @@ void check_exchange(bool) {
     check_norm(2, 0, 1, 512, 5120, 3);
     check_norm(2, 1, 4, 2304, 1024, 4);
     check_norm(4, 2, 17, 512, 384, 5); // the last chunk is a half
+    check_gather(2, 0, 1, 1024, 0);
+    check_gather(2, 1, 3, 1024, 5);
+    for (const int rank : {0, 1, 2}) {
+        check_gather(3, rank, 2, 1000, 4); // the last tile is a part of one
+    }
+    check_gather(2, 1, 65, 65536, 1); // a block has several of its values in turn
     check_dead();
     ExchangeArgs a{};
     Rank here(2, 0, 64, 0);
@@ -211,4 +247,9 @@ void check_exchange(bool) {
     expect(cuda::exchange(a, stream) != 0, "an exchange of an odd width is refused");
     a = {64, 0, x.p, x.p, out.p, here.args};
     expect(cuda::exchange(a, stream) == 0, "an exchange of no rows does nothing");
+    const Device<float> logits(512);
+    GatherArgs of{512, 128, 1, x.p, logits.p, Rank(2, 0, 512, 0).args};
+    expect(cuda::gather(of, stream) != 0, "a gather of other rows than the rank has is refused");
+    of = {512, 256, 1, logits.p, logits.p, Rank(2, 0, 128, 0).args};
+    expect(cuda::gather(of, stream) != 0, "a gather of more values than a box holds is refused");
 }

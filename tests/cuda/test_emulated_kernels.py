@@ -117,8 +117,8 @@ CHECKED = {
     ),
     "exchange_check.cu": (
         "check_exchange(false)",
-        ["exchange/exchange.cu", "exchange/norm.cu", "matmul/quantised.cu", "matmul/pack.cu", "matmul/permute.cu"]
-        + ["matmul/norm_first.cu"],
+        ["exchange/exchange.cu", "exchange/norm.cu", "exchange/gather.cu"]
+        + ["matmul/quantised.cu", "matmul/pack.cu", "matmul/permute.cu", "matmul/norm_first.cu"],
     ),
     "image_rows_check.cu": ("check_image_rows(false)", ["common/image_rows.cu"]),
     "row_scores_check.cu": ("check_row_scores(false)", ["attention/row_scores.cu", "attention/kv_pages.cu"]),

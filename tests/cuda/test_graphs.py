@@ -102,19 +102,22 @@ def test_what_drafts_apart_reads_what_is_its_own(name: str, stages: int, program
      ("35b-unshared", 2, False), ("gemma4-31b-q8", 2, False), ("gemma4-26b", 2, False)],
 )  # fmt: skip
 def test_a_rank_reads_what_is_its_own(name: str, ranks: int, packs: bool, program: Path) -> None:
-    """Each sum is exchanged once by each rank, in steps and prompts. In a dense model's step all but the last are
-    packed there for the product behind."""
+    """Each sum is exchanged once by each rank, in steps and prompts. In a dense model's step all are packed there for the
+    product behind. Logits are gathered where there are some."""
     case = recorder.CASES[name]
     a_layer = (3 if name == "gemma4-26b" else 2) * ranks  # Trials have a layer of each kind.
-    sums = set()
+    sums, ends = set(), 0
     for line in recorder.check_ranks(program, name, replace(case, assistant=None), ranks):
         found = {op: int(n) for op, n in re.findall(r"\b(exchange\w*) (\d+)", line)}
         in_trunk = "verify" in line or "prefill" in line
         assert bool(found) == in_trunk and sum(found.values()) % a_layer == 0, line
         if in_trunk:
             sums.add(sum(found.values()))
-            assert found["exchange"] == (ranks if packs and "verify" in line else sum(found.values())), line
-    assert max(sums) == case.config.n_layer * a_layer
+            assert found.get("exchange", 0) == (0 if packs and "verify" in line else sum(found.values())), line
+        gathers = [int(n) for n in re.findall(r"\bgather (\d+)", line)]
+        assert gathers in ([[ranks]] if "verify" in line else [[], [ranks]] if in_trunk else [[]]), line
+        ends += bool(gathers) and "prefill" in line
+    assert max(sums) == case.config.n_layer * a_layer and ends > 0
 
 
 # As E2B, of 8 layers, of which the last 4 read cells of layers 2 and 3; as 31B, whose assistant reads the last two's.

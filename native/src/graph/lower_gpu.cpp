@@ -31,6 +31,7 @@
 //                        parts, sum, norm    exchange_norm         as rowmm_parts_rms, between all GPUs (kernels/exchange)
 //                        or rows, sum        exchange              ahead of a mixture and behind it, and of prompts; a mixture
 //                                                                  is moe_route, moe_up, moe_down, moe_sum_prompt
+//                        logits              gather                each rank sends those of its rows to the last one
 //   and its mixture, beside an FFN whose sum is normed by ggml
 //                        norms, router       moe_route, moe_up, moe_down, moe_sum_prompt   the router's norm is another
 //   once a step          plan                attention_plan        which block of attention does what, for all layers

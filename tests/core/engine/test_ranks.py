@@ -103,6 +103,36 @@ def test_what_one_device_has_of_a_part_is_what_all_have_of_it(native: Library, d
         assert np.abs(found - one).max() < (NEAR["F32"] if device.startswith("cpu") else drive.CUDA_BOUND)
 
 
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "tied"])
+@pytest.mark.parametrize("n", deeper_but([2, 3], 2))
+def test_ranks_that_share_the_output_make_the_logits_of_one_that_has_it(
+    native: Library, device: str, kind: str, n: int, tmp_path: Path
+) -> None:
+    """Of 600 rows, the last rank has as many tiles as others, or less. What drafts apart makes all logits there; with a
+    drafter beside the layers the last rank has all rows, and multiplies with its part of them."""
+    if (apart := ranks(device, n + 1)) is None:
+        pytest.skip("there are too few GPUs")
+    several, _, other = apart.rpartition("+")
+    heads = {2: DENSE, 3: replace(DENSE, n_head=6, n_head_kv=3, n_k_head=3, n_v_head=6, n_ff=384, head_dim=64)}
+    config = replace(heads[n], n_vocab=600, tied=kind == "tied")
+    path = tiny.write(tmp_path / "model.gguf", config, tiny.layout(config, 5), "F32" if kind == "tied" else kind)
+    found = []
+    for head, draft_device in ((False, None), (True, None), (True, other)):
+        model = drive.open_model(native, path, several, head=head, draft_device=draft_device)
+        sequence = drive.open_sequence(model, n_ctx=1024, n_rows=9, **({"n_draft": 3} if head else {}))
+        drive.prefill(sequence, PROMPT)
+        rows = [sequence.logits(0)]
+        drive.verify(sequence, [5, 9, 8, 6, 77, 3, 12, 200, 41], [-1, 0, 0, 2, 3, 4, 5, 6, 7])
+        rows += [sequence.logits(row) for row in range(9)]
+        found.append(np.stack(rows))
+        assert found[-1].shape == (10, 600) and np.isfinite(found[-1]).all() and found[-1].std() > 1
+        sequence.engine.close()
+        model.close()
+    assert found[0].tobytes() == found[1].tobytes()
+    if device.startswith("cpu"):  # A GPU cuts K by how many rows a matrix has.
+        assert found[0].tobytes() == found[2].tobytes()
+
+
 @pytest.mark.parametrize("name", deeper_but(CUT, "quantised", "dflash", "dspark"))
 def test_a_checkpoint_and_company_change_no_bit(native: Library, device: str, name: str, tmp_path: Path) -> None:
     """All that a model computes, twice: the second time from a checkpoint, over poisoned memory."""
@@ -241,7 +271,7 @@ def test_lists_of_devices_are_of_one_kind(native: Library, tmp_path: Path) -> No
 
 
 def test_probe_says_what_each_device_has(luce_: Callable[..., Any], native: Library, tmp_path: Path) -> None:
-    config = replace(DENSE, n_head=4, n_head_kv=2)
+    config = replace(DENSE, n_head=4, n_head_kv=2, n_vocab=512)
     made = tiny.write(tmp_path / "model.gguf", config, tiny.layout(config, 5))
     done = luce_("probe-gguf", made, "--ctx", "512", "--device", "cpu,cpu", "--split", "tensor")
     assert done.exit_code == 0, done.stderr
@@ -254,4 +284,7 @@ def test_probe_says_what_each_device_has(luce_: Callable[..., Any], native: Libr
     with Files(made, device="cpu") as opened:
         (one,) = opened.memory(opened.plan(Options(ctx=512, spec="off"))).devices
     assert first.kv == last.kv == one.kv // 2
-    assert one.weights // 3 < first.weights < last.weights < one.weights
+    assert one.weights // 3 < first.weights < one.weights and first.weights == last.weights
+    with Files(made, device="cpu,cpu") as opened:  # A head drafts with all of the output.
+        first, last = opened.memory(opened.plan(Options(ctx=512, split="tensor", spec="mtp"))).devices
+    assert first.weights < last.weights - 2 * config.n_embd * config.n_vocab
