@@ -37,7 +37,10 @@ protected:
         return made_[(size_t(v.node) * MAX_OUT + size_t(v.out)) * size_t(Form::count) + size_t(form)];
     }
     bool as_norm(Val v, NormOf &norm) const;
-    bool gives_logits(Val product) const { return plain.model.weights().is_output(plain.at(product).w[0]); }
+    bool gives_logits(Val product) const {
+        const Node &n = plain.at(product);
+        return plain.model.weights().is_output((n.op == Op::matmul_first ? part(n, "M") : n).w[0]);
+    }
 
     // ---- emission; each sets the rows of a node's outputs, and what else it leaves ----
     void emit(int32_t node);
