@@ -228,23 +228,25 @@ inline void load_transposed(uint32_t (&m)[4], const uint8_t *row) {
 
 // The tensor core's m16n8k16 of the PTX manual, over pairs of 16-bit values, of which `split` makes two floats. Lane (g = lane /
 // 4, t = lane % 4) has rows g and g + 8 of a and c, k 2 t, 2 t + 1 and 8 more, columns 2 t and 2 t + 1 of c, and column g of b:
-// its words are a's four and b's two.
+// its words are a's four and b's two. Sums are in double.
 template <typename Pair, typename Split> void mma_16x8x16(float (&c)[4], const uint32_t (&words)[6], Split split) {
-    struct Operands { Pair a[4], b[2]; } mine;
-    static_assert(sizeof(mine) == sizeof(words));
-    memcpy(static_cast<void *>(&mine), words, sizeof(mine));
+    using Four = double __attribute__((vector_size(32)));
+    struct Operands { decltype(split(Pair())) a[4], b[2]; } mine; // each value is made a float by who shows it
+    for (int i = 0; i < 6; i++) {
+        Pair pair;
+        memcpy(static_cast<void *>(&pair), &words[i], sizeof(pair));
+        (i < 4 ? mine.a[i] : mine.b[i - 4]) = split(pair);
+    }
     const auto all = exchange(mine);
     const int g = int(threadIdx.x % 32) / 4, t = int(threadIdx.x) % 4;
-    double sums[4] = {c[0], c[1], c[2], c[3]};
+    Four sums = {c[0], c[1], c[2], c[3]};
     for (int s = 0; s < 4; s++) {
-        const Operands row = of_lane<Operands>(all, g * 4 + s);
-        const Operands columns[2] = {of_lane<Operands>(all, t * 8 + s), of_lane<Operands>(all, t * 8 + 4 + s)};
+        const Operands &row = of_lane<Operands>(all, g * 4 + s);
+        const Operands &left = of_lane<Operands>(all, t * 8 + s), &right = of_lane<Operands>(all, t * 8 + 4 + s);
         for (int half = 0; half < 2; half++) {
-            const decltype(split(row.a[0])) x[2] = {split(row.a[2 * half]), split(row.a[1 + 2 * half])};
-            const decltype(split(row.a[0])) y[2] = {split(columns[0].b[half]), split(columns[1].b[half])};
-            for (int i = 0; i < 4; i++) {
-                sums[i] += double(x[i / 2].x) * y[i % 2].x + double(x[i / 2].y) * y[i % 2].y;
-            }
+            const auto x = row.a[2 * half], below = row.a[1 + 2 * half], y = left.b[half], beside = right.b[half];
+            sums += Four{x.x, x.x, below.x, below.x} * Four{y.x, beside.x, y.x, beside.x} +
+                    Four{x.y, x.y, below.y, below.y} * Four{y.y, beside.y, y.y, beside.y};
         }
     }
     for (int i = 0; i < 4; i++) {
