@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_dflash2
-from depth import deeper, deeper_but
+from depth import deeper, pairs
 from tiny_dflash2 import CASES, More
 
 from luce.decode.engine import Engine
@@ -78,9 +79,9 @@ def grown(sequence: Timeline, out: drive.Decoded, n: int, case: More, budgets: S
         out.accepted.append(len(path) - 1)
 
 
-@pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, "greedy"))
-@pytest.mark.parametrize("name", deeper_but(CASES, "dflash2-windows", "dspark-sinks"))
-@pytest.mark.parametrize("right", [True, False], ids=["by heart", "wrong"])
+@pytest.mark.parametrize(
+    ("name", "sampling", "right"),
+    pairs(CASES, SAMPLINGS, (True, False), *product(("dflash2-windows", "dspark-sinks"), ("greedy",), (True, False))))
 def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
     right: bool, name: str, sampling: str, opened: Opened
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import tiny_dflash
 import tiny_dflash2
 import tiny_gemma4
-from depth import deeper, deeper_but
+from depth import deeper, deeper_but, pairs
 from tiny_dflash import GEMMA4, Case, drafter
 from tiny_dflash2 import More
 
@@ -117,9 +117,8 @@ def block_of(sequence: Timeline, anchor: int, n: int) -> tuple[list[int], np.nda
     return sequence.drafted(n), np.stack([sequence.logits(row) for row in range(n)])
 
 
-@pytest.mark.parametrize("sampling", deeper_but(SAMPLINGS, list(SAMPLINGS)[-1]))
-@pytest.mark.parametrize("name", deeper_but(CASES, "per-layer"))
-@pytest.mark.parametrize("right", [*deeper(True), False], ids=["right", "wrong"])
+@pytest.mark.parametrize(
+    ("name", "sampling", "right"), pairs(CASES, SAMPLINGS, (True, False), ("per-layer", "hot", False)))
 def test_chains_and_trees_give_the_tokens_and_bytes_of_plain_decoding(
     right: bool, name: str, sampling: str, opened: Opened
 ) -> None:

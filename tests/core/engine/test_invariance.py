@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 
 import drive
@@ -137,8 +137,10 @@ def test_weight_type_computes_what_its_weights_say(
     assert np.linalg.norm(sequence.logits(0) - expected[-1]) < 2 * allowed * size
 
 
-@pytest.mark.parametrize("widths", deeper_but([FEW, WIDTHS], FEW), ids=["few", "all"])
-@pytest.mark.parametrize("kind", [*deeper_but(drive.WEIGHT_TYPES, *drive.WEIGHT_TYPES[::2]), *MIXED])
+@pytest.mark.parametrize(
+    ("kind", "widths"),
+    [*product((*drive.WEIGHT_TYPES[::2], *MIXED), (FEW,)), *deeper(*product((*drive.WEIGHT_TYPES, *MIXED), (WIDTHS,)))],
+    ids=lambda value: {FEW: "few", WIDTHS: "all"}.get(value))  # fmt: skip
 def test_width_changes_no_bit(
     kind: str, widths: Sequence[int], model_of: Callable[[str], Model], device: str
 ) -> None:
@@ -188,8 +190,10 @@ def test_width_changes_no_bit_far_into_the_context(
 
 
 @pytest.mark.parametrize(
-    "kind", ["F32", "Q4_K", *deeper("Q6_K", "F32 experts"), "Q4_K experts", "Q4_K gemma4", "F32 gemma4-per-layer"])
-@pytest.mark.parametrize("n_rows", [3, *deeper(16), 23, *deeper(64)])
+    ("kind", "n_rows"),
+    [*product(("F32", "Q4_K", "Q4_K experts", "Q4_K gemma4", "F32 gemma4-per-layer"), (3, 23)),
+     *deeper(("Q6_K", 16), ("Q6_K", 64), ("F32 experts", 16), ("F32 experts", 64), ("Q4_K", 64), ("Q4_K experts", 64),
+             ("Q4_K gemma4", 64), ("F32 gemma4-per-layer", 64))])  # fmt: skip
 def test_tree_rows_equal_plain_decoding_of_their_path(
     kind: str, n_rows: int, model_of: Callable[[str], Model]
 ) -> None:

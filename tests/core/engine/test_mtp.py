@@ -16,7 +16,7 @@ import drive
 import numpy as np
 import pytest
 import tiny
-from depth import deeper, deeper_but
+from depth import deeper, pairs
 from drive import Decoded
 from identity import Same
 from tiny import Config
@@ -151,17 +151,9 @@ def test_every_token_is_the_choice_of_its_logits(
         ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(
-    ("name", "kv_type"),
-    [
-        *product(("F32", "Q4_K", "oracle"), ("f16", "q8_0")),
-        ("Q4_K experts", "f16"),
-        ("oracle experts", "q8_0"),
-        ("IQ3_S", "f16"),
-    ],
-)
+    ("name", "sampling", "kv_type"),
+    pairs(("F32", "Q4_K", "oracle", "Q4_K experts", "oracle experts", "IQ3_S"), SAMPLINGS, ("f16", "q8_0")))
 def test_every_gamma_gives_the_tokens_of_plain_decoding(
     name: str, sampling: str, kv_type: str, model_of: Callable[[str], Model], same: Same
 ) -> None:
@@ -286,8 +278,9 @@ def test_layouts_of_files_decode_the_same(
 # ---- acceptance
 
 
-@pytest.mark.parametrize("accept", [0.0, *deeper(0.5), 0.75, 1.0])
-@pytest.mark.parametrize("gamma", deeper_but(GAMMAS, 1, 3, 8))
+@pytest.mark.parametrize(
+    ("accept", "gamma"), [*product((0.0, 0.75, 1.0), (1, 3, 8)), *deeper((0.5, 1), (0.5, 8)),
+                          *deeper(*((0.75, gamma) for gamma in GAMMAS if gamma not in (1, 3, 8)))])  # fmt: skip
 def test_acceptance_is_what_the_file_sets(
     accept: float, gamma: int, native: Library, oracle_file: Callable[[float], Path], device: str
 ) -> None:
