@@ -5,7 +5,7 @@ from hypothesis import settings
 
 
 def examples(n, **how):
-    """Settings of a property that has n examples under the gate's profile "deep", and a quarter of them else."""
+    """Settings of a property that has n examples where others have a hundred."""
     return settings(max_examples=max(n * settings.default.max_examples // 100, 1), **how)
 
 
