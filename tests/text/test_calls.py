@@ -323,7 +323,7 @@ WHOLE_TEXTS = [
 @pytest.mark.long  # It reads 5,000 texts.
 @pytest.mark.parametrize("number", range(len(WHOLE_TEXTS)))
 def test_no_cut_in_two_changes_what_is_read(number):
-    """Texts of one kind differ in a few letters, and so each is cut at every third place, at other ones than the next."""
+    """Texts of one kind differ in a few letters: each is cut at every third place, at others than the next one."""
     text, tools = WHOLE_TEXTS[number]
     whole = read([text], tools)
     for at in range(1 + number % 3, len(text), 3):

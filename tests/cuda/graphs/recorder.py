@@ -373,10 +373,16 @@ def build(folder: Path) -> Path:
     flags += ["-fno-access-control", '-DLUCE_VERSION_STRING="recorder"']
     host = [f"-I{p}" for p in (HERE, ROOT / "native/include", SOURCES, KERNELS, ggml + "/include", ggml + "/src")]
     device = [f"-I{folder / 'kernels'}", "-fno-strict-aliasing", "-include", "cuda_runtime.h"]
-    chapters = [p for c in ("model", "graph", "ops", "cpu") for p in sorted((SOURCES / c).glob("*.cpp"))]
-    engine = ("cache", "exchange", "expert_slots", "stage", "stage_thread")
-    chapters += [SOURCES / "abi/status.cpp", *(SOURCES / f"engine/{name}.cpp" for name in engine)]
-    chapters += [SOURCES / f"step/{name}.cpp" for name in ("faults", "host_experts", "inputs", "shapes", "threads")]
+    chapters = {name: sorted((SOURCES / name).glob("*.cpp")) for name in ("graph", "model", "ops")}
+    for chapter, names in (
+        ("engine", ("cache", "exchange", "expert_slots", "stage", "stage_thread")),
+        ("step", ("faults", "host_experts", "inputs", "shapes", "threads")),
+    ):
+        chapters[chapter] = [SOURCES / chapter / f"{name}.cpp" for name in names]
+    together = [folder / f"{name}.cpp" for name in chapters]  # As in a wheel: it takes half the time.
+    for path, sources in zip(together, chapters.values(), strict=True):
+        copy("".join(f'#include "{source}"\n' for source in sources), path)
+    alone = [SOURCES / "abi/status.cpp", *sorted((SOURCES / "cpu").glob("*.cpp"))]
     objects = []
 
     def compiled(source: Path) -> None:
@@ -387,7 +393,7 @@ def build(folder: Path) -> Path:
         subprocess.run(command, check=True, cwd=folder)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compiled, [*chapters, *made, HERE / "steps.cpp", HERE / "pretended.cpp"]))
+        list(pool.map(compiled, [*together, *alone, *made, HERE / "steps.cpp", HERE / "pretended.cpp"]))
     libraries = Path(luce.__file__).parent / "lib"  # Those of the installed luce: a checkout may have none.
     command = [*compiler, *objects, "-Wl,--gc-sections", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-pthread"]
     command += ["-lluce-ggml-base", "-lluce-ggml-cpu", "-lluce-ggml", "-o", str(folder / "steps")]
@@ -398,14 +404,16 @@ def build(folder: Path) -> Path:
 def record(program: Path, out: Path, names: Iterable[str] = CASES) -> None:
     """Writes the lists of models, and what they come to: OUT/launches.txt."""
     out.mkdir(parents=True, exist_ok=True)
-    texts = []
-    for name in names:
+
+    def recorded(name: str) -> str:
         arguments = write_model(program.parent, name, CASES[name])
         subprocess.run([program, out / name, *arguments], check=True)
-        for path in program.parent.glob(f"{name}*.gguf"):
-            path.unlink()
-        texts.append(summary(name, (out / f"{name}.launches").read_text(), (out / f"{name}.nodes").read_text()))
-    (out / "launches.txt").write_text(ABOUT + "".join(texts))
+        for part in ("", "-drafter", "-assistant"):
+            (program.parent / f"{name}{part}.gguf").unlink(missing_ok=True)
+        return summary(name, (out / f"{name}.launches").read_text(), (out / f"{name}.nodes").read_text())
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        (out / "launches.txt").write_text(ABOUT + "".join(pool.map(recorded, names)))
 
 
 def check_fits(program: Path, name: str, case: Case, n_ctx: int) -> None:
