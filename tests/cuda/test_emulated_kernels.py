@@ -27,7 +27,7 @@ FORMS = "matmul/forms.cu"
 ALIGNED = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
 COMPILE = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", "."]
 COMPILE += ["-fno-strict-aliasing"]  # CUDA's compiler takes it so.
-COMPILE += ["-mf16c"] if platform.machine() in ("x86_64", "AMD64") else []  # luce asks for it there.
+COMPILE += ["-mf16c", "-mfma"] if platform.machine() in ("x86_64", "AMD64") else []  # luce asks for them there.
 COMPILE += ["-ffunction-sections", "-fno-jump-tables", *ALIGNED]  # A table would keep what no check reaches.
 RUNTIME = "cuda_runtime.h"  # Each file begins with it, and so it is read once.
 
