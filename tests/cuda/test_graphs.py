@@ -102,8 +102,8 @@ def test_what_drafts_apart_reads_what_is_its_own(name: str, stages: int, program
      ("35b-unshared", 2, False), ("gemma4-31b-q8", 2, False), ("gemma4-26b", 2, False)],
 )  # fmt: skip
 def test_a_rank_reads_what_is_its_own(name: str, ranks: int, packs: bool, program: Path) -> None:
-    """Each sum is exchanged once by each rank, in steps and prompts. In a dense model's step all are packed there for the
-    product behind. Logits are gathered where there are some."""
+    """Each sum is exchanged once by each rank, in steps and prompts. In a dense model's step all are packed there for
+    the product behind. Logits are gathered where there are some."""
     case = recorder.CASES[name]
     a_layer = (3 if name == "gemma4-26b" else 2) * ranks  # Trials have a layer of each kind.
     sums, ends = set(), 0

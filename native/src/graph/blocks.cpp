@@ -170,7 +170,7 @@ void end_step(const Stream &x, const std::vector<Val> &outputs) {
     }
     const bool some = g.prefill() && g.T > int64_t(g.prompts.size());
     const Val h = some ? norm(last(x.back()), w.output_norm, eps) : all;
-    const Val z = w.rank_outputs.empty() ? matmul(h, w.output) : gathered_logits(x, h, some); // {V, T or prompts}
+    const Val z = w.rank_outputs.empty() ? matmul(h, w.output) : gathered_logits(x, h, some); // {V, ..}
     g.logits = softcap(z, g.model.hparams().logit_softcap);
     if (g.kind == StepKind::verify) {
         g.hidden = compute(x.back());

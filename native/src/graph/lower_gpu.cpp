@@ -377,7 +377,7 @@ protected:
         }
         for (const int32_t sum : plain.readers(index_of(part))) {
             const Node *norm = nullptr;
-            if (plain.nodes[size_t(sum)].in.size() == plain.model.n_ranks()) { // there is no residual, or no sum
+            if (plain.nodes[size_t(sum)].in.size() == plain.model.n_ranks()) { // no residual, or no sum
                 return nullptr;
             }
             for (const int32_t r : plain.readers(sum)) {
@@ -447,8 +447,8 @@ protected:
         GatherArgs a{};
         a.V = n.n[0];
         a.ranks = next_meeting();
-        made(y, Form::rows) = expand(ops::gather(
-            ctx, {rows(n.in[rank]), through.counts[rank], through.failure, through.boxes}, a));
+        made(y, Form::rows) = expand(
+            ops::gather(ctx, {rows(n.in[rank]), through.counts[rank], through.failure, through.boxes}, a));
     }
     ggml_tensor *dense(Val v) {
         ggml_tensor *t = flat(v);

@@ -649,7 +649,7 @@ std::shared_ptr<Model> Model::describe(std::shared_ptr<GgufFile> file,
     if (drafters.size() > MAX_DRAFTERS) {
         fail(LUCE_E_ARG, "a model has at most %u drafters, got %zu", MAX_DRAFTERS, drafters.size());
     }
-    size_t n_tensors = trunk.tensors().size() + 2; // of each file one may be tied, and the output there in part too
+    size_t n_tensors = trunk.tensors().size() + 2; // one may be tied, and the output there in part too
     for (const DrafterFile &drafter : drafters) {
         n_tensors += drafter.file->tensors().size() + 1;
     }

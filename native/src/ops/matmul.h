@@ -265,8 +265,7 @@ inline const auto &gather = row<GatherArgs>("gather", [](auto &op, auto &a) {
     meets(op, a);
     op.dims(a.E, E, a.T, T);
     op.params(FIELD(V));
-    op.known(width,
-             [](const auto &args) { return args.ranks.rank + 1 == args.ranks.n_ranks ? args.V : 1; });
+    op.known(width, [](const auto &args) { return args.ranks.rank + 1 == args.ranks.n_ranks ? args.V : 1; });
     op.out(FIELD(out), {width, T});
     op.runs(nullptr, cuda::gather);
 });
