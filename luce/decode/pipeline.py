@@ -95,7 +95,7 @@ class Pipeline:
         return bool(self._rounds)
 
     def read(self, items: Sequence[Prompt], wait: bool = True) -> Outcomes:
-        """Reads chunks of several prompts in one pass. Without `wait` it may still be under way on several GPUs, and
+        """Reads chunks of several prompts in one pass. Without `wait` it may still be under way on a GPU, and
         the next one follows it closely. Where one of them alone is to blame for an error, the others are
         read one after the other; those that a cancel then keeps from being read are not in what it returns. Raises
         Cancelled where nothing was done."""

@@ -228,7 +228,7 @@ class Engine(Handle):
         return [NumericError(message) if own else choice for own, choice in zip(statuses, done, strict=True)]
 
     def finish_prompts(self) -> None:
-        """Waits for passes over prompts that follow each other over several GPUs: prefill() waits for those alone that
+        """Waits for passes over prompts that a GPU may still work on: prefill() waits for those alone that
         end a prompt. Raises DeviceError where one of them failed."""
         self.library.check(self.library.lib.luce_engine_finish_prompts(self.handle))
 

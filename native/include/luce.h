@@ -490,8 +490,8 @@ typedef struct luce_prompt_item {
     const luce_gap *gaps; /* (n_gaps), in the order of the tokens */
 } luce_prompt_item;
 
-/* Does luce_sequence_prefill of 1..LUCE_MAX_ROWS sequences, with the same bits, and waits, but for steps of a model
- * on several GPUs that end no prompt: the next ones follow them from GPU to GPU, and the next call that waits tells their
+/* Does luce_sequence_prefill of 1..LUCE_MAX_ROWS sequences, with the same bits, and waits, but on GPUs for no step
+ * that ends no prompt: the host makes the next one ready while they compute it, and the next call that waits tells its
  * E_DEVICE. They share steps, each of which reads all weights: a step has rows of up to 16 sequences, n_chunk in all, and there may be several. Where the engine's n_cut
  * is n_chunk, rows' bits depend on how many a step has, and each item has steps of its own.
  *

@@ -38,7 +38,7 @@ struct Stage {
     // Fetches a step's rows from the stage before: `rows` are copies here of their sources there.
     void receive(const Stage &before, const std::vector<const ggml_tensor *> &rows) const;
     // Says whether what is enqueued here runs beside the host and the other stages.
-    bool runs_beside() const { return device.gpu || thread != nullptr; }
+    bool runs_beside() const { return device.gpu || own != nullptr; }
     // Does work of a CPU: on the stage's thread where it has one.
     template <class Work> void run(Work &&work) const {
         thread ? thread->enqueue(std::forward<Work>(work)) : work();
@@ -59,9 +59,9 @@ struct Stage {
 
     // The streams. On a CPU there is only that of the steps.
     Backend steps;
-    std::unique_ptr<StageThread> thread; // on a CPU where a test asks for it, else null
+    std::unique_ptr<StageThread> thread; // on a CPU where a test asks for it, else null, from open() on
     std::unique_ptr<struct ggml_backend_buffer_type>
-        own; // then its activations share no buffer with other stages'
+        own; // then its activations share no buffer with other stages'; from the beginning
     std::unique_ptr<void, void (*)(void *)> gemm; // it is the steps' stream, while cuBLAS is open for it
     Event reached; // where they were when another stage began to wait for them
     Buffer passage; // pinned; null where the device before reaches this one's memory

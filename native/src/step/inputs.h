@@ -82,7 +82,8 @@ struct EngineParams {
 // Returns of how many sequences one step of a drafter may draft.
 uint32_t drafted_at_once(const CacheParams &params, const DrafterUse &use);
 
-// Returns how many chunks of prompts may be under way: one on each of several stages, and one that is being enqueued.
+// Returns how many chunks of prompts may be under way: one on each stage, and one that is being enqueued. A lone stage on a CPU
+// has one.
 uint32_t chunks_under_way(const Cache &cache);
 
 // An engine has one region for each kind of step. The chunks and the verifies that may be under way have a mirror each, and so have the

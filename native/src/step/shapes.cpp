@@ -182,7 +182,7 @@ static Images images_of(const Cache &cache, bool prompts) {
 
 uint32_t chunks_under_way(const Cache &cache) {
     const uint32_t n = uint32_t(cache.stages().size());
-    return n > 1 ? n + 1 : 1;
+    return n > 1 || cache.stages()[0].runs_beside() ? n + 1 : 1;
 }
 
 Regions::Regions(const Cache &cache, const EngineParams &p)

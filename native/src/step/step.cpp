@@ -144,8 +144,8 @@ static bool is_wide(const ggml_cgraph &segment) {
 // Runs the graph in its order, one run of a stage's nodes after the other: run_op(op, node, stage) for our ops, ggml for what lies
 // between them. On GPUs a stage begins when the rows of the one before have arrived, and the first stage's stream goes on
 // when the last stage has ended.
-// Chunks of prompts follow each other instead: a stage goes on with the next chunk as soon as its rows of this one have been
-// fetched. Nothing else is shared by two chunks: each stage has its inputs, caches and scratch, which its stream takes in order,
+// Chunks of prompts follow each other instead: the host builds and enqueues the next one while a device computes this one, and a
+// stage goes on with the next chunk as soon as its rows of this one have been fetched. Nothing else is shared by two chunks: each stage has its inputs, caches and scratch, which its stream takes in order,
 // and the host's side of the inputs has a mirror for each chunk (prefill_host).
 // Ranks begin together, and wait for each other in their kernels (kernels/exchange). Their runs have turns, and no host call comes
 // between the exchanges of all of them, so that what the host may wait for, such as room in a stream, waits for nothing that
@@ -196,7 +196,7 @@ template <class Ours> void Step::run_segments(Graph &g, const Ours &run_op) {
 }
 
 bool Step::pipelines(const Graph &g) const {
-    return g.shape.prefill() && cache_.stages().size() > 1 && model_.n_ranks() == 1 && first().runs_beside();
+    return g.shape.prefill() && model_.n_ranks() == 1 && first().runs_beside();
 }
 
 // Ahead of a step all that the stages' streams have to do comes first, and behind it the step: what is launched on the first
@@ -519,8 +519,8 @@ void Step::end_chunks() {
 void Step::check_chunks() const {
 #ifdef LUCE_USE_CUDA
     for (const Stage &stage : cache_.stages()) {
-        const bool asked = stage.device.gpu && cache_.stages().size() > 1;
-        if (const int error = asked ? cuda::failed(Stage::stream(stage.steps)) : 0; error != 0) {
+        const int error = stage.device.gpu ? cuda::failed(Stage::stream(stage.steps)) : 0;
+        if (error != 0) {
             fail_device(stage.device, "a step failed", error);
         }
     }

@@ -98,8 +98,8 @@ public:
     // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
     Region::Host feed_host(int32_t slot);
 
-    // Runs rows of prompts, and waits. Where there are several stages it does not wait for chunks that no prompt ends with:
-    // the next chunk then follows through the stages (run_segments), and what fails is told by the call that waits.
+    // Runs rows of prompts, and waits. On GPUs it does not wait for chunks that no prompt ends with: the next chunk then is
+    // enqueued behind them (run_segments), and what fails is told by the call that waits.
     // In a step of prompts' ends, prefill_last or prefill_tail, it gives choices() and logits of the last row of each.
     void prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages,
                  bool images = false);

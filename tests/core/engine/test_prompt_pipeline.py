@@ -1,5 +1,6 @@
-"""Chunks of a prompt follow each other through the stages of a model. On a CPU a stage has a thread of its own here, as
-a GPU's has a stream, and one stage after the other is slow: a wait that is missing between two shows in the bits."""
+"""Chunks of a prompt follow each other through the stages of a model, of which it may have one: the host makes the next
+chunk ready meanwhile. On a CPU a stage has a thread of its own here, as a GPU's has a stream, and one stage after the
+other is slow: a wait that is missing shows in the bits."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from luce.native import Library, Prompt
 
 CHUNK = 64
 PROMPT = [7 + 3 * i % 200 for i in range(9 * CHUNK + 5)]
-LAYERS = {2: (2, 2), 3: (1, 2, 1)}
+LAYERS: dict[int, tuple[int, ...]] = {1: (), 2: (2, 2), 3: (1, 2, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write(path, DENSE, tiny.layout(DENSE, 5), "F32")
 
 
-def read(native: Library, made: Path, device: str, layers: tuple[int, ...] = ()) -> list[bytes]:
-    """Returns logits and state behind a prompt of many chunks, of another length beside it, and of the first again."""
+def read(native: Library, made: Path, device: str, layers: tuple[int, ...] = (), wait: bool = False) -> list[bytes]:
+    """Returns logits and state behind a prompt of many chunks, of another length beside it, and of the first again;
+    with `wait` no chunk begins before the last one has ended."""
     model = drive.open_model(native, made, device, head=True, layers=layers)
     one = drive.open_sequence(model, n_ctx=1024, n_sequences=2, n_chunk=256, n_draft=3)
     other, found = one.engine.sequence(), []
@@ -39,20 +41,22 @@ def read(native: Library, made: Path, device: str, layers: tuple[int, ...] = ())
         for at in range(0, len(prompt), CHUNK):
             rows = prompt[at : at + CHUNK]
             sequence.engine.prefill([Prompt(sequence, rows, last=at + CHUNK >= len(prompt))])
+            if wait:
+                sequence.engine.finish_prompts()
         found += [sequence.logits(0).tobytes(), drive.step(sequence, 11).tobytes(), bytes(sequence.dump())]
     one.engine.close()
     model.close()
     return found
 
 
-@pytest.mark.parametrize(("slow", "n"), [(1, 3), *deeper((0, 2), (0, 3), (1, 2), (2, 3))])
-def test_chunks_that_overlap_have_the_bits_of_one_device(
+@pytest.mark.parametrize(("slow", "n"), [(0, 1), (1, 3), *deeper((0, 2), (0, 3), (1, 2), (2, 3))])
+def test_chunks_that_overlap_have_the_bits_of_chunks_that_are_waited_for(
     native: Library, device: str, made: Path, n: int, slow: int
 ) -> None:
     if (several := stages(device, n)) is None:
         pytest.skip("there is no such stage")
     one = device.split(",")[0]
-    whole = held(one, read(native, made, one))
+    whole = held(one, read(native, made, one, wait=True))
     with op_run.threads_of_stages(native, slow) if one == "cpu" else nullcontext():
         assert held(one, read(native, made, several, LAYERS[n])) == whole
 
@@ -65,15 +69,18 @@ def test_rows_of_chunks_wait_in_host_memory_too(native: Library, device: str, ma
     assert held(one, found) == held(one, read(native, made, one))
 
 
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("fault", [Fault.OP, Fault.WAIT])
 def test_a_chunk_that_fails_ends_in_an_error_that_names_the_device(
-    native: Library, device: str, made: Path, fault: Fault
+    native: Library, device: str, made: Path, fault: Fault, n: int
 ) -> None:
-    two, one = two_stages(device), device.split(",")[0]
-    with op_run.threads_of_stages(native, 1) if one == "cpu" else nullcontext():
-        model = drive.open_model(native, made, two, head=True, layers=LAYERS[2])
+    one = device.split(",")[0]
+    if (several := stages(device, n)) is None:
+        pytest.skip("there is no such stage")
+    with op_run.threads_of_stages(native, n - 1) if one == "cpu" else nullcontext():
+        model = drive.open_model(native, made, several, head=True, layers=LAYERS[n])
         sequence = drive.open_sequence(model, n_ctx=1024, n_chunk=256)
-    either = two.replace(",", "|")
+    either = several.replace(",", "|")
     with op_run.fault(native, fault, 0 if fault == Fault.WAIT else 40), pytest.raises(DeviceError, match=either):
         for at in range(0, 8 * CHUNK, CHUNK):
             sequence.engine.prefill([Prompt(sequence, PROMPT[at : at + CHUNK], last=False)])
