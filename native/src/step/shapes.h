@@ -6,7 +6,7 @@
 namespace luce {
 
 // `outputs` and the nodes point into `context`. Their data is in the shared compute buffer.
-struct Step::Graph {
+struct Step::Graph : std::enable_shared_from_this<Step::Graph> {
     Context context;
     ggml_cgraph *nodes = nullptr;
     std::vector<StepInputs> inputs; // by stage

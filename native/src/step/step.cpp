@@ -16,13 +16,16 @@
 
 namespace luce {
 
-static const StepShape PROMPTS{StepKind::prefill, 0, 0}; // graphs of prompts, one at a time, have this place
+static const StepShape PROMPTS{StepKind::prefill, 0,
+                               0}; // graphs for the occasion, one at a time, have this place
+static constexpr size_t KEPT_PROMPTS =
+    8; // so many graphs of prompts are kept, of 1 or 2 MB of the host's memory each
 static constexpr int EVEN_PARTS_PER_THREAD = 4; // a thread has so many parts of an even op
 
 Step::Step(const Model &model, Cache &cache, const EngineParams &params, const StepSizes &sizes)
     : model_(model), cache_(cache), params_(params),
       team_(model.gpu() && model.in_ram() == nullptr ? 1 : int(params.n_threads)), in_(cache, params),
-      galloc_(step_allocator(cache)) {
+      galloc_(step_allocator(cache)), prompts_(cache.stages()[0].runs_beside() ? KEPT_PROMPTS : 0) {
     for (Stage &stage : cache.stages()) {
         stage.open(model, int(params.n_threads), !cache.drafters().empty());
     }
@@ -88,14 +91,35 @@ bool Step::reserve(const Graph &g) {
                                   g.stages_of_leaves(cache_).data());
 }
 
+static bool is_of(const Step::Graph *graph, const StepShape &shape) {
+    return graph != nullptr && !(shape < graph->shape) && !(graph->shape < shape);
+}
+
+// Returns where a step's graph is, or will be built. Prompts have any length, so that their graphs are built for the occasion,
+// and so are those of trials: each in the place of the one before. Kept are the last of those that a GPU had to wait for.
+std::shared_ptr<Step::Graph> &Step::place_of(const StepShape &shape) {
+    if (!shape.prefill() && !shape.brief) {
+        return graphs_[shape];
+    }
+    auto kept = std::find_if(prompts_.begin(), prompts_.end(),
+                             [&](const std::shared_ptr<Graph> &each) { return is_of(each.get(), shape); });
+    std::shared_ptr<Graph> &occasional = graphs_[PROMPTS];
+    if (kept == prompts_.end()) {
+        if (shape.brief || prompts_.empty() || chunks_run() || is_of(occasional.get(), shape)) {
+            return occasional;
+        }
+        --kept;
+    }
+    std::rotate(prompts_.begin(), kept, kept + 1);
+    return prompts_.front();
+}
+
 // Every step asks for its graph first.
 Step::Graph &Step::graph(StepShape shape) {
     make_current(first().device);
     shape.brief = brief_;
-    // prompts have any length, so their graphs are built for the occasion, in the same slot; trials are too
-    const bool occasional = shape.prefill() || shape.brief;
-    std::shared_ptr<Graph> &slot = graphs_[occasional ? PROMPTS : shape];
-    if (slot && !(shape < slot->shape) && !(slot->shape < shape)) {
+    std::shared_ptr<Graph> &slot = place_of(shape);
+    if (is_of(slot.get(), shape)) {
         return *slot;
     }
     last_ = slot.get() == last_ ? nullptr : last_;
@@ -103,7 +127,7 @@ Step::Graph &Step::graph(StepShape shape) {
     auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape);
     // a graph that does not fit must not be given to galloc_, which would free the buffer under all others
     std::vector<uint64_t> sizes(cache_.stages().size(), 0);
-    if (occasional) { // every other shape was measured
+    if (shape.prefill() || shape.brief) { // every other shape was measured
         sizes = compute_sizes(step_allocator(cache_).get(), cache_, *built);
     }
     bool fits = !fails_here(Fault::size);
@@ -486,7 +510,7 @@ void Step::prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32
     move_kv(in_.prefill, chunk_);
     compute(g);
     if (kind == StepKind::prefill && !images && pipelines(g)) {
-        end_chunk();
+        end_chunk(g);
         return;
     }
     if (kind != StepKind::prefill) {
@@ -497,9 +521,9 @@ void Step::prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32
 }
 
 // Marks where the chunk ends that was enqueued.
-void Step::end_chunk() {
+void Step::end_chunk(Graph &g) {
     Chunk &chunk = chunks_[chunk_];
-    chunk.graph = graphs_.at(PROMPTS);
+    chunk.graph = g.shared_from_this();
     if (chunk.ended) {
         ggml_backend_event_record(chunk.ended.get(), cache_.last().steps.get());
     } else {
@@ -540,9 +564,13 @@ Region::Host Step::prefill_host() {
     return in_.prefill.host(chunk_);
 }
 
+bool Step::chunks_run() const {
+    return std::any_of(chunks_.begin(), chunks_.end(),
+                       [](const Chunk &chunk) { return chunk.graph != nullptr; });
+}
+
 void Step::finish_chunks() {
-    if (std::any_of(chunks_.begin(), chunks_.end(),
-                    [](const Chunk &chunk) { return chunk.graph != nullptr; })) {
+    if (chunks_run()) {
         synchronize();
     }
 }

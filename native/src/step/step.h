@@ -163,6 +163,7 @@ public:
 
 private:
     Graph &graph(StepShape shape);
+    std::shared_ptr<Graph> &place_of(const StepShape &shape);
     void move_kv(const Region &sent, uint32_t mirror);
     void move_kv(const Stage &stage, const std::vector<KvPool> &pools, const StepCtl *ctl,
                  const int32_t *pages);
@@ -180,7 +181,8 @@ private:
     template <class Ours>
     void run_segments(Graph &g, const Stage &stage, int begin, int end, const Ours &run_op);
     bool pipelines(const Graph &g) const;
-    void end_chunk();
+    bool chunks_run() const; // or have run, and nobody has waited for them
+    void end_chunk(Graph &g);
     void end_chunks();
     void finish_threads() const; // of stages on a CPU, where a test asked for them
     void join_stages() const;
@@ -217,6 +219,7 @@ private:
     GraphAllocator galloc_; // its buffers are those of the stages
     std::vector<uint64_t> compute_sizes_;
     std::map<StepShape, std::shared_ptr<Graph>> graphs_;
+    std::vector<std::shared_ptr<Graph>> prompts_; // those of prompts that are kept, the last used first
     // Chunks of prompts by mirror: the graph is kept while it runs.
     struct Chunk {
         std::shared_ptr<Graph> graph; // null where none is under way

@@ -17,7 +17,7 @@ from op_run import Fault
 from split import held, stages, two_stages
 
 from luce.errors import DeviceError
-from luce.native import Library, Prompt
+from luce.native import Library, Prompt, Sequence
 
 CHUNK = 64
 PROMPT = [7 + 3 * i % 200 for i in range(9 * CHUNK + 5)]
@@ -87,5 +87,32 @@ def test_a_chunk_that_fails_ends_in_an_error_that_names_the_device(
         sequence.engine.prefill([Prompt(sequence, PROMPT[:3], last=True)])
     sequence.reset()  # What was under way has ended, and the next prompt is read.
     assert drive.prefill(sequence, PROMPT[:CHUNK]) is not None
+    sequence.engine.close()
+    model.close()
+
+
+def test_a_graph_of_prompts_that_is_kept_gives_the_bits_of_a_new_one(native: Library, device: str, made: Path) -> None:
+    """Lengths of four graphs come back in another order, and on another sequence; then others are read between them."""
+    one = device.split(",")[0]
+    with op_run.threads_of_stages(native, 0) if one == "cpu" else nullcontext():
+        model = drive.open_model(native, made, one, head=True)
+        sequence = drive.open_sequence(model, n_ctx=1024, n_sequences=2, n_chunk=256)
+    other = sequence.engine.sequence()
+
+    def read(by: Sequence, n: int) -> bytes:
+        by.reset()
+        assert drive.prefill(by, PROMPT[:n]) is not None
+        return by.logits(0).tobytes() + bytes(by.dump())
+
+    kept = (CHUNK, 256, 100, 128)
+    new = {n: read(sequence, n) for n in kept}
+    with op_run.fault(native, Fault.GRAPH):  # None is built,
+        assert {n: read(by, n) for n in reversed(kept) for by in (other, sequence)} == new
+        with pytest.raises(DeviceError, match="no host memory"):  # and one of another shape would be.
+            read(other, 101)
+    for many in (range(1, 12), range(129, 257, 12)):  # They take the places of those that were kept.
+        for n in many:
+            read(other, n)
+        assert {n: read(sequence, n) for n in kept} == new
     sequence.engine.close()
     model.close()
