@@ -98,8 +98,9 @@ public:
     // Each slot has a mirror: of the verifies that are under way, one at most feeds a sequence.
     Region::Host feed_host(int32_t slot);
 
-    // Runs rows of prompts, and waits. On GPUs it does not wait for chunks that no prompt ends with: the next chunk then is
-    // enqueued behind them (run_segments), and what fails is told by the call that waits.
+    // Runs rows of prompts, and waits. On GPUs it does not wait for the end of chunks that no prompt ends with: the next chunk
+    // then is enqueued behind them (run_segments), and what fails is told by the call that waits. On one GPU it waits for most
+    // of the chunk: what comes next is chosen late, and yet built and enqueued while the last ops run.
     // In a step of prompts' ends, prefill_last or prefill_tail, it gives choices() and logits of the last row of each.
     void prefill(StepKind kind, const std::vector<PromptRows> &prompts, uint32_t n_pages,
                  bool images = false);
@@ -162,6 +163,11 @@ public:
     struct Graph; // shapes.h defines it
 
 private:
+    // A Mark is a place of what is enqueued on the last stage.
+    struct Mark {
+        Event event; // null on a CPU,
+        uint64_t given = 0; // whose last stage's thread was given so much
+    };
     Graph &graph(StepShape shape);
     std::shared_ptr<Graph> &place_of(const StepShape &shape);
     void move_kv(const Region &sent, uint32_t mirror);
@@ -181,9 +187,12 @@ private:
     template <class Ours>
     void run_segments(Graph &g, const Stage &stage, int begin, int end, const Ours &run_op);
     bool pipelines(const Graph &g) const;
+    int late_node(const Graph &g) const;
     bool chunks_run() const; // or have run, and nobody has waited for them
     void end_chunk(Graph &g);
     void end_chunks();
+    void set(Mark &mark) const;
+    void wait_for(const Mark &mark);
     void finish_threads() const; // of stages on a CPU, where a test asked for them
     void join_stages() const;
     void part_stages() const;
@@ -223,8 +232,7 @@ private:
     // Chunks of prompts by mirror: the graph is kept while it runs.
     struct Chunk {
         std::shared_ptr<Graph> graph; // null where none is under way
-        Event ended; // on the last stage; null on a CPU,
-        uint64_t given = 0; // whose last stage's thread was given so much
+        Mark late, ended; // late: of a lone stage, ahead of its last ops
     };
     std::vector<Chunk> chunks_;
     uint32_t chunk_ = 0; // the next one's mirror
