@@ -545,6 +545,7 @@ void Step::end_chunk(Graph &g) {
     chunk_ = (chunk_ + 1) % uint32_t(chunks_.size());
     if (cache_.stages().size() == 1) {
         wait_for(late_node(g) < ggml_graph_n_nodes(g.nodes) ? chunk.late : chunk.ended);
+        chunks_[chunk_].graph.reset(); // the chunk ahead has ended
     }
 }
 
@@ -605,9 +606,11 @@ void Step::finish_chunks() {
     }
 }
 
-// A feed that lies ahead of chunks which are under way may not have read its mirror yet.
+// A feed that lies ahead of chunks which are under way may not have read its mirror yet, but where most of a chunk is waited for.
 Region::Host Step::feed_host(int32_t slot) {
-    finish_chunks();
+    if (cache_.stages().size() > 1) {
+        finish_chunks();
+    }
     return in_.feed.host(uint32_t(slot));
 }
 
