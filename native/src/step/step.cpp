@@ -561,6 +561,7 @@ void Step::wait_for(const Mark &mark) {
     if (mark.event) {
         wait(mark.event);
     } else {
+        synchronisations_++;
         cache_.last().thread->wait(mark.given);
         fail_wait();
     }
