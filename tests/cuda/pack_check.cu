@@ -4,6 +4,7 @@
 
 #include "common/activation.h"
 #include "common/device_limits.h"
+#include "moe/plan.h"
 
 #include <cuda_fp16.h>
 
@@ -173,6 +174,101 @@ void check_post(int T, int64_t K, int64_t N, bool packs) {
         got[i] *= w[i % N];
     }
     expect(same_rows(packed, got, T, N), name_of("two norms", T, K, N));
+}
+
+// A mixture beside a dense layer: what the layer left in parts and what the experts gave, or sums that were made elsewhere, are
+// normed, added, normed, added to the residual and scaled, and that is packed for the norm behind it, or not.
+void check_post_of_mixture(int T, int64_t K, int64_t E, int n_used, bool elsewhere, bool packs) {
+    constexpr int EXPERTS = 40;
+    const MoeDims dims(T, EXPERTS, n_used, E, 64);
+    const RoutedLayout at(dims);
+    const Parts parts(T, K, {{8, E}});
+    const size_t pairs = size_t(T) * n_used;
+    Floats x = normals(size_t(T) * E), y = normals(pairs * E), weights(pairs), factors(EXPERTS), norms[4];
+    Ints ids(pairs);
+    std::vector<uint8_t> routed(size_t(at.bytes), 0xff);
+    for (int e = 0; e < EXPERTS; e++) {
+        factors[e] = 0.4f + float(e % 5) / 3;
+    }
+    for (size_t i = 0; i < pairs; i++) {
+        ids[i] = int(i * 7 + 3) % EXPERTS;
+        weights[i] = 0.05f + float(i % 11) / 40;
+    }
+    memcpy(&routed[size_t(at.ids)], ids.data(), pairs * 4);
+    memcpy(&routed[size_t(at.weights)], weights.data(), pairs * 4);
+    for (Floats &norm : norms) {
+        norm = normals(size_t(E));
+    }
+    Floats sums(size_t(T) * E, 0.0f); // in F32, by rank, as the kernel adds them
+    for (size_t i = 0; i < pairs; i++) {
+        for (int64_t n = 0; n < E; n++) {
+            float &sum = sums[i / size_t(n_used) * E + n];
+            sum = std::fma(weights[i] * factors[ids[i]], y[i * E + n], sum);
+        }
+    }
+    Device<uint8_t> d_routed(routed), packed(size_t(rowmm_x_bytes(T, E)));
+    Device<float> dx(x), dy(y), d_sums(sums), d_factors(factors), out(size_t(T) * E), d_norms[4] = {
+        Device<float>(norms[0]), Device<float>(norms[1]), Device<float>(norms[2]), Device<float>(norms[3])};
+    out.poison();
+    MoePostArgs a = {};
+    a.dims = dims;
+    a.routed = elsewhere ? nullptr : d_routed.p;
+    a.y = elsewhere ? d_sums.p : dy.p;
+    a.scales = elsewhere ? nullptr : d_factors.p;
+    a.parts = &parts.args;
+    a.residual = dx.p;
+    a.dense_norm = d_norms[0].p;
+    a.experts_norm = d_norms[1].p;
+    a.post = d_norms[2].p;
+    a.eps = 1e-6f;
+    a.post_scale = 0.37f;
+    a.out = out.p;
+    a.norm = packs ? d_norms[3].p : nullptr;
+    a.packed = packs ? packed.p : nullptr;
+    a.overlap = T % 2;
+    must(cuda::moe_post(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const std::string name = name_of(elsewhere ? "a mixture of elsewhere" : "a mixture", T, K, E);
+    Floats got = out.get();
+    double worst = 0;
+    for (int t = 0; t < T; t++) {
+        const auto normed = [&](const auto &of, const Floats &norm) {
+            double squares = 0;
+            for (int64_t n = 0; n < E; n++) {
+                squares += double(of(n)) * of(n);
+            }
+            Doubles row(static_cast<size_t>(E));
+            for (int64_t n = 0; n < E; n++) {
+                row[size_t(n)] = of(n) / std::sqrt(squares / double(E) + 1e-6) * norm[size_t(n)];
+            }
+            return row;
+        };
+        const Doubles dense = normed([&](int64_t n) { return parts.sums[0][size_t(t * E + n)]; }, norms[0]),
+                      experts = normed([&](int64_t n) { return sums[size_t(t * E + n)]; }, norms[1]),
+                      both = normed([&](int64_t n) { return dense[size_t(n)] + experts[size_t(n)]; }, norms[2]);
+        for (int64_t n = 0; n < E; n++) {
+            const double expected = (x[size_t(t * E + n)] + both[size_t(n)]) * double(0.37f);
+            const double error = std::fabs(got[size_t(t * E + n)] - expected) / (std::fabs(expected) + 1e-1);
+            worst = std::isfinite(error) ? std::max(worst, error) : INFINITY;
+        }
+    }
+    expect(worst < 1e-5, name + " is off by " + std::to_string(worst));
+    if (!elsewhere) { // the same sums made elsewhere
+        a.routed = nullptr;
+        a.y = d_sums.p;
+        out.poison();
+        must(cuda::moe_post(a, stream));
+        must(cudaStreamSynchronize(stream));
+        expect(same_bits(out.get(), got), name + ", by sums");
+    }
+    if (packs) {
+        const std::vector<uint8_t> bytes = packed.get();
+        expect(squares_are_near(bytes, got, T, E), name + ": squares");
+        for (size_t i = 0; i < got.size(); i++) {
+            got[i] *= norms[3][i % size_t(E)];
+        }
+        expect(same_rows(bytes, got, T, E), name + ": the norm behind it");
+    }
 }
 
 // A convolution over the rows of blocks of B, ahead of a sublayer and behind it. What rows add to its kernels is left in parts.
@@ -446,6 +542,12 @@ void check_pack(bool all) {
     }
     check_post(2, 512, ROWMM_POST_K, true);
     check_post(1, 512, 200, false);
+    for (int T : all ? Ints{1, 2, 8, 9, 16, 17, 33, 64} : Ints{1, 3, 17, 40}) {
+        check_post_of_mixture(T, 2112, 2816, 8, false, true);
+        check_post_of_mixture(T, 96, 264, 11, false, T % 2 == 0); // a row's end within a chunk, and more experts than come at once
+        check_post_of_mixture(T, 96, 352, 3, true, true);
+    }
+    check_post_of_mixture(2, 512, MOE_POST_E, 8, false, true);
     for (int T : all ? Ints{1, 2, 3, 4, 8, 9, 16, 17, 32, 33, 64} : Ints{3, 17, 40}) {
         for (int head : {16, 32, 64, 128, 256}) {
             check_heads(T, head * 7, head); // the last chunk is cut, but of heads of 256

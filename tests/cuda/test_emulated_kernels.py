@@ -136,7 +136,7 @@ CHECKED = {
     "pack_check.cu": (
         "check_pack(false), lay_out_packs()",
         ["matmul/quantised.cu", "matmul/pack.cu", "matmul/permute.cu"]
-        + ["matmul/norm_first.cu", "deltanet/conv.cu"],
+        + ["matmul/norm_first.cu", "deltanet/conv.cu", "moe/post.cu"],
     ),
 }
 

@@ -83,7 +83,7 @@ def test_a_launch_has_to_do_with_its_ops_tensors_alone(name: str, lists: Path) -
 @pytest.mark.parametrize(
     ("name", "stages"),
     [("27b", 2), ("27b-copies", 2), ("27b-dflash", 4), ("small-f32", 3), ("small-iq2", 3), ("small-dflash2", 3),
-     ("35b", 2)],
+     ("35b", 2), ("gemma4-26b", 2)],
 )  # fmt: skip
 def test_a_stage_reads_what_is_its_own(name: str, stages: int, program: Path) -> None:
     recorder.check_stages(program, name, recorder.CASES[name], stages)

@@ -2,10 +2,8 @@
 // The sums of squares of chunks are added in their order.
 #pragma once
 
-#include "matmul/pack.cuh"
+#include "matmul/pack_behind.cuh"
 #include "matmul/partials.cuh"
-#include "matmul/ptx.cuh"
-#include "matmul/shape.h"
 
 namespace luce {
 namespace {
@@ -31,16 +29,12 @@ __global__ void __launch_bounds__(POST_WARPS *WARP, 1)
     of.fetch(p, 0);
     of.add(p, v);
     fetch_values(x, a.x + row * a.x_row + at);
-    float sum = warp_sum(there ? squares(v) : 0.0f, WARP);
+    const float sum = warp_sum(there ? squares(v) : 0.0f, WARP);
     if (lane == 0) {
         of_chunks[chunk] = sum;
     }
     __syncthreads();
-    sum = 0;
-    for (int i = 0; i < chunks; i++) {
-        sum += of_chunks[i];
-    }
-    const float scale = rsqrtf(sum / float(K) + a.eps);
+    const float scale = post_norm(of_chunks, chunks, K, a.eps);
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         v[i] = there ? (x[i] + v[i] * scale * w[i]) * a.post_scale : 0.0f;
@@ -48,22 +42,9 @@ __global__ void __launch_bounds__(POST_WARPS *WARP, 1)
     if (there) {
         store_values(a.copy + int64_t(row) * K, v, k, K);
     }
-    if (a.out == nullptr) {
-        return;
+    if (a.out != nullptr) {
+        pack_behind(v, a.w, static_cast<uint8_t *>(a.out), layout, a.T, K, row, chunk, lane);
     }
-    sum = warp_sum(squares(v), WARP);
-    uint8_t *out = static_cast<uint8_t *>(a.out);
-    if (lane == 0) {
-        reinterpret_cast<float *>(out + squares_offset(a.T, K))[row * chunks + chunk] = sum;
-    }
-    load_values(w, a.w, at, K);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        v[i] *= w[i];
-    }
-    const int C = layout.columns;
-    pack_chunk(out + (row / layout.set * int64_t(chunks) + chunk) * chunk_bytes(C), C, row % layout.set,
-               layout.wide, v, largest(v), lane);
 }
 
 } // namespace

@@ -278,10 +278,14 @@ inline bool plan_up_one(const DeviceLimits &device, MatmulParams &params, Launch
     return true;
 }
 
-// ---- sum, and end ----
+// ---- sum, post, and end ----
 
 inline LaunchPlan plan_moe_sum(const MoeDims &d) {
     return {divided(chunks_of(d.E), SUM_WARPS), d.T, 1, SUM_WARPS * WARP, 0};
+}
+
+inline LaunchPlan plan_moe_post(const MoeDims &d) { // a block has a whole row
+    return {d.T, 1, 1, int(chunks_of(d.E)) * WARP, 0};
 }
 
 // A block of end takes no more of shared memory, so that others run beside it, and so many bytes of it are the kernel's own.

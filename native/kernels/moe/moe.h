@@ -5,7 +5,9 @@
 //   down   y = down h
 //   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert;
 //          it may also pack out for the product behind, which norms it
-// The router may have a norm of its own, a weight a factor of its expert's, and the sum no residual.
+// The router may have a norm of its own, a weight a factor of its expert's, and the sum no residual. Of a step's mixture that
+// stands beside a dense layer, post takes the place of sum:
+//   post   out = (residual + RMS(RMS(dense) * dense_norm + RMS(sum over ranks) * experts_norm) * post) * post_scale
 //
 // A step of few rows needs no list: there up and down choose the experts themselves, each block anew, but for down of very few
 // rows, which takes what up has left. Of one row, down and sum may be one launch, end, which packs nothing: the product behind
@@ -135,6 +137,24 @@ struct MoeSumArgs {
     int32_t *counts; // null, or [n_expert]: adds up how often rows have had each expert
 };
 
+constexpr int64_t MOE_POST_E = 4096; // a block of post has a row of so many values at most
+
+// Of a step: T is ROWMM_MAX_ROWS or less. There is no shared expert, and E is what rowmm_adds_up takes.
+struct MoePostArgs {
+    MoeDims dims;
+    const void *routed; // as in MoeSumArgs, and so are y and scales
+    const float *y; // or where `routed` is null, [T][E], aligned to 16: the experts' weighted sums
+    const float *scales;
+    const RowmmArgs *parts; // the launch that has left the dense layer's results in parts (RowmmArgs.parts)
+    const float *residual; // [T][E], aligned to 16
+    const float *dense_norm, *experts_norm, *post; // [E], aligned to 16
+    float eps, post_scale;
+    float *out; // [T][E], aligned to 16
+    const float *norm; // `packed` needs it, and both are as in MoeSumArgs
+    void *packed;
+    int32_t overlap;
+};
+
 struct MoeEndArgs {
     MoeDims dims; // T is 1
     MoeMatrix down, shared_down;
@@ -151,6 +171,7 @@ int moe_route(const MoeRouteArgs &args, void *stream);
 int moe_up(const MoeMatmulArgs &args, void *stream);
 int moe_down(const MoeMatmulArgs &args, void *stream);
 int moe_sum(const MoeSumArgs &args, void *stream);
+int moe_post(const MoePostArgs &args, void *stream);
 // It does what down and sum do of one row, with the same bits.
 int moe_end(const MoeEndArgs &args, void *stream);
 } // namespace cuda

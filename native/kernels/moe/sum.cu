@@ -5,29 +5,16 @@
 #include "matmul/plan.h"
 #include "matmul/ptx.cuh"
 #include "moe/launch_plan.h"
+#include "moe/ranks.cuh"
 
 namespace luce {
 namespace {
-
-constexpr int AHEAD = 8; // so many loads are in flight
 
 struct SumParams {
     MoeSumArgs a;
     RoutedLayout at;
     RowsLayout layout;
 };
-
-// Has a lane's values of a row, and none beyond the row's end.
-struct Own {
-    float4 v[2];
-};
-__device__ __forceinline__ Own own_values(const float *row, int k, int E) {
-    const float4 *p = reinterpret_cast<const float4 *>(row + k);
-    return {k < E ? p[0] : float4{}, k + 4 < E ? p[1] : float4{}};
-}
-__device__ __forceinline__ float4 fma4(float w, float4 y, float4 sum) {
-    return {fmaf(w, y.x, sum.x), fmaf(w, y.y, sum.y), fmaf(w, y.z, sum.z), fmaf(w, y.w, sum.w)};
-}
 
 // Packs a lane's values of x for a product that norms its rows, as rowmm_pack does.
 __device__ void pack_sum(const SumParams &p, const float (&x)[OWN], const Own &norm, int row, int64_t chunk,
@@ -54,7 +41,7 @@ struct RowOf {
     Own residual;
     float open, weights[AHEAD]; // these are the first ranks'
 
-    __device__ __forceinline__ void load(const SumParams &p, const float *of_ranks, int64_t row, int k) {
+    __device__ __forceinline__ void load(const SumParams &p, int64_t row, int k) {
         const MoeDims &d = p.a.dims;
         const float *x = p.a.residual + row * d.E;
 #pragma unroll
@@ -68,19 +55,8 @@ struct RowOf {
         open = d.shared() ? __ldcg(opens + row) : 0.0f;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            weights[i] = i < d.n_used ? weight_of(p, of_ranks, row, i) : 0.0f;
+            weights[i] = i < d.n_used ? rank_weight(p.a.routed, p.at, p.a.scales, row * d.n_used + i) : 0.0f;
         }
-    }
-    // Returns the weight of a rank, with the factor of its expert.
-    static __device__ __forceinline__ float weight_of(const SumParams &p, const float *of_ranks, int64_t row,
-                                                      int rank) {
-        const float weight = __ldcg(of_ranks + rank);
-        if (p.a.scales == nullptr) {
-            return weight;
-        }
-        const auto *ids =
-            reinterpret_cast<const int32_t *>(static_cast<const uint8_t *>(p.a.routed) + p.at.ids);
-        return weight * p.a.scales[__ldcg(ids + row * p.a.dims.n_used + rank)];
     }
 };
 
@@ -95,17 +71,16 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
     const int k = int(chunk) * CHUNK + lane * OWN;
     let_next_start();
     const Own norm = p.a.norm != nullptr ? own_values(p.a.norm, k, E) : Own{};
-    const float *weights = reinterpret_cast<const float *>(routed + p.at.weights) + row * d.n_used;
     RowOf own;
     if (EARLY) {
-        own.load(p, weights, row, k);
+        own.load(p, row, k);
     }
     wait_for_previous();
     if (chunk >= chunks_of(E)) { // this is true for a whole warp
         return;
     }
     if (!EARLY) {
-        own.load(p, weights, row, k);
+        own.load(p, row, k);
     }
     if (p.a.counts != nullptr && blockIdx.x == 0 && int(threadIdx.x) < d.n_used) {
         const auto *ids = reinterpret_cast<const int32_t *>(routed + p.at.ids) + row * d.n_used;
@@ -118,25 +93,9 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
     }
     if (p.a.sums != nullptr) {
         sum = own_values(p.a.sums + row * E, k, E);
-    }
-    for (int first = p.a.sums != nullptr ? d.n_used : 0; first < d.n_used; first += AHEAD) {
-        Own of_rank[AHEAD];
-        float w[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const bool present = first + i < d.n_used;
-            of_rank[i] = present ? own_values(p.a.y + (row * d.n_used + first + i) * E, k, E) : Own{};
-            w[i] = first == 0 ? own.weights[i]
-                   : present  ? RowOf::weight_of(p, weights, row, first + i)
-                              : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                sum.v[j] = first + i < d.n_used ? fma4(w[i], of_rank[i].v[j], sum.v[j]) : sum.v[j];
-            }
-        }
+    } else {
+        add_ranks(sum, p.a.y + row * d.n_used * E, d.n_used, k, E, own.weights,
+                  [&](int rank) { return rank_weight(p.a.routed, p.at, p.a.scales, row * d.n_used + rank); });
     }
     float x[OWN];
 #pragma unroll

@@ -32,8 +32,10 @@
 //                        or rows, sum        exchange              ahead of a mixture and behind it, and of prompts; a mixture
 //                                                                  is moe_route, moe_up, moe_down, moe_sum_prompt
 //                        logits              gather                each rank sends those of its rows to the last one
-//   and its mixture, beside an FFN whose sum is normed by ggml
-//                        norms, router       moe_route, moe_up, moe_down, moe_sum_prompt   the router's norm is another
+//   and its mixture (4), beside an FFN
+//                        norms, router       moe_route             the router's norm is another
+//                        experts             moe_up, moe_down
+//                        sums, norms         moe_post              of the FFN too; residual, scale and packed, as rowmm_parts_post
 //   once a step          plan                attention_plan        which block of attention does what, for all layers
 //   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
 //                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
@@ -352,16 +354,40 @@ protected:
         NormOf norm{};
         const bool packs = n.n.size() > 1 && as_norm(normed, norm);
         const Node &post = part(n, "A");
-        RowmmPackArgs a{};
-        a.eps = std::get<float>(post.params);
-        a.post_scale = n.part("F") >= 0 ? std::get<float>(n.params) : 1.0f;
-        ggml_tensor *parts = partials(n.in[1]), *residual = flat(n.in[0]);
-        const OpNode t =
-            ops::rowmm_parts_post(ctx, {post.w[0], parts, residual, packs ? norm.w : nullptr}, a);
-        made(y, Form::rows) = t[0];
-        if (packs) {
-            made(normed, Form::packed) = t[1];
+        const float eps = std::get<float>(post.params),
+                    by = n.part("F") >= 0 ? std::get<float>(n.params) : 1.0f;
+        const auto leave = [&](const OpNode &t) {
+            made(y, Form::rows) = t[0];
+            if (packs) {
+                made(normed, Form::packed) = t[1];
+            }
+        };
+        ggml_tensor *parts = partials(n.in[1]), *weight = packs ? norm.w : nullptr;
+        if (n.in.size() > 2) { // beside a mixture
+            const Node &mixture = plain.at(n.in[2]);
+            const Moe &w = *std::get<const Moe *>(part(mixture, "H").params);
+            MoePostArgs a{};
+            a.dims = dims_of(stage().device, w, n.T);
+            a.eps = eps;
+            a.post_scale = by;
+            ggml_tensor *routed = nullptr, *y = nullptr, *scales = nullptr;
+            if (w.in_ram || counts(w) != nullptr) { // a node of ggml has no room for the counts too
+                y = routed_experts(mixture);
+            } else {
+                routed = route(mixture, w, rows_of_mixture(mixture));
+                y = down(w, routed, n.T);
+                scales = w.down_scale;
+            }
+            leave(ops::moe_post(ctx,
+                                {parts, routed, y, dense(n.in[0]), part(n, "B").w[0], part(n, "C").w[0],
+                                 post.w[0], weight, scales},
+                                a));
+            return;
         }
+        RowmmPackArgs a{};
+        a.eps = eps;
+        a.post_scale = by;
+        leave(ops::rowmm_parts_post(ctx, {post.w[0], parts, flat(n.in[0]), weight}, a));
     }
 
     // ---- ranks ----
@@ -616,6 +642,13 @@ protected:
         return ggml_is_contiguous(x) ? x : ggml_cont(ctx, x);
     }
 
+    ggml_tensor *down(const Moe &w, ggml_tensor *routed, int64_t T) {
+        MoeMatmulArgs a{};
+        a.dims = dims_of(stage().device, w, T);
+        ggml_tensor *of_down = offsets(plain.cache.slots_of(w), w.down);
+        return ops::moe_down(ctx, {routed, up(w, routed, T), w.down, w.shared.down, of_down}, a);
+    }
+
     // The mixture of experts of x {E, T}, without a residual.
     ggml_tensor *routed_experts(const Node &n) {
         const Moe &w = *std::get<const Moe *>(part(n, "H").params);
@@ -623,14 +656,10 @@ protected:
         if (w.in_ram) {
             return experts_of_host(w, routed, n.T);
         }
-        MoeMatmulArgs of_dims{};
         MoeSumArgs sum{};
-        of_dims.dims = sum.dims = dims_of(stage().device, w, n.T);
-        ggml_tensor *of_down = offsets(plain.cache.slots_of(w), w.down);
-        ggml_tensor *experts =
-            ops::moe_down(ctx, {routed, up(w, routed, n.T), w.down, w.shared.down, of_down}, of_dims);
-        return ops::moe_sum_prompt(ctx, {routed, experts, nullptr, nullptr, nullptr, w.down_scale, counts(w)},
-                                   sum);
+        sum.dims = dims_of(stage().device, w, n.T);
+        ggml_tensor *y = down(w, routed, n.T);
+        return ops::moe_sum_prompt(ctx, {routed, y, nullptr, nullptr, nullptr, w.down_scale, counts(w)}, sum);
     }
 
     // x {E, T} + the mixture of experts of its norm, and of a step, packed, the norm that follows.

@@ -4,6 +4,7 @@
 #include "deltanet/sizes.h"
 #include "matmul/layout.h"
 #include "matmul/quantised.h"
+#include "moe/moe.h"
 
 #include <algorithm>
 #include <atomic>
@@ -69,6 +70,16 @@ const Pattern NORMED_PRODUCT = {Op::add, "S", {any("x"), {Op::norm, "A", {{Op::m
 Pattern normed_sum(Pattern y) {
     return {Op::norm, "N", {{Op::add, "S", {any("x"), std::move(y)}}}};
 }
+// The residual stream, and the sum of a dense layer and a mixture, each of which is normed, and so is their sum.
+const Pattern NORMED_MIXTURE = {
+    Op::add,
+    "S",
+    {any("x"),
+     {Op::norm,
+      "A",
+      {{Op::add,
+        "",
+        {{Op::norm, "B", {{Op::matmul, "M"}}}, {Op::norm, "C", {{Op::routed_experts, "Y"}}}}}}}}};
 // A convolution over a block's rows.
 const Pattern CONVOLVED = {Op::block_conv, "C", {{Op::matmul, "M"}, part(Op::matmul, "A", 0)}};
 
@@ -181,6 +192,14 @@ bool post_of_partials(const Target &t, const Match &m) {
 }
 bool post_and_norm(const Target &t, const Match &m) {
     return post_of_partials(t, m) && sum_of_partials(t, m);
+}
+bool mixture_of_partials(const Target &t, const Match &m) {
+    const auto eps = [&](const char *name) { return std::get<float>(node(t, m, name).params); };
+    return one_of_partials(t, m) && node(t, m, "M").n[0] <= MOE_POST_E && eps("A") == eps("B") &&
+           eps("A") == eps("C");
+}
+bool mixture_and_norm(const Target &t, const Match &m) {
+    return mixture_of_partials(t, m) && sum_of_partials(t, m);
 }
 bool one_packed(const Target &t, const Match &m) {
     const Node &product = node(t, m, "M");
@@ -349,6 +368,14 @@ std::vector<Rule> table() {
             "the same, where no norm follows", "",
             NORMED_PRODUCT,
             Op::add_normed, "S", {{"x"}, {"M"}}, {{"S"}}},
+        {"mixture_normed_packed", mixture_and_norm, Bits::device,
+            "adds up a dense layer and the experts beside it; all norms behind them in one launch", "",
+            {Op::norm, "N", {{Op::scale, "F", {NORMED_MIXTURE}}}},
+            Op::add_normed, "F", {{"x"}, {"M"}, {"Y"}}, {{"F"}, {"N"}}},
+        {"mixture_normed", mixture_of_partials, Bits::device,
+            "the same, where no norm follows on the device", "",
+            {Op::scale, "F", {NORMED_MIXTURE}},
+            Op::add_normed, "F", {{"x"}, {"M"}, {"Y"}}, {{"F"}}},
         {"matmul_add", one_packed, Bits::same,
             "a block of few rows has all of K, so that no sum comes behind it", "5% of a step of the 35b",
             {Op::add, "S", {any("x"), {Op::matmul, "M", {any("y")}}}},

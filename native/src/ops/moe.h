@@ -241,6 +241,30 @@ inline const auto &moe_sum = row<MoeSumArgs>("moe_sum", [](auto &op, auto &a) {
     sums_up(op, a);
     op.room(FIELD(packed), [](const auto &args) { return rowmm_op_bytes(args.dims.T, args.dims.E); });
 });
+// Of a step's mixture beside a dense layer, which comes first in its graph: experts of the host are computed beside it.
+inline const auto &moe_post = row<MoePostArgs>("moe_post", [](auto &op, auto &a) {
+    op.launch(FIELD(parts));
+    op.in(FIELD(routed), {ANY}).maybe();
+    op.in("y", ArgForm::f32, {ANY, ANY}, [](auto &args, const ggml_tensor &, uint8_t *at) {
+        args.y = reinterpret_cast<const float *>(at); // places of E, or sums {E, T}
+    });
+    op.in(FIELD(residual), {E, T});
+    op.in(FIELD(dense_norm), {E});
+    op.in(FIELD(experts_norm), {E});
+    op.in(FIELD(post), {E});
+    op.in(FIELD(norm), {E}).maybe();
+    op.in(FIELD(scales), {experts}).maybe();
+    takes_dims(op, a.dims);
+    op.params(FIELD(eps), FIELD(post_scale));
+    op.derive([](auto &args) { args.overlap = 1; });
+    op.known(E, a.dims.E);
+    op.known(T, a.dims.T);
+    op.out(FIELD(out), {E, T});
+    op.room(FIELD(packed), [](const auto &args) {
+        return args.norm == nullptr ? 0 : rowmm_op_bytes(args.dims.T, args.dims.E);
+    });
+    op.runs(nullptr, cuda::moe_post);
+});
 #endif
 
 } // namespace luce::ops

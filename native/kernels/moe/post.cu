@@ -1,0 +1,120 @@
+// Has the last launch of a mixture that stands beside a dense layer (moe.h): both are summed up and normed, their sum is normed
+// ahead of the residual, and that is packed for the product behind. A block has a row, and a warp a chunk of it.
+#include "common/pointers.h"
+#include "matmul/pack_behind.cuh"
+#include "matmul/partials.cuh"
+#include "moe/launch_plan.h"
+#include "moe/ranks.cuh"
+
+namespace luce {
+namespace {
+
+constexpr int BESIDE_WARPS = int(MOE_POST_E / CHUNK);
+
+struct PostParams {
+    MoePostArgs a;
+    RoutedLayout at;
+    RowsLayout layout;
+};
+
+// The grid is rows. What up and those ahead of it have left is read before the wait, as moe/sum.cu does: down lets this start
+// when up has ended.
+__global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
+    moe_post_kernel(const __grid_constant__ PostParams p, const __grid_constant__ RowmmParts parts) {
+    __shared__ float of_dense[BESIDE_WARPS], of_experts[BESIDE_WARPS], of_both[BESIDE_WARPS];
+    const MoePostArgs &a = p.a;
+    const int lane = threadIdx.x % WARP, chunk = threadIdx.x / WARP, chunks = int(blockDim.x) / WARP,
+              E = int(a.dims.E), n_used = a.dims.n_used, k = chunk * CHUNK + lane * OWN;
+    const int64_t row = blockIdx.x;
+    const bool there = k < E; // E is a multiple of 8
+    const int at = there ? k : 0;
+    let_next_start();
+    const LaneParts<2> of(parts, 0, int(row), at);
+    float by_dense[OWN], by_experts[OWN];
+    load_values(by_dense, a.dense_norm, at, E);
+    load_values(by_experts, a.experts_norm, at, E);
+    const auto weight = [&](int rank) { return rank_weight(a.routed, p.at, a.scales, row * n_used + rank); };
+    float early[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+        early[i] = a.routed != nullptr && i < n_used ? weight(i) : 0.0f;
+    }
+    wait_for_previous();
+    float dense[OWN] = {};
+    float4 first[2][2];
+    of.fetch(first, 0);
+    Own sum = {};
+    if (a.routed != nullptr) {
+        add_ranks(sum, a.y + row * n_used * E, n_used, k, E, early, weight);
+    } else {
+        sum = own_values(a.y + row * E, k, E);
+    }
+    of.add(first, dense);
+    const float *experts = reinterpret_cast<const float *>(sum.v);
+    float v[OWN], x[OWN], w[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        dense[i] = there ? dense[i] : 0.0f;
+        v[i] = experts[i];
+    }
+    const float dense_sum = warp_sum(squares(dense), WARP), experts_sum = warp_sum(squares(v), WARP);
+    if (lane == 0) {
+        of_dense[chunk] = dense_sum;
+        of_experts[chunk] = experts_sum;
+    }
+    fetch_values(x, a.residual + row * E + at);
+    load_values(w, a.post, at, E);
+    __syncthreads();
+    const float dense_scale = post_norm(of_dense, chunks, E, a.eps),
+                experts_scale = post_norm(of_experts, chunks, E, a.eps);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        v[i] = there ? dense[i] * dense_scale * by_dense[i] + v[i] * experts_scale * by_experts[i] : 0.0f;
+    }
+    const float both_sum = warp_sum(squares(v), WARP);
+    if (lane == 0) {
+        of_both[chunk] = both_sum;
+    }
+    __syncthreads();
+    const float scale = post_norm(of_both, chunks, E, a.eps);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        v[i] = there ? (x[i] + v[i] * scale * w[i]) * a.post_scale : 0.0f;
+    }
+    if (there) {
+        store_values(a.out + row * E, v, k, E);
+    }
+    if (a.packed != nullptr) {
+        pack_behind(v, a.norm, static_cast<uint8_t *>(a.packed), p.layout, a.dims.T, E, int(row), chunk,
+                    lane);
+    }
+}
+
+} // namespace
+
+int cuda::moe_post(const MoePostArgs &args, void *stream) {
+    const MoeDims &d = args.dims;
+    const RowmmArgs *dense = args.parts;
+    if (!moe_has(d) || d.shared() || d.E > MOE_POST_E || d.T > ROWMM_MAX_ROWS || dense == nullptr ||
+        dense->n_weights != 1 || dense->T != d.T || dense->weights[0].N != d.E || !rowmm_adds_up(d.E) ||
+        !aligned(args.routed) || !given(args.y) || !given(args.residual) || !given(args.dense_norm) ||
+        !given(args.experts_norm) || !given(args.post) || !given(args.out) ||
+        (args.packed != nullptr && (!given(args.packed) || !given(args.norm)))) {
+        return int(cudaErrorInvalidValue);
+    }
+    if (d.T == 0) {
+        return 0;
+    }
+    DeviceLimits device;
+    RowmmParts parts = {};
+    for (const int error : {device_limits(device), rowmm_parts_of(*dense, parts)}) {
+        if (error != 0) {
+            return error;
+        }
+    }
+    const PostParams p = {args, RoutedLayout(d), RowsLayout(d.T, device.wgmma)};
+    return int(launch_kernel(moe_post_kernel, plan_moe_post(d), static_cast<cudaStream_t>(stream),
+                             args.overlap != 0, p, parts));
+}
+
+} // namespace luce
