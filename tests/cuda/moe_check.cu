@@ -535,6 +535,7 @@ void check_moe(bool all) {
     // A norm of the router alone, GELU, factors of experts and no residual; rows of no multiple of 256.
     check_mixture({0, 9, 3, 352, 96, 0}, {8, 8, 20, 8}, 9, {1, 2, 5, 10, MANY_FROM}, all, true);
     check_mixture({0, 240, 8, 128, 96, 0}, {8, 8, 6, 8}, 9, {1, 3}, all, true);
+    check_mixture({0, 4, 2, 2304, 32, 0}, {8, 8, 8, 8}, 9, {1, 2}, all, true); // likewise a row that is longer
     check_mixture({0, 6, 2, 256, 512, 64}, {12, 13, 14, 8}, 9, {MANY_FROM + 1}, all); // units of many rows that are quantised
     check_mixture({0, 264, 3, 260, 40, 24}, {1, 0, 30, 1}, 9, {MANY_FROM + 5}, all); // items of many rows, and a tile of route that is not full
     if (!all) {

@@ -72,9 +72,10 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int row0 = blockIdx.y * p.tile_rows, rows = min(d.T - row0, p.tile_rows);
     float *v = reinterpret_cast<float *>(shared); // [TILE_ROWS][E]
+    const bool routes = blockIdx.x * OUTPUTS < router_outputs(d);
     let_next_start();
     Router router(p.a, int(blockIdx.x) * OUTPUTS + warp / HALVES);
-    Norm norm(p.a.router_norm != nullptr ? p.a.router_norm : p.a.norm, p.a);
+    Norm norm(routes && p.a.router_norm != nullptr ? p.a.router_norm : p.a.norm, p.a);
     wait_for_previous();
     if (blockIdx.x + blockIdx.y == 0 &&
         int(threadIdx.x) < p.polled) { // who is behind up waits for what it leaves here
@@ -82,7 +83,8 @@ __global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_cons
     }
     weigh(p, norm, row0, rows, v, tile);
     find_logits(p, router, tile, v, row0, rows);
-    if (p.a.router_norm != nullptr) { // what experts read is normed by other weights
+    // What experts read is normed by other weights. Of few rows other blocks pack it.
+    if (p.a.router_norm != nullptr && !few_rows(d)) {
         weigh_again(p, row0, rows, v, tile);
     }
     uint32_t *counters = static_cast<uint32_t *>(p.a.counters);
