@@ -33,7 +33,11 @@ __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
     float by_dense[OWN], by_experts[OWN];
     load_values(by_dense, a.dense_norm, at, E);
     load_values(by_experts, a.experts_norm, at, E);
-    const auto weight = [&](int rank) { return rank_weight(a.routed, p.at, a.scales, row * n_used + rank); };
+    const float *weights =
+        reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.routed) + p.at.weights) + row * n_used;
+    const auto weight = [&](int rank) {
+        return rank_weight(weights, a.routed, p.at, a.scales, row, n_used, rank);
+    };
     float early[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
@@ -45,7 +49,7 @@ __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
     of.fetch(first, 0);
     Own sum = {};
     if (a.routed != nullptr) {
-        add_ranks(sum, a.y + row * n_used * E, n_used, k, E, early, weight);
+        add_ranks(sum, 0, a.y, row, n_used, k, E, early, weight);
     } else {
         sum = own_values(a.y + row * E, k, E);
     }

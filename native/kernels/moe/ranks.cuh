@@ -20,28 +20,30 @@ __device__ __forceinline__ float4 fma4(float w, float4 y, float4 sum) {
     return {fmaf(w, y.x, sum.x), fmaf(w, y.y, sum.y), fmaf(w, y.z, sum.z), fmaf(w, y.w, sum.w)};
 }
 
-// Returns the weight of a pair of a row and a rank, with the factor of its expert.
-__device__ __forceinline__ float rank_weight(const void *routed, const RoutedLayout &at, const float *scales,
-                                             int64_t pair) {
-    const auto *bytes = static_cast<const uint8_t *>(routed);
-    const float weight = __ldcg(reinterpret_cast<const float *>(bytes + at.weights) + pair);
+// Returns the weight of a row's rank, of the row's weights, with the factor of its expert.
+__device__ __forceinline__ float rank_weight(const float *of_ranks, const void *routed,
+                                             const RoutedLayout &at, const float *scales, int64_t row,
+                                             int n_used, int rank) {
+    const float weight = __ldcg(of_ranks + rank);
     if (scales == nullptr) {
         return weight;
     }
-    return weight * scales[__ldcg(reinterpret_cast<const int32_t *>(bytes + at.ids) + pair)];
+    const auto *ids = reinterpret_cast<const int32_t *>(static_cast<const uint8_t *>(routed) + at.ids);
+    return weight * scales[__ldcg(ids + row * n_used + rank)];
 }
 
-// Adds a lane's values of a row's experts, y [n_used][E], times their weights, of which the first ones are `early`.
+// Adds a lane's values of a row's experts, y [T][n_used][E], times their weights, of which the first ones are `early`: all, or with
+// n_used for the first rank none.
 template <class Weight>
-__device__ __forceinline__ void add_ranks(Own &sum, const float *y, int n_used, int k, int E,
-                                          const float (&early)[AHEAD], const Weight &weight_of) {
-    for (int first = 0; first < n_used; first += AHEAD) {
+__device__ __forceinline__ void add_ranks(Own &sum, int first, const float *y, int64_t row, int n_used, int k,
+                                          int E, const float (&early)[AHEAD], const Weight &weight_of) {
+    for (; first < n_used; first += AHEAD) {
         Own of_rank[AHEAD];
         float w[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             const bool present = first + i < n_used;
-            of_rank[i] = present ? own_values(y + int64_t(first + i) * E, k, E) : Own{};
+            of_rank[i] = present ? own_values(y + (row * n_used + first + i) * E, k, E) : Own{};
             w[i] = first == 0 ? early[i] : present ? weight_of(first + i) : 0.0f;
         }
 #pragma unroll

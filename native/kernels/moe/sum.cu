@@ -41,7 +41,7 @@ struct RowOf {
     Own residual;
     float open, weights[AHEAD]; // these are the first ranks'
 
-    __device__ __forceinline__ void load(const SumParams &p, int64_t row, int k) {
+    __device__ __forceinline__ void load(const SumParams &p, const float *of_ranks, int64_t row, int k) {
         const MoeDims &d = p.a.dims;
         const float *x = p.a.residual + row * d.E;
 #pragma unroll
@@ -55,8 +55,12 @@ struct RowOf {
         open = d.shared() ? __ldcg(opens + row) : 0.0f;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            weights[i] = i < d.n_used ? rank_weight(p.a.routed, p.at, p.a.scales, row * d.n_used + i) : 0.0f;
+            weights[i] = i < d.n_used ? weight_of(p, of_ranks, row, i) : 0.0f;
         }
+    }
+    static __device__ __forceinline__ float weight_of(const SumParams &p, const float *of_ranks, int64_t row,
+                                                      int rank) {
+        return rank_weight(of_ranks, p.a.routed, p.at, p.a.scales, row, p.a.dims.n_used, rank);
     }
 };
 
@@ -71,16 +75,17 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
     const int k = int(chunk) * CHUNK + lane * OWN;
     let_next_start();
     const Own norm = p.a.norm != nullptr ? own_values(p.a.norm, k, E) : Own{};
+    const float *weights = reinterpret_cast<const float *>(routed + p.at.weights) + row * d.n_used;
     RowOf own;
     if (EARLY) {
-        own.load(p, row, k);
+        own.load(p, weights, row, k);
     }
     wait_for_previous();
     if (chunk >= chunks_of(E)) { // this is true for a whole warp
         return;
     }
     if (!EARLY) {
-        own.load(p, row, k);
+        own.load(p, weights, row, k);
     }
     if (p.a.counts != nullptr && blockIdx.x == 0 && int(threadIdx.x) < d.n_used) {
         const auto *ids = reinterpret_cast<const int32_t *>(routed + p.at.ids) + row * d.n_used;
@@ -93,10 +98,9 @@ __global__ void __launch_bounds__(SUM_WARPS *WARP) moe_sum_kernel(const __grid_c
     }
     if (p.a.sums != nullptr) {
         sum = own_values(p.a.sums + row * E, k, E);
-    } else {
-        add_ranks(sum, p.a.y + row * d.n_used * E, d.n_used, k, E, own.weights,
-                  [&](int rank) { return rank_weight(p.a.routed, p.at, p.a.scales, row * d.n_used + rank); });
     }
+    add_ranks(sum, p.a.sums != nullptr ? d.n_used : 0, p.a.y, row, d.n_used, k, E, own.weights,
+              [&](int rank) { return RowOf::weight_of(p, weights, row, rank); });
     float x[OWN];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
