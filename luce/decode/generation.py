@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from luce.decode.choosing import Chooser
 from luce.decode.events import Event, Failed, Finished, Prefilled, Started, State, Warned
@@ -34,14 +34,17 @@ from luce.files.tokenizer import Tokenizer
 from luce.native import Drafts, Prompt, Rows, Sequence
 from luce.speculate.drafting import NOTHING, Draft, DraftSource, Limits, Round
 
+if TYPE_CHECKING:
+    import numpy as np
+
 Came = None | Limits | Read | Landed | Exception
 
 
 class Prefixes(Protocol):
     """Keeps beginnings of prompts, so that other prompts can start from them."""
 
-    def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
-        """Brings the sequence to the end of the longest kept beginning of `prompt`, or empties it. Returns
+    def resume(self, sequence: Sequence, prompt: np.ndarray) -> int:
+        """Brings the sequence to the end of the longest kept beginning of `prompt`, int32 (n,), or empties it. Returns
         the number of tokens that it then has, less than the prompt's."""
 
     def again(self, sequence: Sequence) -> int:
@@ -51,8 +54,8 @@ class Prefixes(Protocol):
         """Returns where chunks of that prompt have to end besides at its own end, ascending. Between them they are as
         long as pays."""
 
-    def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
-        """Says that the sequence is where a chunk of `prompt` had to end, so that a checkpoint can be made."""
+    def reached(self, sequence: Sequence) -> None:
+        """Says that the sequence is where a chunk of its prompt had to end, so that a checkpoint can be made."""
 
 
 class Sizes(Protocol):
@@ -268,7 +271,7 @@ class Generation:
         prompt, end = self._request.prompt, self._chunk_end
         self._read = end
         if self._prefixes and end in self._ends:
-            self._prefixes.reached(self.sequence, self._request.key)
+            self._prefixes.reached(self.sequence)
         self._events.append(Prefilled(end, len(prompt)))
         if end < len(prompt):
             return State.PREFILL

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from luce.images.sight import Shown
 from luce.native.structs import Penalties, Sampling
 from luce.text.grammar import Matcher
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class _Names:
@@ -106,10 +109,14 @@ class Request:
         return self.compressed.gaps if self.compressed else ()
 
     @cached_property
-    def key(self) -> tuple[int, ...]:
-        """Returns what the prompt is kept by: its tokens, but that the first one behind a gap has a name, so that no
-        beginning with a gap is met by a prompt without one. Ahead of the first gap all bits are a whole prompt's."""
-        found = list(self.prompt)
+    def key(self) -> np.ndarray:
+        """Returns what the prompt is kept by, int32 (n,): its tokens, but that the first one behind a gap has a name,
+        so that no beginning with a gap is met by a prompt without one. Ahead of the first gap all bits are a whole
+        prompt's."""
+        import numpy as np  # Who generates text alone does without.
+
+        found = np.array(self.prompt, np.int32)
         for at, n in self.gaps:
-            found[at] = _NAMES.of(found[at], n)
-        return tuple(found)
+            found[at] = _NAMES.of(int(found[at]), n)
+        found.setflags(write=False)  # Who keeps beginnings of it keeps parts of this very array.
+        return found

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from luce.decode.engine import Engine
 from luce.decode.events import Event, Failed, Finished, State
@@ -23,6 +23,9 @@ from luce.decode.request import Request
 from luce.errors import Busy, Cancelled, DeviceError, Error, InternalError, OutOfMemory
 from luce.native.structs import PAGE
 from luce.speculate.prices import MAX_ROWS
+
+if TYPE_CHECKING:
+    import numpy as np
 
 RETRY_S = 0.01  # What failed is followed by such a pause.
 
@@ -34,7 +37,7 @@ class Cache(Prefixes, Protocol):
     def pending(self) -> bool:
         """Says whether there is something for work() to do."""
 
-    def fetch(self, prompt: tuple[int, ...], wait: bool) -> bool:
+    def fetch(self, prompt: np.ndarray, wait: bool) -> bool:
         """Gets ready what the prompt will be resumed from. Returns False as long as that goes on, unless it
         is to `wait` for it."""
 

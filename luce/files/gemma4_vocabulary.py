@@ -20,7 +20,7 @@ SAID = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_resp
 _UNKNOWN = "<unk>"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Lines are cut off where runs of line ends begin or end, since no token spans such a place.
-_PIECE = re.compile(r".{65536,}?(?:(?<=[^\n])(?=\n)|(?<=\n)(?=[^\n]))", re.S)
+_PIECE = re.compile(r".{4096,}?(?:(?<=[^\n])(?=\n)|(?<=\n)(?=[^\n]))", re.S)
 
 
 def is_byte(spelled: str) -> bool:

@@ -118,13 +118,17 @@ def answer_requests() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(ValueError):  # macOS has no such limit.
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    kept: tuple[Any, ChatTemplate] | None = None
     for line in sys.stdin.buffer:
         request = json.loads(line)
         used = int(time.process_time()) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (used + request["seconds"], resource.RLIM_INFINITY))
         answer: dict[str, Any] = {}
         try:
-            template = ChatTemplate(request["source"], request["special_tokens"])
+            given = request["source"], tuple(request["special_tokens"].items())
+            if kept is None or kept[0] != given:  # It is parsed once, and not for each prompt.
+                kept = given, ChatTemplate(request["source"], request["special_tokens"])
+            _, template = kept
             if "variables" in request:
                 answer["text"] = template.render(**request["variables"])
             else:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.files import gemma4_vocabulary
 from luce.files.bpe import BYTE_SYMBOLS, SPLITS
+from luce.files.known_pieces import KnownPieces
 from luce.files.probe import fact, whole_numbers
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # They are values of tokenizer.ggml.token_type.
@@ -26,7 +27,7 @@ _UTF8_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # Text 
 NFC_SHRINKS = 3  # NFC makes a text at most so many times shorter: three jamo are one syllable.
 # A text may be cut there: no word spans the end of a line that is followed by what is no blank, or goes on
 # with a blank after a letter.
-_PIECE = re.compile(r".{65536,}?(?:\n(?=[!-~])|(?<=[A-Za-z])(?= [A-Za-z]))", re.S)
+_PIECE = re.compile(r".{4096,}?(?:\n(?=[!-~])|(?<=[A-Za-z])(?= [A-Za-z]))", re.S)
 
 
 class Tokenizer:
@@ -53,6 +54,7 @@ class Tokenizer:
             types = [_USER_DEFINED if i in said and kind == _CONTROL else kind for i, kind in enumerate(types)]
         self._types = tuple(types)
         self._bytes = dict[int, bytes]()  # These tokens were printed before.
+        self._known = KnownPieces()
         self.n_vocab = len(self._tokens)
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
         byte_tokens = {f"<0x{byte:02X}>": byte for byte in range(256)} if self._spells else _BYTES
@@ -149,12 +151,19 @@ class Tokenizer:
             if special and piece in self.control:
                 ids.append(self.control[piece])
             else:
-                # A batch, even of one, lets other threads of Python's run meanwhile.
-                ids += self._bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids
+                ids += self._ids_of(piece)
             if most is not None and len(ids) > most:
                 break  # The next piece is not even looked for.
         if add_bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
+        return ids
+
+    def _ids_of(self, piece: str) -> list[int]:
+        if (known := self._known.get(piece)) is not None:
+            return known
+        # A batch, even of one, lets other threads of Python's run meanwhile.
+        ids: list[int] = self._bpe.encode_batch_fast([piece], add_special_tokens=False)[0].ids
+        self._known.put(piece, ids)
         return ids
 
     def _pieces(self, text: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -137,8 +138,9 @@ class PrefixCache:
 
     def pin(self, prompt: list[int]) -> Pin:
         """Keeps the beginning of a prompt, once one that begins so is read. Any thread may call it."""
-        ends, _ = self._turns.cut(prompt)
-        pin = Pin(np.asarray(prompt, np.int32), ends[-1] if ends else 0)
+        tokens = np.asarray(prompt, np.int32)
+        ends, _ = self._turns.cut(tokens)
+        pin = Pin(tokens, ends[-1] if ends else 0)
         self._pins.append(pin)
         return pin
 
@@ -149,21 +151,20 @@ class PrefixCache:
 
     # ---- what a generation asks (generation.Prefixes)
 
-    def resume(self, sequence: Sequence, prompt: tuple[int, ...]) -> int:
+    def resume(self, sequence: Sequence, prompt: Items[int] | np.ndarray) -> int:
         """Brings the sequence to the end of the longest beginning that is kept, or empties it. Returns the
         number of its tokens."""
         self._prompts += 1
         self._asked = {each: asked for each, asked in self._asked.items() if each.is_open}
-        asked = self._asked[sequence] = self._ask(prompt)
+        asked = self._asked[sequence] = self._ask(np.asarray(prompt, np.int32))
         at = self._resume(sequence, asked)
         asked.again = max(asked.known - at, 0)
         self.hits, self.queries = self.hits + at, self.queries + len(prompt)
         return at
 
-    def _ask(self, prompt: tuple[int, ...]) -> Asked:
+    def _ask(self, tokens: np.ndarray) -> Asked:
         """Returns what a prompt asks for, and notes it."""
-        tokens = np.asarray(prompt, np.int32)
-        ends, kept = self._turns.cut(prompt)
+        ends, kept = self._turns.cut(tokens)
         for pin in [pin for pin in self._pins if pin.released]:
             self._pins.remove(pin)  # Others may add some meanwhile.
         pins = (pin.at for pin in self._pins if pin.at and pin.keeps(tokens[: pin.at]))
@@ -195,12 +196,12 @@ class PrefixCache:
         """Returns how many tokens of that prompt an earlier one began with too and are read again."""
         return self._asked[sequence].again
 
-    def reached(self, sequence: Sequence, prompt: tuple[int, ...]) -> None:
-        """Says that the sequence is where a chunk of `prompt` had to end, which is kept where it will be met again."""
+    def reached(self, sequence: Sequence) -> None:
+        """Says that the sequence is where a chunk of its prompt had to end. It is kept if it will be met again."""
         n_past = sequence.info.n_past
         if n_past not in self._asked[sequence].kept:
             return
-        tokens = np.asarray(prompt[:n_past], np.int32)
+        tokens = self._asked[sequence].tokens[:n_past]  # All places of a prompt share its array.
         if any(len(kept.tokens) == n_past and np.array_equal(kept.tokens, tokens) for kept in self._kept):
             return
         with suppress(Error):  # Without it the prompt is read again one day, and nothing else.
@@ -217,13 +218,14 @@ class PrefixCache:
 
     # ---- what the scheduler asks
 
-    def fetch(self, prompt: tuple[int, ...], wait: bool) -> bool:
+    def fetch(self, prompt: Items[int] | np.ndarray, wait: bool) -> bool:
         """Reads the longest beginning of a prompt that will be resumed soon, if it is in a file alone.
         Returns False as long as that goes on, unless it is to `wait` for it."""
         if self._disk is None or not any(kept.checkpoint is None for kept in self._kept):
             return True
         if self._reading is None:
-            asked = Asked(np.asarray(prompt, np.int32), *self._turns.cut(prompt))
+            tokens = np.asarray(prompt, np.int32)
+            asked = Asked(tokens, *self._turns.cut(tokens))
             kept = max(self._fitting(asked), key=lambda each: len(each.tokens), default=None)
             if kept is None or kept.checkpoint is not None:
                 return True

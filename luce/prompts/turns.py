@@ -47,11 +47,12 @@ class Turns:
         self._dialect = dialect_of_turns(tokenizer.control)
         self._mark = tokenizer.control.get(self._dialect.turn[0], -1)  # No token has the id -1.
 
-    def cut(self, prompt: Sequence[int]) -> tuple[list[int], frozenset[int]]:
+    def cut(self, tokens: Sequence[int] | np.ndarray) -> tuple[list[int], frozenset[int]]:
         """Returns where chunks of a prompt have to end, ascending, and those of these places where it is worth keeping:
         before the first message of a user, after the last one that is no tool's answer (templates write thoughts
         after it, and drop older ones), at the end of the prompt, and every EVERY tokens."""
-        begins = np.flatnonzero(np.asarray(prompt, np.int32) == self._mark).tolist()
+        prompt = np.asarray(tokens, np.int32)  # This costs nothing where it is one.
+        begins = np.flatnonzero(prompt == self._mark).tolist()
         users = [at for at in (self._named(prompt, begin, "user") for begin in begins) if at]
         answers = [at for at in (self._named(prompt, begin, self._dialect.assistant) for begin in begins) if at]
         asked = [at for at in users if not self._is_tool(prompt, at)]
@@ -70,7 +71,7 @@ class Turns:
         prompt was read and kept."""
         return self._free or at in ends
 
-    def _outside(self, prompt: Sequence[int], at: int, step: int) -> int:
+    def _outside(self, prompt: np.ndarray, at: int, step: int) -> int:
         """Returns `at`, or where that is within an image that is read whole, a place ahead of it, by whole steps. Rows
         of an image have names that follow each other downwards."""
         while self._whole and 0 < at < len(prompt) and prompt[at] < -1 and prompt[at] == prompt[at - 1] - 1:
@@ -86,7 +87,7 @@ class Turns:
                 last = page
         return ends
 
-    def _named(self, prompt: Sequence[int], begin: int, role: str) -> int | None:
+    def _named(self, prompt: np.ndarray, begin: int, role: str) -> int | None:
         """Returns the place of the token that completes the name of a message's role, if it has that role."""
         for at in range(begin + 1, min(begin + 1 + len(role), len(prompt))):
             text = self._text(prompt[begin + 1 : at + 1])
@@ -96,8 +97,9 @@ class Turns:
                 return None
         return None
 
-    def _is_tool(self, prompt: Sequence[int], at: int) -> bool:
+    def _is_tool(self, prompt: np.ndarray, at: int) -> bool:
         return "<tool_response>" in self._text(prompt[at : at + 8])
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(token for token in tokens if token >= 0)  # The others are rows of images.
+    def _text(self, tokens: np.ndarray) -> str:
+        # The others are rows of images.
+        return self._tokenizer.decode(token for token in tokens.tolist() if token >= 0)

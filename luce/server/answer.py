@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from luce.decode.events import Embedded, Event, Failed, Finished, Scored, Started, Tokens
 from luce.decode.request import Compressed, Request
 from luce.decode.scheduler import Job
@@ -189,7 +191,8 @@ class Answer:
             n_vocab = self.model.tokenizer.n_vocab
             if len(ask.prompt) > self.model.info.n_ctx and ask.keep is None:
                 raise TooLong(len(ask.prompt), self.model.info.n_ctx)
-            if ask.prompt and not 0 <= min(ask.prompt) <= max(ask.prompt) < n_vocab:
+            given = np.asarray(ask.prompt)  # Numbers of more than 64 bits are compared too.
+            if given.size and not 0 <= given.min() <= given.max() < n_vocab:
                 raise Refused(400, f"a token is none of {n_vocab}", param=self._param)
             return list(ask.prompt)
         self._placed = await self.model.seen(ask)

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from luce import native as _native
 from luce.decode.events import Event, Failed, Finished, State
 from luce.decode.request import Request
@@ -125,13 +123,12 @@ class Replicas:
         found = self.working or self.all
         if len(found) == 1:
             return found
-        tokens = np.asarray(request.key, np.int32)
 
         def cost(replica: Replica) -> tuple[int, int]:
             others = list(self._at.values()).count(replica)
             ahead = max(others + 1 - replica.loaded.info.n_sequences, 0)
             cache = None if request.reads else replica.loaded.cache  # What reads a prompt starts at its first token.
-            kept = cache.begun(tokens) if cache else 0
+            kept = cache.begun(request.key) if cache else 0
             return BESIDE * (others - ahead) + BEHIND * ahead - kept, replica.asked
 
         return sorted(found, key=cost)

@@ -276,6 +276,8 @@ class Guard:
         near = range(1, min(self._most, len(text) + 1))
         at |= {len(text) - length for length in near if text[len(text) - length :] in self._ends}
         at |= {0 for length in near if text[:length] in self._begins}
+        if not at:
+            return text
         letters = list(text)
         for place in at:
             letters[place] = self._stand_in.get(letters[place], letters[place])
@@ -283,7 +285,10 @@ class Guard:
 
     def unmarked(self, text: str) -> str:
         """Returns `text` as it was written."""
-        for char, stand_in in self._stand_in.items():  # JSON may have escaped it.
+        written = "\\u" in text  # JSON may have escaped a stand-in.
+        if not written and not any(stand_in in text for stand_in in self._stand_in.values()):
+            return text
+        for char, stand_in in self._stand_in.items():
             text = text.replace(stand_in, char).replace(json.dumps(stand_in)[1:-1], char)
         return text
 

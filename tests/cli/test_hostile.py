@@ -57,7 +57,7 @@ def test_endless_stdin_is_refused(process, how):
 
 
 def test_a_prompt_far_beyond_the_context_is_not_tokenised_whole(luce_, monkeypatch):
-    """It is tokenised piece by piece (65,536 characters and the rest of the line), up to the first beyond it."""
+    """It is tokenised piece by piece (4,096 characters and the rest of the line), up to the first beyond it."""
     encoded = []
     pieces = Tokenizer._pieces
 

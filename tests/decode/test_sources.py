@@ -257,7 +257,7 @@ class Kept:
     def ends(self, sequence):
         return range(N_CHUNK, 10 * N_CHUNK, N_CHUNK)
 
-    def reached(self, sequence, prompt):
+    def reached(self, sequence):
         self.checkpoint = self.checkpoint or sequence.checkpoint()
 
 

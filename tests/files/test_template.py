@@ -1,8 +1,10 @@
 """Checks chat templates: what transformers' apply_chat_template renders, and what is refused."""
 
+import io
 import json
 import re
 from datetime import datetime
+from types import SimpleNamespace
 
 import fake_core
 import pytest
@@ -359,3 +361,31 @@ def test_a_prompt_without_control_tokens_has_the_tokens_of_its_text(native, tiny
         text = template.render(TALK)
         assert prompt_ids(template, tokenizer, TALK) == tokenizer.encode(text)
         template.close()
+
+
+def test_a_process_parses_its_template_once(monkeypatch):
+    """A prompt waits for no parse but the first."""
+    parsed = []
+
+    class Counted(ChatTemplate):
+        def __init__(self, source, special):
+            parsed.append((source, special))
+            super().__init__(source, special)
+
+    def request(source, said, **special):
+        asked = {"source": source, "special_tokens": special, "seconds": 5}
+        return asked | {"variables": {"messages": [{"role": "user", "content": said}]}}
+
+    asked = [request(CHATML, "a"), request(CHATML, "b"), request("{{ eos_token }}", "", eos_token="x"),
+             request("{{ eos_token }}", "", eos_token="y"), request(CHATML, "c")]  # fmt: skip
+    said = io.StringIO()
+    with monkeypatch.context() as patched:
+        patched.setattr("luce.files.template.ChatTemplate", Counted)
+        patched.setattr("resource.setrlimit", lambda *limits: None)  # They would be this process's own.
+        lines = io.BytesIO("".join(json.dumps(each) + "\n" for each in asked).encode())
+        patched.setattr("sys.stdin", SimpleNamespace(buffer=lines))
+        patched.setattr("sys.stdout", said)
+        rendering.answer_requests()
+    assert len(parsed) == 4, "the second prompt had the template of the first"
+    texts = [json.loads(line)["text"] for line in said.getvalue().splitlines()]
+    assert texts == [ChatTemplate(each["source"], each["special_tokens"]).render(**each["variables"]) for each in asked]

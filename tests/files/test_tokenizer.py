@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from luce.data import BOX
 from luce.errors import ArgumentError, FileError, UnsupportedError
 from luce.files.bpe import SPLITS
+from luce.files.known_pieces import KnownPieces
 from luce.files.tokenizer import _PIECE, Detokenizer, StopStrings, Tokenizer
 from luce.native import File
 
@@ -189,7 +190,7 @@ def test_a_long_text_has_the_same_tokens_in_pieces(native, pre):
         metadata = dict(file.kv) | {"tokenizer.ggml.pre": pre}
     whole, cut = Tokenizer(metadata), Tokenizer(metadata)
     whole._piece = None
-    cut._piece = re.compile(_PIECE.pattern.replace("65536", "1"), re.S)
+    cut._piece = re.compile(_PIECE.pattern.replace("4096", "1"), re.S)
 
     @given(lines=st.lists(st.sampled_from(PIECES_OF_LINES)))
     def same(lines):
@@ -309,3 +310,44 @@ def test_text_is_held_back_only_where_it_may_become_a_stop(pieces, stops):
 def test_an_empty_stop_is_refused():
     with pytest.raises(ArgumentError, match="empty"):
         StopStrings(["a", ""])
+
+
+class Counted:
+    """The tokenizers package's tokenizer, which counts the letters that it is given."""
+
+    def __init__(self, bpe):
+        self.bpe, self.letters = bpe, 0
+
+    def encode_batch_fast(self, texts, **how):
+        self.letters += sum(map(len, texts))
+        return self.bpe.encode_batch_fast(texts, **how)
+
+    def __getattr__(self, name):
+        return getattr(self.bpe, name)
+
+
+def test_what_was_tokenized_is_not_tokenized_again(native):
+    """A text that grows costs what is new of it, and the end of what was there."""
+    with File(BOX, native) as file:
+        tokenizer, other = Tokenizer(file.kv), Tokenizer(file.kv)
+    tokenizer._bpe = counted = Counted(tokenizer._bpe)
+    text = "".join(f"line {n} of words, as long as others are\n" for n in range(2000))
+    first = tokenizer.encode(text)
+    assert counted.letters == len(text) and first == other.encode(text)
+    grown = text + "and what is new\n"
+    found = tokenizer.encode(grown)
+    assert counted.letters <= len(text) + 4200 and found == other.encode(grown)
+    found.append(-1)
+    assert tokenizer.encode(grown) == found[:-1], "who was given ids may change them"
+
+
+def test_what_is_remembered_of_texts_is_bounded():
+    known = KnownPieces(1000)
+    for n in range(20):
+        known.put(f"{n:100}", [n] * 3)
+        known.put(f"{n:100}", [n] * 3)
+        assert known.get(" " * 99 + "0") == [0, 0, 0], "it was asked for a moment ago"
+    there = [n for n in range(20) if known.get(f"{n:100}") == [n] * 3]
+    assert there == [0, *range(11, 20)]
+    known.put("x" * 1001, [1])
+    assert known.get("x" * 1001) is None

@@ -26,6 +26,7 @@ from serving import settings as serve_settings
 
 from luce.convert.gemma4_layout import Config
 from luce.data import BOX
+from luce.decode.request import Request
 from luce.errors import FileError, OutOfMemory
 from luce.files.tokenizer import Tokenizer
 from luce.native import Checkpoint, Engine, File
@@ -445,3 +446,20 @@ def test_streams_move_while_a_checkpoint_is_saved_or_loaded(native, tmp_path, mo
         load.opened.set()
         found, cached = warm.result()
         assert found == text and cached > 0
+
+
+def test_a_prompt_becomes_an_array_once(opened, tokenizer, monkeypatch):
+    """What is looked for, cut and kept of a prompt are parts of one array."""
+    cache, asked = PrefixCache(opened(n_checkpoints=8), tokenizer), Request(words(11, 1500))
+    assert asked.key is asked.key and asked.key.tolist() == list(asked.prompt)
+    with cache._engine.sequence() as sequence:
+        for _ in range(2):
+            at = cache.resume(sequence, asked.key)
+            for end in [end for end in cache.ends(sequence) if end > at]:
+                for begin in range(at, end, CHUNK):
+                    sequence.prefill(asked.prompt[begin : min(begin + CHUNK, end)], last=False)
+                at = end
+                cache.reached(sequence)
+            asked_for = cache._asked[sequence].tokens
+            assert asked_for is asked.key
+        assert cache._kept and all(np.shares_memory(kept.tokens, asked.key) for kept in cache._kept)

@@ -229,7 +229,7 @@ def test_each_beginning_knows_the_one_before(marked, parts, checkpoints, host_by
             cache.free_pages(-(-end // PAGE) - len(line.pages))
             line.prefill(tokens[at:end])
             if end in cache.ends(line):
-                cache.reached(line, prompt)
+                cache.reached(line)
             at = end
         kept = cache._kept
         for one in kept:

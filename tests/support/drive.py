@@ -154,7 +154,7 @@ def read(cache: Prefixes, sequence: Any, prompt: Sequence[int], sizes: Sequence[
         end = min(next((end for end in ends if at < end), len(prompt)), at + next(most), len(prompt))
         sequence.prefill(prompt[at:end], end == len(prompt))
         if end in ends:
-            cache.reached(sequence, tuple(prompt))
+            cache.reached(sequence)
         at = end
     return past
 

@@ -662,7 +662,7 @@ def prompts_of(given: str | list[Any], param: str) -> tuple[str | list[int], ...
     """Returns one or several prompts, each a text or a list of tokens."""
     if isinstance(given, str):
         return (given,)
-    if given and not {str, list} & set(map(type, given)):  # Tens of thousands of tokens, in C.
+    if given and type(given[0]) not in (str, list):
         return (tokens_of(given, param),)
     if not 0 < len(given) <= MAX_PROMPTS:
         raise refuse(f"{param} has {len(given)} texts: 1 to {MAX_PROMPTS} are taken", param)
