@@ -222,6 +222,8 @@ class Scheduler:
         except Exception:
             self._jobs |= over  # They end with the others.
             raise
+        if self._cache and over:  # What leaves for the next prompt leaves behind this answer, and not ahead of that one.
+            self._cache.free_pages(min(self._two_turns(1), self._engine.info.n_pages // 8))
         if self._lost and any(isinstance(each, Failed) and isinstance(each.error, DeviceError) for _, each in events):
             with self._changed:
                 waiting = list(self._waiting)
@@ -273,13 +275,16 @@ class Scheduler:
 
     def _pages_soon(self) -> int:
         """Returns the most pages that this turn and the next one take: copies that leave take a while."""
-        # Each chunk of a pass begins within a page, and a checkpoint at its end has one of its own.
-        two_turns = 2 * (math.ceil(self._engine.info.n_chunk / PAGE) + 2 * len(self._jobs))
+        two_turns = self._two_turns(len(self._jobs))
         if self._engine.native.info.pages_free >= two_turns:
             return 0
         running = ((each, job) for each, job in self._jobs.items() if not each.over)
         lacking = (self._pages(job.request) - each.sequence.info.n_pages for each, job in running)
         return min(two_turns, sum(lacking))
+
+    def _two_turns(self, jobs: int) -> int:
+        # Each chunk of a pass begins within a page, and a checkpoint at its end has one of its own.
+        return 2 * (math.ceil(self._engine.info.n_chunk / PAGE) + 2 * jobs)
 
     def _end_all(self, error: Error) -> None:
         """Ends what runs, and what waits too where the thread is to stop. Where it fails it may be called

@@ -31,7 +31,7 @@ from luce.prompts.disk import CLOSE_S, DiskCache
 from luce.prompts.turns import Turns
 
 SPARE = 8  # Of so many places on the device one is kept free, so that the next checkpoint waits for no copy.
-MOVED = 8  # What has gone on is moved to host memory where it saves at least one in so many of its tokens.
+MOVED = 2  # What has gone on is moved to host memory where it saves at least one in so many of its tokens.
 GONE_ON = 8  # A beginning that one longer one follows is worth so much less.
 KNOWN = 32  # Of so many prompts that were read last it is known what of them is read again.
 

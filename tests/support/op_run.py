@@ -42,6 +42,7 @@ luce_status luce_switch_rule(uint32_t index, int32_t on);
 luce_status luce_part_devices(int on);
 luce_status luce_thread_stages(int on, unsigned slow);
 luce_status luce_pretend_device(const char *name, uint64_t memory);
+luce_status luce_hold_copies(int32_t at);
 luce_status luce_time_steps(int on);
 luce_status luce_show_gpus_images(int32_t on);
 luce_status luce_block_towers(uint64_t bytes);
@@ -207,6 +208,17 @@ def without(native: Library, *off: Rule) -> Iterator[None]:
     finally:
         for rule in off:
             native.check(lib.luce_switch_rule(rule.index, 1))
+
+
+@contextmanager
+def held_copies(native: Library, at: int) -> Iterator[None]:
+    """Holds checkpoints that leave their device ahead of a portion of their copies: 0 is the state, the others are pages."""
+    _, lib = core(native.path)
+    native.check(lib.luce_hold_copies(at))
+    try:
+        yield
+    finally:
+        native.check(lib.luce_hold_copies(-1))
 
 
 def time_steps(native: Library, on: bool) -> None:

@@ -36,11 +36,12 @@ def changed(saved: bytes, at: int, value: int) -> bytes:
 
 
 def former(saved: bytes, version: int, n_chunk: int) -> bytes:
-    """Returns the checkpoint as luce wrote it before: in version 6 without how far positions lag behind images, in
-    version 5 with the engine's n_chunk in the place of n_cut, and in version 4 also with two numbers that said whether
-    there was a NextN head and a DFlash drafter, where bits name the model's drafters since. All else lay as it does."""
+    """Returns the checkpoint with a header as luce wrote it before: in version 6 without how far positions lag behind
+    images, in version 5 with the engine's n_chunk in the place of n_cut, and in version 4 also with two numbers that
+    said whether there was a NextN head and a DFlash drafter, where bits name the model's drafters since. What follows
+    the header lay layer by layer up to version 7, and is not read."""
     magic, now, kv_type, model, size, _, n_past, _, drafters, _ = struct.unpack_from("<8sIIQQQIIII", saved)
-    assert (magic, now) == (b"LUCECHKP", 7)
+    assert (magic, now) == (b"LUCECHKP", 8)
     heads = (drafters, 0) if version > 4 else (drafters & 1, drafters >> 1 & 1)
     head = struct.pack("<8sIIQQQIIII", magic, version, kv_type, model, size, 0, n_past, n_chunk, *heads)
     return changed(head + saved[len(head) :], VERSION, version)

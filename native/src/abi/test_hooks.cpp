@@ -2,7 +2,7 @@
 
 #include "abi/abi.h"
 #include "cpu/sampler.h"
-#include "engine/engine.h"
+#include "engine/checkpoint.h"
 #include "engine/lookup.h"
 #include "engine/penalties.h"
 #include "graph/rules.h"
@@ -172,6 +172,11 @@ luce_status luce_part_devices(int32_t on) {
 luce_status luce_thread_stages(int32_t on, uint32_t slow) {
     using namespace luce;
     return guarded([&] { thread_stages(on != 0, slow); });
+}
+
+luce_status luce_hold_copies(int32_t at) {
+    using namespace luce;
+    return guarded([&] { hold_copies(at); });
 }
 
 luce_status luce_time_steps(int32_t on) {

@@ -68,6 +68,10 @@ LUCE_API luce_status luce_show_gpus_images(int32_t on);
 // with 0 they build their own again.
 LUCE_API luce_status luce_block_towers(uint64_t bytes);
 
+// Checkpoints that leave their device are held ahead of the at-th portion of their copies (checkpoint.h), until this is called
+// again; -1 holds none.
+LUCE_API luce_status luce_hold_copies(int32_t at);
+
 // Engines that are opened on a CPU from now on take made-up costs instead of timing their steps, which is most of what
 // an opening takes; with 1 they time them again.
 LUCE_API luce_status luce_time_steps(int32_t on);

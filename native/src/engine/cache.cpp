@@ -343,7 +343,9 @@ void Cache::share(const PageLists &lists) {
 
 void Cache::release(PageLists &lists) {
     for (const int32_t page : lists.all) {
-        pages.release(page);
+        if (page != GONE) {
+            pages.release(page);
+        }
     }
     for (const int32_t page : lists.window) {
         if (page != GONE) {
@@ -354,38 +356,61 @@ void Cache::release(PageLists &lists) {
     lists.window.clear();
 }
 
-std::vector<Cache::Piece> Cache::pieces(const PageLists &lists, uint32_t n_past, int32_t slot,
-                                        int32_t hidden) const {
-    std::vector<Piece> list;
-    const auto kv = [&](const Stage *on, const KvCells &cells, uint32_t first) {
-        const std::vector<int32_t> &page_list = cells.sliding ? lists.window : lists.all;
-        for (ggml_tensor *t : {cells.k, cells.v}) {
-            for (uint32_t at = cells.sliding ? first_window_page(n_past) * PAGE : first; at < n_past;) {
-                const uint32_t end = std::min(n_past, (at / PAGE + 1) * PAGE), n = end - at;
-                const size_t page = size_t(page_list[at / PAGE]) * t->nb[3];
-                if (n == PAGE) {
-                    list.push_back({on, t, page, t->nb[3]});
-                } else { // it is a part of each head
-                    for (int64_t head = 0; head < t->ne[2]; head++) {
-                        list.push_back({on, t, page + head * t->nb[2] + at % PAGE * t->nb[1], n * t->nb[1]});
-                    }
-                }
-                at = end;
-            }
-        }
-    };
+template <typename F> void Cache::each_cells(bool sliding, const F &f) const {
     for (size_t il = 0; il < kv_.size(); il++) {
-        if (kv_[il].k != nullptr) {
-            kv(stage_of(il), kv_[il], 0);
+        if (kv_[il].k != nullptr && kv_[il].sliding == sliding) {
+            f(stage_of(il), kv_[il], 0u);
         }
     }
     for (const Drafter *drafter : drafters_) {
         for (const KvCells &cells : drafter_kv_[drafter->index]) {
-            kv(&last(), cells, drafter->first);
+            if (cells.sliding == sliding) {
+                f(&last(), cells, drafter->first);
+            }
         }
     }
+}
+
+// Adds K and V of a layer's positions begin .. end - 1, which lie in one page.
+static void add_cells(std::vector<Cache::Piece> &list, const Stage *on, const KvCells &cells, int32_t page,
+                      uint32_t begin, uint32_t end) {
+    const uint32_t n = end - begin;
+    for (ggml_tensor *t : {cells.k, cells.v}) {
+        const size_t at = size_t(page) * t->nb[3];
+        if (n == PAGE) {
+            list.push_back({on, t, at, t->nb[3]});
+            continue;
+        }
+        for (int64_t head = 0; head < t->ne[2]; head++) { // it is a part of each head
+            list.push_back({on, t, at + head * t->nb[2] + begin % PAGE * t->nb[1], n * t->nb[1]});
+        }
+    }
+}
+
+std::vector<Cache::Piece> Cache::rest_pieces(const PageLists &lists, uint32_t n_past, int32_t slot,
+                                             int32_t hidden) const {
+    std::vector<Piece> list;
+    each_cells(true, [&](const Stage *on, const KvCells &cells, uint32_t) {
+        for (uint32_t page = first_window_page(n_past); page * PAGE < n_past; page++) {
+            add_cells(list, on, cells, lists.window[page], page * PAGE, std::min(n_past, (page + 1) * PAGE));
+        }
+    });
     const std::vector<Piece> state = state_pieces(slot, hidden);
     list.insert(list.end(), state.begin(), state.end());
+    return list;
+}
+
+std::vector<Cache::Piece> Cache::kept_pieces(const PageLists &lists, uint32_t n_past, uint32_t first,
+                                             uint32_t end) const {
+    std::vector<Piece> list;
+    for (uint32_t page = first; page < end; page++) {
+        each_cells(false, [&](const Stage *on, const KvCells &cells, uint32_t begins) {
+            const uint32_t from = std::max(page * PAGE, begins), to = std::min(n_past, (page + 1) * PAGE);
+            if (from < to) {
+                add_cells(list, on, cells, lists.all[page], from, to);
+            }
+        });
+    }
     return list;
 }
 

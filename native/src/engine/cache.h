@@ -63,7 +63,7 @@ struct KvCells {
 struct PageLists {
     std::vector<int32_t> all, window;
 };
-constexpr int32_t GONE = -1; // in place of a window page that went back
+constexpr int32_t GONE = -1; // in place of a page that went back
 
 struct DeltaState {
     ggml_tensor *state; // {S (v), S (k), Hv, slots of sequences, then of checkpoints} F32
@@ -182,26 +182,33 @@ public:
     // Takes pages that lack for positions up to n, and window pages from entry `first` on.
     void take(PageLists &lists, uint32_t n, uint32_t first = 0);
     void share(const PageLists &lists);
-    void release(PageLists &lists); // it leaves them empty
+    void release(PageLists &lists); // it leaves them empty; those that are GONE are nobody's
 
-    // pieces() lists all of a timeline that the device holds, in the order that saved bytes have: for each
-    // layer the K and V of its pages, or its state and window; the KV of each drafter in use; the hidden
-    // row. It covers n_past positions, and of sliding layers those in pages that the next row may see.
+    // What the device holds of a timeline of n_past positions, in the order that saved bytes have. First comes what is of no
+    // page of `all`, rest_pieces(): of each sliding layer the pages that the next row may see, of the others the state and
+    // window, and the hidden row. Then, page by page, K and V of each layer that sees all positions, the drafters' too:
+    // kept_pieces() has those of pages first .. end - 1.
     struct Piece {
         const Stage *stage;
         ggml_tensor *tensor;
         size_t offset, size;
     };
-    std::vector<Piece> pieces(const PageLists &lists, uint32_t n_past, int32_t slot, int32_t hidden) const;
+    std::vector<Piece> rest_pieces(const PageLists &lists, uint32_t n_past, int32_t slot,
+                                   int32_t hidden) const;
+    std::vector<Piece> kept_pieces(const PageLists &lists, uint32_t n_past, uint32_t first,
+                                   uint32_t end) const;
     // Returns all that lies in page i of the lists: a piece of each pool.
     std::vector<Piece> page_pieces(const PageLists &lists, uint32_t i) const;
-    // Returns the part of pieces() that is the recurrent state and the hidden row.
+    // Returns the part of rest_pieces() that is the recurrent state and the hidden row.
     std::vector<Piece> state_pieces(int32_t slot, int32_t hidden) const;
 
     // For tests: makes NaN, or what is as bad, of all pages and slots that nobody holds.
     void poison();
 
 private:
+    // Calls f(stage, cells, first) for the cells of each layer, those of drafters behind the trunk's: those that slide or the
+    // others. The first position that has any is `first`.
+    template <typename F> void each_cells(bool sliding, const F &f) const;
     void set_data(void *data); // it sets the data of all tensors
     const Stage *stage_of(size_t layer) const;
 

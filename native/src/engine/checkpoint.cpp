@@ -6,8 +6,11 @@
 #include <ggml-backend-impl.h> // it says what an event is
 
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <system_error>
 
 namespace luce {
@@ -30,7 +33,10 @@ struct Header {
 };
 constexpr char MAGIC[8] = {'L', 'U', 'C', 'E', 'C', 'H', 'K', 'P'},
                DUMP[8] = {'L', 'U', 'C', 'E', 'D', 'U', 'M', 'P'};
-constexpr uint32_t VERSION = 7;
+constexpr uint32_t VERSION = 8;
+
+// A portion of pages that leaves a GPU has at least so many bytes: pinning as many takes some milliseconds.
+constexpr uint64_t PORTION = uint64_t(16) << 20;
 
 // save() reads as many bytes while it holds the engine, which takes under 1 ms.
 constexpr uint64_t AT_ONCE = uint64_t(2) << 20;
@@ -111,7 +117,7 @@ void fetch(Stream stream, const std::vector<Cache::Piece> &pieces, uint8_t *to) 
     fetch(stream, pieces, to, 0, total(pieces));
 }
 
-// Copies the pieces on the streams beside the steps, and marks the end there. ggml would end the process where a device has
+// Copies the pieces on the streams beside the steps, and waits for that. ggml would end the process where a device has
 // failed meanwhile, so it is not asked.
 void leave([[maybe_unused]] const std::deque<Stage> &stages,
            [[maybe_unused]] const std::vector<Event> &events,
@@ -129,6 +135,9 @@ void leave([[maybe_unused]] const std::deque<Stage> &stages,
     }
     for (size_t i = 0; i < events.size(); i++) {
         check(cuda::record(events[i]->context, Stage::stream(stages[i].copies)));
+    }
+    for (const Event &event : events) {
+        check(cuda::finish_event(event->context));
     }
 #endif
 }
@@ -259,7 +268,65 @@ Header read_header(const Engine &engine, const uint8_t *data, uint64_t size) {
     return h;
 }
 
+// Where tests hold copies.
+struct {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int32_t at = -1;
+} g_hold;
+
 } // namespace
+
+void hold_copies(int32_t at) {
+    {
+        const std::lock_guard<std::mutex> lock(g_hold.mutex);
+        g_hold.at = at;
+    }
+    g_hold.changed.notify_all();
+}
+
+// What the thread that copies and those that want room tell each other.
+struct Checkpoint::Leaving {
+    std::mutex mutex;
+    std::condition_variable changed;
+    uint32_t landed = 0; // so many portions are copied
+    bool ended = false; // no more will be
+    std::string failed; // with this
+    std::atomic<bool> stopped{false}; // nobody wants it any more
+
+    // Copies portion after portion.
+    void run(uint32_t n, const std::function<void(uint32_t)> &copy) {
+        std::string why;
+        try {
+            for (uint32_t i = 0; i < n && may_copy(i); i++) {
+                copy(i);
+                const std::lock_guard<std::mutex> lock(mutex);
+                landed = i + 1;
+                changed.notify_all();
+            }
+        } catch (const std::exception &e) { // a device that has failed tells so in its next step too
+            why = *e.what() != 0 ? e.what() : "it failed";
+        }
+        const std::lock_guard<std::mutex> lock(mutex);
+        failed = why;
+        ended = true;
+        changed.notify_all();
+    }
+    void stop() {
+        {
+            const std::lock_guard<std::mutex> lock(g_hold.mutex);
+            stopped = true;
+        }
+        g_hold.changed.notify_all();
+    }
+
+private:
+    bool may_copy(uint32_t i) const {
+        std::unique_lock<std::mutex> lock(g_hold.mutex);
+        g_hold.changed.wait(lock, [&] { return stopped || g_hold.at != int32_t(i); });
+        return !stopped;
+    }
+};
 
 Checkpoint::Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens, int32_t delta)
     : engine_(std::move(engine)), tokens_(std::move(tokens)), delta_(delta) {
@@ -287,19 +354,6 @@ void Checkpoint::end_beside_steps() const {
     }
 }
 
-bool Checkpoint::finish_copying() {
-    if (!copying_.valid()) {
-        return true;
-    }
-    try {
-        copying_.get();
-        return true;
-    } catch (const std::exception &e) { // a device that has failed tells so in its next step too
-        why_closed_ = e.what();
-        return false;
-    }
-}
-
 // Lets steps that are enqueued from now on wait for copies that are under way.
 void Checkpoint::let_steps_wait() const {
     for (size_t i = 0; i < events_.size(); i++) {
@@ -311,48 +365,74 @@ void Checkpoint::let_steps_wait() const {
 }
 
 void Checkpoint::close() {
-    const bool begun = finish_copying(); // what copies reads what is given back here
-    if (begun && engine_->model().gpu() && (leaving_ || arriving_)) {
+    if (leaving_) {
+        leaving_->stop();
+        copying_
+            .get(); // what copies reads what is given back here: it ends behind the portion that it copies now
+        leaving_.reset();
+    } else if (arriving_) {
         let_steps_wait(); // nobody waits for the copy here: the engine's next step comes after it
         engine_->step().keep(host_);
     }
-    leaving_ = arriving_ = false;
+    arriving_ = false;
     release_device();
-    host_.reset();
+    host_.clear();
 }
 
 void Checkpoint::check_open() const {
-    if (slot_ < 0 && !host_) {
+    if (slot_ < 0 && host_.empty()) {
         fail(LUCE_E_STATE,
              why_closed_.empty() ? "the checkpoint was closed meanwhile" : "the checkpoint is lost: %s",
              why_closed_.c_str());
     }
 }
 
-// The body's pieces are the same for all checkpoints of n_past tokens, wherever they lie.
-std::vector<Cache::Piece> Checkpoint::pieces() const {
+uint32_t Checkpoint::pages_each() const {
+    PageLists any;
+    any.all.push_back(0);
+    const uint64_t page = std::max<uint64_t>(1, total(engine_->cache().kept_pieces(any, PAGE, 0, 1)));
+    return engine_->model().gpu() ? uint32_t((PORTION + page - 1) / page) : 1;
+}
+
+// Portions and their sizes are the same for all checkpoints of n_past tokens, wherever they lie.
+std::vector<Checkpoint::Portion> Checkpoint::portions(const PageLists &pages, int32_t slot,
+                                                      int32_t hidden) const {
     const Cache &cache = engine_->cache();
-    const int32_t slot = int32_t(engine_->params().cache.n_sequences) + (slot_ < 0 ? 0 : slot_);
+    std::vector<Portion> list;
+    const auto add = [&](uint32_t first, uint32_t end, std::vector<Cache::Piece> pieces) {
+        const uint64_t size = total(pieces);
+        list.push_back({first, end, std::move(pieces), size});
+    };
+    add(0, 0, cache.rest_pieces(pages, n_past(), slot, hidden));
+    const uint32_t each = pages_each();
+    for (uint32_t first = 0; first < n_pages(); first += each) {
+        const uint32_t end = std::min(n_pages(), first + each);
+        add(first, end, cache.kept_pieces(pages, n_past(), first, end));
+    }
+    return list;
+}
+
+std::vector<Checkpoint::Portion> Checkpoint::portions() const {
+    const Cache &cache = engine_->cache();
+    const int32_t slot = int32_t(engine_->params().cache.n_sequences) + std::max(slot_, 0);
+    const bool is_there = slot_ >= 0 || leaving_;
     PageLists nowhere;
-    nowhere.all.resize(slot_ < 0 ? n_pages() : 0, 0);
+    nowhere.all.resize(is_there ? 0 : n_pages(), 0);
     nowhere.window.resize(nowhere.all.size(), 0);
-    return cache.pieces(slot_ < 0 ? nowhere : pages_, n_past(), slot, cache.hidden_row(slot, 0, 0));
+    return portions(is_there ? pages_ : nowhere, slot, cache.hidden_row(slot, 0, 0));
 }
 
 uint64_t Checkpoint::size() const {
-    return header_and_tokens(n_past()) + total(pieces());
+    uint64_t size = header_and_tokens(n_past());
+    for (const Portion &portion : portions()) {
+        size += portion.size;
+    }
+    return size;
 }
 
 void Checkpoint::take_device() {
-    Cache &cache = engine_->cache();
-    if (cache.checkpoint_slots.n_free() == 0) {
-        engine_->reclaim();
-    }
-    if (cache.checkpoint_slots.n_free() == 0) {
-        fail(LUCE_E_MEMORY, "all %u checkpoints that the engine has room for are on the device",
-             engine_->params().cache.n_checkpoints);
-    }
-    slot_ = cache.checkpoint_slots.take();
+    engine_->need_checkpoint();
+    slot_ = engine_->cache().checkpoint_slots.take();
 }
 
 void Checkpoint::release_device() {
@@ -373,8 +453,20 @@ PageLists Checkpoint::new_pages() const {
     return lists;
 }
 
-HostMemory Checkpoint::host_memory() const {
-    return std::make_shared<HostPages>(engine_->cache().last().device, total(pieces()), "a checkpoint");
+std::vector<HostMemory> Checkpoint::host_memory(const std::vector<Portion> &portions) const {
+    const Device &device = engine_->cache().last().device;
+    uint64_t size = 0;
+    for (const Portion &portion : portions) {
+        size += portion.size;
+    }
+    if (device.gpu) {
+        check_memory(find_device("cpu"), size, "a checkpoint");
+    }
+    std::vector<HostMemory> memory;
+    for (const Portion &portion : portions) {
+        memory.push_back(std::make_shared<HostPages>(device, portion.size, "a checkpoint"));
+    }
+    return memory;
 }
 
 std::shared_ptr<Checkpoint> Checkpoint::make(Sequence &sequence) {
@@ -413,24 +505,75 @@ void Checkpoint::to_host() {
         return;
     }
     check_devices(*engine_);
-    const std::vector<Cache::Piece> list = pieces();
-    HostMemory memory = host_memory();
+    std::vector<Portion> list = portions();
+    std::vector<HostMemory> memory = host_memory(list);
+    auto leaving = std::make_shared<Leaving>();
     engine_->leaving(weak_from_this());
-    std::function<void()> copies = [list, memory] { copy_out(list, memory->data()); };
-    if (engine_->model().gpu()) {
+    const bool gpu = engine_->model().gpu();
+    if (gpu) {
         begin_beside_steps();
-        copies = [this, list, memory] {
-            memory->pin();
-            leave(engine_->cache().stages(), events_, list, memory->data());
-        };
     }
+    const auto run = [this, gpu, leaving, memory, list = std::move(list)] {
+        leaving->run(uint32_t(list.size()), [&](uint32_t i) {
+            if (gpu) {
+                memory[i]->pin();
+                leave(engine_->cache().stages(), events_, list[i].pieces, memory[i]->data());
+            } else {
+                copy_out(list[i].pieces, memory[i]->data());
+            }
+        });
+    };
     try {
-        copying_ = std::async(std::launch::async, copies);
+        copying_ = std::async(std::launch::async, run);
     } catch (const std::system_error &) { // no more threads are to be had
-        copies();
+        copying_ = std::async(std::launch::deferred, run);
+        copying_.wait();
     }
-    leaving_ = true; // nothing is half done where memory lacks
+    leaving_ = std::move(leaving); // nothing is half done where memory lacks
+    given_ = 0;
     host_ = std::move(memory);
+}
+
+bool Checkpoint::give_back(bool waits) {
+    uint32_t landed = 0;
+    {
+        std::unique_lock<std::mutex> lock(leaving_->mutex);
+        const auto has_news = [&] { return leaving_->landed > given_ || leaving_->ended; };
+        if (waits) {
+            leaving_->changed.wait(lock, has_news);
+        }
+        if (!has_news()) {
+            return false;
+        }
+        landed = leaving_->landed;
+    }
+    if (landed == given_) { // the copy has ended, or failed
+        settle();
+        return true;
+    }
+    Cache &cache = engine_->cache();
+    if (given_ == 0) {
+        PageLists windows;
+        windows.window.swap(pages_.window);
+        pages_.window.resize(windows.window.size(), GONE);
+        cache.release(windows);
+        cache.checkpoint_slots.release(slot_);
+        slot_ = -1;
+    } else {
+        const uint32_t first = (given_ - 1) * pages_each();
+        for (uint32_t page = first; page < std::min(n_pages(), first + pages_each()); page++) {
+            cache.pages.release(pages_.all[page]);
+            pages_.all[page] = GONE;
+        }
+    }
+    given_++;
+    return true;
+}
+
+void Checkpoint::be_whole() {
+    if (leaving_ && given_ > 0) {
+        settle();
+    }
 }
 
 void Checkpoint::to_device() {
@@ -442,42 +585,45 @@ void Checkpoint::to_device() {
     check_devices(*engine_);
     engine_->need_pages(n_pages());
     take_device();
-    std::vector<Cache::Piece> list;
+    std::vector<Portion> list;
     try {
         pages_ = new_pages();
-        list = pieces();
+        list = portions();
     } catch (...) {
         release_device();
         throw;
     }
-    if (engine_->model().gpu()) { // the copy waits for steps that used these pages
+    const bool gpu = engine_->model().gpu();
+    if (gpu) { // the copy waits for steps that used these pages
         begin_beside_steps();
-        send(&Stage::copies, list, host_->data());
+    }
+    for (size_t i = 0; i < list.size(); i++) {
+        send(gpu ? &Stage::copies : &Stage::steps, list[i].pieces, host_[i]->data());
+    }
+    if (gpu) {
         end_beside_steps();
         arriving_ = true;
     } else {
-        send(&Stage::steps, list, host_->data());
-        host_.reset();
+        host_.clear();
     }
 }
 
 void Checkpoint::settle() {
-    if (!leaving_ && !arriving_) {
-        return;
-    }
-    const bool begun = finish_copying();
-    for (size_t i = 0; begun && engine_->model().gpu() && i < events_.size(); i++) {
-        engine_->step().wait(events_[i]);
-    }
-    if (leaving_ && !begun) {
-        host_.reset();
-    }
     if (leaving_) {
+        copying_.get();
+        if (!leaving_->failed.empty()) {
+            why_closed_ = leaving_->failed;
+            host_.clear();
+        }
+        leaving_.reset();
         release_device();
-    } else {
-        host_.reset();
+    } else if (arriving_) {
+        for (const Event &event : events_) {
+            engine_->step().wait(event);
+        }
+        arriving_ = false;
+        host_.clear();
     }
-    leaving_ = arriving_ = false;
 }
 
 void Checkpoint::restore(Timeline &line) const {
@@ -505,19 +651,43 @@ void Checkpoint::restore(Timeline &line) const {
     line.resume(tokens_, pages, delta_);
     PageLists taken = pages;
     cache.release(taken); // they are the sequence's alone
-    send(&Stage::steps, cache.pieces(pages, n_past(), line.slot(), line.hidden()), host_->data());
+    const std::vector<Portion> list = portions(pages, line.slot(), line.hidden());
+    for (size_t i = 0; i < list.size(); i++) {
+        send(&Stage::steps, list[i].pieces, host_[i]->data());
+    }
     engine_->step().keep(host_); // nothing waits here: a step after it does
 }
 
 void Checkpoint::read(uint64_t begin, uint64_t n, uint8_t *to) const {
     check_open();
-    if (host_ && !leaving_) {
-        memcpy(to, host_->data() + begin, n);
-        return;
+    const std::vector<Portion> list = portions();
+    size_t there = host_.size(); // so many portions are in host memory
+    if (leaving_) {
+        const std::lock_guard<std::mutex> lock(leaving_->mutex);
+        there = leaving_->landed;
     }
-    check_devices(*engine_);
-    fetch(&Stage::steps, pieces(), to, begin, n);
-    engine_->step().synchronize();
+    bool fetched = false;
+    for (size_t i = 0; i < list.size() && n > 0; i++) {
+        const uint64_t skipped = std::min(begin, list[i].size), taken = std::min(n, list[i].size - skipped);
+        begin -= skipped;
+        if (taken == 0) {
+            continue;
+        }
+        if (i < there) {
+            memcpy(to, host_[i]->data() + skipped, taken);
+        } else {
+            if (!fetched) {
+                check_devices(*engine_);
+            }
+            fetch(&Stage::steps, list[i].pieces, to, skipped, taken);
+            fetched = true;
+        }
+        to += taken;
+        n -= taken;
+    }
+    if (fetched) {
+        engine_->step().synchronize();
+    }
 }
 
 void Checkpoint::save(uint8_t *data, uint64_t size) {
@@ -536,8 +706,6 @@ void Checkpoint::save(uint8_t *data, uint64_t size) {
     Header h = header_of(size, *engine_, tokens_, delta_, MAGIC);
     h.checksum = checksum(h, rest);
     memcpy(data, &h, sizeof(h));
-    const std::lock_guard<std::recursive_mutex> lock(engine_->mutex());
-    settle();
 }
 
 std::shared_ptr<Checkpoint> Checkpoint::load(std::shared_ptr<Engine> engine, const uint8_t *data,
@@ -561,9 +729,14 @@ std::shared_ptr<Checkpoint> Checkpoint::load(std::shared_ptr<Engine> engine, con
         fail(LUCE_E_ARG, "the saved checkpoint's layout is another: %llu bytes, expected %llu",
              (unsigned long long) size, (unsigned long long) made->size());
     }
-    made->host_ = made->host_memory();
-    made->host_->pin();
-    memcpy(made->host_->data(), data + header_and_tokens(h.n_past), size - header_and_tokens(h.n_past));
+    const std::vector<Portion> list = made->portions();
+    made->host_ = made->host_memory(list);
+    data += header_and_tokens(h.n_past);
+    for (size_t i = 0; i < list.size(); i++) {
+        made->host_[i]->pin();
+        memcpy(made->host_[i]->data(), data, list[i].size);
+        data += list[i].size;
+    }
     return made;
 }
 
@@ -572,9 +745,15 @@ uint64_t dump(Sequence &sequence, uint8_t *data, uint64_t size) {
     Engine &engine = *sequence.engine();
     const Timeline &line = sequence.line();
     const auto pieces = [&] {
-        return line.n_past() == 0
-                   ? std::vector<Cache::Piece>()
-                   : engine.cache().pieces(line.pages(), line.n_past(), line.slot(), line.hidden());
+        std::vector<Cache::Piece> all;
+        if (line.n_past() > 0) {
+            const Cache &cache = engine.cache();
+            all = cache.rest_pieces(line.pages(), line.n_past(), line.slot(), line.hidden());
+            const uint32_t end = (line.n_past() + PAGE - 1) / PAGE;
+            const auto kept = cache.kept_pieces(line.pages(), line.n_past(), 0, end);
+            all.insert(all.end(), kept.begin(), kept.end());
+        }
+        return all;
     };
     const uint64_t needed = header_and_tokens(line.n_past()) + total(pieces());
     if (data == nullptr) {

@@ -2,8 +2,12 @@
 // it ends in, if it ends within one, and a copy of the recurrent state, the conv windows and the last hidden row. It lives on
 // the device (pages and a slot), in host memory, or as bytes.
 //
-// Saved bytes are: header | tokens i32[n_past] | body, where the body is the pieces of Cache::pieces one
-// after the other. They depend on the tokens, on where the prompt was cut, and on the model, build and device that the
+// It leaves the device in portions, in a thread beside the steps: first its state, with its place among the checkpoints, then
+// page after page. What needs room takes the portions that are copied, and waits for no others. A sequence may start from one
+// that leaves; where it has given back pages by then, it has to leave whole first.
+//
+// Saved bytes are: header | tokens i32[n_past] | body, where the body is the pieces of Cache::rest_pieces and
+// Cache::kept_pieces one after the other. They depend on the tokens, on where the prompt was cut, and on the model, build and device that the
 // header names. They do not depend on the sequence or the pages. Host memory holds the body.
 #pragma once
 
@@ -25,10 +29,13 @@ public:
     const std::shared_ptr<Engine> &engine() const { return engine_; }
     const std::vector<int32_t> &tokens() const { return tokens_; }
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
-    bool on_device() const { return slot_ >= 0 && !leaving_; }
+    bool on_device() const { return slot_ >= 0 && !leaving(); }
     // Its copy to the host runs; its pages and slot are free after it.
-    bool leaving() const { return leaving_; }
-    const PageLists &pages() const { return pages_; } // these are the ones on the device
+    bool leaving() const { return leaving_ != nullptr; }
+    bool has_slot() const { return slot_ >= 0; }
+    const PageLists &pages() const {
+        return pages_;
+    } // these are the ones on the device, and GONE those that it gave back
     uint64_t size() const; // it says how many bytes save() writes
 
     void to_host();
@@ -36,6 +43,10 @@ public:
     // It waits for a copy that is on its way, and gives back what it leaves. Where a copy to the host could not be begun, the
     // checkpoint is closed.
     void settle();
+    // Gives back the next portion of one that is leaving, if that is copied, or `waits` for it. Says whether there was one.
+    bool give_back(bool waits);
+    // Has it on the device or in host memory as a whole: where it has given back a part it waits for the rest.
+    void be_whole();
     // Gives back all that it holds. What runs on it in another thread fails with E_STATE.
     void close();
     void check_open() const;
@@ -49,18 +60,27 @@ public:
 private:
     Checkpoint(std::shared_ptr<Engine> engine, std::vector<int32_t> tokens, int32_t delta);
 
+    // Portion 0 is the rest, without pages of `all`. Where host memory has to be pinned, the others are of several pages, so
+    // that they are worth a call.
+    struct Portion {
+        uint32_t first, end; // these pages
+        std::vector<Cache::Piece> pieces; // those on the device
+        uint64_t size;
+    };
+    struct Leaving;
+
+    uint32_t pages_each() const; // of a portion of pages
     uint32_t n_pages() const { return (n_past() + PAGE - 1) / PAGE; }
     bool has_part() const { return n_past() % PAGE != 0; } // of its last page, which nobody shares
-    std::vector<Cache::Piece> pieces() const; // these are the ones on the device
+    std::vector<Portion> portions() const;
+    std::vector<Portion> portions(const PageLists &pages, int32_t slot, int32_t hidden) const;
     void take_device(); // it takes a slot, and fails with E_MEMORY when all are taken
     PageLists new_pages() const; // for all its positions, of which those of window pages are in a few
     void release_device();
     void begin_beside_steps() const; // the copies' streams wait for where the steps' are now
     void end_beside_steps() const; // events_ are there on the copies' streams
-    bool
-    finish_copying(); // it waits until a copy to the host has been enqueued, or made on a CPU, and says whether it was
     void let_steps_wait() const;
-    HostMemory host_memory() const;
+    std::vector<HostMemory> host_memory(const std::vector<Portion> &portions) const;
     void read(uint64_t begin, uint64_t n, uint8_t *to) const; // it copies n bytes of the body
 
     std::shared_ptr<Engine> engine_;
@@ -68,14 +88,18 @@ private:
     int32_t delta_; // Timeline::delta
     PageLists pages_; // they count while there is a slot_
     int32_t slot_ = -1; // it is one of Cache::checkpoint_slots; -1 means that it is not on the device
-    // It holds the body, which nothing changes. It is null while the body is not in host memory.
-    HostMemory host_;
-    bool leaving_ = false, arriving_ = false; // a copy is on its way
+    // It holds the body by portions, which nothing changes. It is empty while the body is not in host memory.
+    std::vector<HostMemory> host_;
+    std::shared_ptr<Leaving> leaving_; // its copy to the host, which is on its way
+    uint32_t given_ = 0; // so many portions of that copy have given back what they had on the device
+    bool arriving_ = false; // the other copy is on its way
     std::string why_closed_; // what a copy to the host failed with
     std::vector<Event> events_; // by stage: they mark the copy's end there, and are null on the CPU
-    std::future<void>
-        copying_; // of one that leaves: on a CPU it copies, for a GPU it pins host memory and enqueues copies
+    std::future<void> copying_; // the thread of one that leaves
 };
+
+// For tests: copies to the host wait ahead of portion `at`, until another number is given; -1 holds none.
+void hold_copies(int32_t at);
 
 // Writes the committed state of a sequence as bytes, in the form of a checkpoint, and returns their number.
 // Prefill in chunks need not have brought the sequence there. Where data is null it only returns the number.

@@ -261,14 +261,14 @@ luce_engine_info Engine::info() const {
     std::map<int32_t, uint32_t> leaving;
     for (const std::weak_ptr<Checkpoint> &each : leaving_) {
         if (const std::shared_ptr<Checkpoint> checkpoint = each.lock(); checkpoint && checkpoint->leaving()) {
-            out.checkpoints_free++;
+            out.checkpoints_free += checkpoint->has_slot();
             for (const int32_t page : checkpoint->pages().all) {
-                leaving[page]++;
+                leaving[page] += page != GONE;
             }
         }
     }
     for (const auto &[page, users] : leaving) {
-        out.pages_free += users == cache_.pages.users(page);
+        out.pages_free += users > 0 && users == cache_.pages.users(page);
     }
     return out;
 }
@@ -364,9 +364,30 @@ void Engine::reclaim() {
     leaving_.clear();
 }
 
+bool Engine::take_portion(bool slot) {
+    for (const bool waits : {false, true}) { // what is copied comes first, of whichever it is
+        for (const std::weak_ptr<Checkpoint> &each : leaving_) {
+            const std::shared_ptr<Checkpoint> checkpoint = each.lock();
+            if (checkpoint && checkpoint->leaving() && (!slot || checkpoint->has_slot()) &&
+                checkpoint->give_back(waits)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+void Engine::need_checkpoint() {
+    while (cache_.checkpoint_slots.n_free() == 0 && take_portion(true)) {
+    }
+    if (cache_.checkpoint_slots.n_free() == 0) {
+        fail(LUCE_E_MEMORY, "all %u checkpoints that the engine has room for are on the device",
+             params_.cache.n_checkpoints);
+    }
+}
+
 void Engine::need_pages(uint32_t n) {
-    if (n > cache_.pages.n_free()) {
-        reclaim();
+    while (n > cache_.pages.n_free() && take_portion(false)) {
     }
     if (n > cache_.pages.n_free()) {
         fail(LUCE_E_MEMORY, "%u KV pages of %d positions are needed, %u of %u are free", n, PAGE,

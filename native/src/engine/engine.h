@@ -58,9 +58,10 @@ public:
     // With images, names below -1 of rows of images pass where the model takes those.
     void check_tokens(const int32_t *tokens, uint32_t n, bool images = false) const;
     void check_cancelled();
-    // Makes sure that so many pages can be taken, else fails with E_MEMORY. It waits for checkpoints that are
-    // leaving the device where that helps.
+    // Makes sure that so many pages can be taken, or a place for a checkpoint, else fails with E_MEMORY. Of checkpoints that
+    // are leaving the device it takes what is copied already, and waits for no more of them than is needed.
     void need_pages(uint32_t n);
+    void need_checkpoint();
     // Enqueues a step that shows the drafters that lag the rows that they have not seen.
     void feed_lagging(Timeline &line);
     void
@@ -70,6 +71,10 @@ public:
     void leaving(std::weak_ptr<Checkpoint> checkpoint);
 
 private:
+    // Has one of the checkpoints that are leaving give back a portion more: of those that still have their `slot` alone, or of
+    // any. Says whether one did.
+    bool take_portion(bool slot);
+
     static luce_memory memory_of(const Model &model, const Cache &cache, const StepSizes &sizes);
 
     std::shared_ptr<const Model> model_;

@@ -247,13 +247,14 @@ void Sequence::settle() {
     });
 }
 
-void Sequence::resume(const Checkpoint &checkpoint) {
+void Sequence::resume(Checkpoint &checkpoint) {
     const CacheParams &c = engine_->params().cache;
     if (checkpoint.n_past() >= c.n_ctx) {
         fail(LUCE_E_CONTEXT, "a checkpoint of %u tokens leaves no room in a context of %u",
              checkpoint.n_past(), c.n_ctx);
     }
-    engine_->need_pages(checkpoint.pages_wanted()); // it may wait for this very one to leave
+    engine_->need_pages(checkpoint.pages_wanted()); // it may give back pages of this very one, as it leaves
+    checkpoint.be_whole();
     checkpoint.check_open();
     engine_->need_pages(checkpoint.pages_wanted());
     engine_->in_step([&] {

@@ -32,7 +32,7 @@ public:
     const float *logits(uint32_t row);
     // does what luce.h says of luce_sequence_choose
     int32_t choose(uint32_t row, const uint8_t *mask, uint64_t mask_size);
-    void resume(const Checkpoint &checkpoint);
+    void resume(Checkpoint &checkpoint);
     void settle(); // it pays debts and rejects verified rows: the caches then hold what is committed
 
     // The engine's steps call what follows.

@@ -36,7 +36,6 @@ HostPages::HostPages(const Device &device, size_t size, const char *what) : devi
         data_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(plain_.get()));
         return;
     }
-    check_memory(find_device("cpu"), size, what);
     size_ = round_up(std::max<size_t>(size, 1), HUGE_PAGE);
     mapped_size_ = size_ + HUGE_PAGE; // some of it is left before a place that is aligned
     mapped_ = mmap(nullptr, mapped_size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -9,7 +9,8 @@ namespace luce {
 
 class HostPages {
 public:
-    // Reserves pages for `what`, or on a CPU allocates them. E_MEMORY where the host has not so many.
+    // Reserves pages for `what`, or on a CPU allocates them. E_MEMORY where that cannot be; who reserves many first asks whether
+    // the host has as many (check_memory), which takes as long as many of these.
     HostPages(const Device &device, size_t size, const char *what);
     ~HostPages();
     HostPages(const HostPages &) = delete;

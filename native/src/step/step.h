@@ -158,7 +158,9 @@ public:
     uint64_t steps() const { return steps_; }
     uint64_t synchronisations() const { return synchronisations_; }
     // Keeps what enqueued copies read until the next synchronize().
-    void keep(HostMemory source) { kept_.push_back(std::move(source)); }
+    void keep(const std::vector<HostMemory> &sources) {
+        kept_.insert(kept_.end(), sources.begin(), sources.end());
+    }
 
     struct Graph; // shapes.h defines it
 

@@ -22,8 +22,8 @@ def saved(engine: Engine) -> bytes:
 
 
 CHANGES: dict[str, tuple[int, Callable[[int], int], str]] = {
-    "an older version": (VERSION, lambda old: old - 2, "has version 5, this version of luce has 7: read its prompt"),
-    "a newer version": (VERSION, lambda old: old + 1, "has version 8, this version of luce has 7: read its prompt"),
+    "an older version": (VERSION, lambda old: old - 3, "has version 5, this version of luce has 8: read its prompt"),
+    "a newer version": (VERSION, lambda old: old + 1, "has version 9, this version of luce has 8: read its prompt"),
     "none of luce's": (0, lambda _: 0, "no checkpoint that luce saved$"),
     "another build": (BUILD, lambda _: ord("x"), "was saved by build x of luce, this is build [0-9a-f]{16}$"),
     "other arithmetic": (ARITHMETIC, lambda _: 0x58545020, "was computed on .*PTX.*, this engine is on"),
@@ -51,12 +51,12 @@ def test_a_right_checksum_does_not_make_bytes_right(what: str, engine: Engine, s
     assert engine.info == before
 
 
-@pytest.mark.parametrize("version", [4, 5, 6])
+@pytest.mark.parametrize("version", [4, 5, 6, 7])
 def test_a_checkpoint_of_a_former_version_is_named_with_what_to_do(
     engine: Engine, saved: bytes, version: int
 ) -> None:
     before = engine.info
-    said = f"has version {version}, this version of luce has 7: read its prompt again and save it anew$"
+    said = f"has version {version}, this version of luce has 8: read its prompt again and save it anew$"
     with pytest.raises(ArgumentError, match=said):
         engine.load_checkpoint(former(saved, version, before.n_cut if version == 6 else before.n_chunk))
     assert engine.info == before
