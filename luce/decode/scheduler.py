@@ -44,6 +44,9 @@ class Cache(Prefixes, Protocol):
     def free_pages(self, n: int) -> None:
         """Makes n pages free, as far as kept beginnings hold them."""
 
+    def free_ahead(self, n: int) -> None:
+        """Makes n pages free for the next prompt, behind an answer, where nobody misses them soon."""
+
     def work(self) -> None:
         """Does a little of what can wait, between two turns."""
 
@@ -222,8 +225,8 @@ class Scheduler:
         except Exception:
             self._jobs |= over  # They end with the others.
             raise
-        if self._cache and over:  # What leaves for the next prompt leaves behind this answer, and not ahead of that one.
-            self._cache.free_pages(min(self._two_turns(1), self._engine.info.n_pages // 8))
+        if self._cache and over:
+            self._cache.free_ahead(min(self._two_turns(1), self._engine.info.n_pages // 8))
         if self._lost and any(isinstance(each, Failed) and isinstance(each.error, DeviceError) for _, each in events):
             with self._changed:
                 waiting = list(self._waiting)

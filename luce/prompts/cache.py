@@ -248,6 +248,15 @@ class PrefixCache:
                 break
             self._leave_device(min(found, key=lambda kept: (self._is_shared(kept), self._worth(kept))))
 
+    def free_ahead(self, n: int) -> None:
+        """Makes n pages free for the prompt that comes next, as far as pages allow that no one has but beginnings which
+        the last prompt did not have: so what that prompt takes has left behind an answer, and not ahead of its own."""
+        while self._engine.info.pages_free < n:
+            found = [kept for kept in self._on_device() if kept.met < self._prompts and not self._is_shared(kept)]
+            if not found:
+                break
+            self._leave_device(min(found, key=self._worth))
+
     @property
     def pending(self) -> bool:
         """Says whether something waits to be written to a file."""

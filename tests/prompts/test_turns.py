@@ -12,7 +12,7 @@ from drive import open_engine, open_model, read
 from hypothesis import example, given
 from hypothesis import strategies as st
 from paper_engine import PaperEngine, PaperLine
-from serving import HANG_S
+from serving import HANG_S, until
 
 from luce.bench.serve import Answered
 from luce.bench.serve import conversation as conversation_of_bench
@@ -195,6 +195,49 @@ def test_benchmarks_conversations_read_little_of_a_turn_again(marked, n_chunk, s
     assert not any(line.is_open and not line.is_checkpoint for line in engine.lines)
     cache.close()
     assert engine.info.pages_free == engine.info.n_pages
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Gives the numbers of tokens that checkpoints had as they were copied to host memory."""
+    found, to_host = [], PaperLine.to_host
+
+    def counted(line):
+        found.append(line.n_past)
+        to_host(line)
+
+    monkeypatch.setattr(PaperLine, "to_host", counted)
+    return found
+
+
+def test_a_conversation_behind_long_prompts_copies_little_to_the_host(marked, copied):
+    """Two prompts fill the pages before it. What is copied is their last beginnings, and hardly any of its own."""
+    client, engine = Replayed(marked, 1), PaperEngine(marked, 30976, 1, 8, 2048, 242)
+    assert len(list(conversation_of_bench(client, "", 20, 30000, 1))) == 21
+    cache = PrefixCache(engine, marked, 1 << 40)
+    scheduler, rng = Scheduler(engine, cache), np.random.default_rng(5)
+    before = [tuple(int(token) for token in rng.integers(33, 90, n)) for n in (30000, 30720)]
+    replayed(scheduler, [before])
+    first = sum(copied)
+    assert first < 4 * 30720
+    found = replayed(scheduler, [client.prompts])
+    assert all(was - cached <= 127 for cached, was in found)
+    assert sum(copied) - first < 2.5 * 30720
+    scheduler.close()
+    cache.close()
+
+
+def test_what_leaves_for_the_next_prompt_leaves_behind_an_answer(marked, copied):
+    """A prompt that finds pages takes them. What the last one had stays, however little it saves."""
+    engine = PaperEngine(marked, 30976, 1, 8, 2048, 246)
+    cache = PrefixCache(engine, marked, 1 << 40)
+    scheduler, rng = Scheduler(engine, cache), np.random.default_rng(6)
+    long, last = (tuple(int(token) for token in rng.integers(33, 90, n)) for n in (30000, 30720))
+    replayed(scheduler, [[long, last]])
+    until(lambda: engine.info.pages_free >= 2 * 2048 // PAGE, "pages are free for two passes over the next prompt")
+    assert any(len(kept.tokens) == 30720 and kept.on_device for kept in cache._kept)
+    scheduler.close()
+    cache.close()
 
 
 # Prompts that begin alike, by the parts that they are made of.

@@ -137,7 +137,7 @@ void leave([[maybe_unused]] const std::deque<Stage> &stages,
         check(cuda::record(events[i]->context, Stage::stream(stages[i].copies)));
     }
     for (const Event &event : events) {
-        check(cuda::finish_event(event->context));
+        check(Step::finish_copy(event));
     }
 #endif
 }
@@ -459,9 +459,7 @@ std::vector<HostMemory> Checkpoint::host_memory(const std::vector<Portion> &port
     for (const Portion &portion : portions) {
         size += portion.size;
     }
-    if (device.gpu) {
-        check_memory(find_device("cpu"), size, "a checkpoint");
-    }
+    HostPages::check(device, size, "a checkpoint");
     std::vector<HostMemory> memory;
     for (const Portion &portion : portions) {
         memory.push_back(std::make_shared<HostPages>(device, portion.size, "a checkpoint"));

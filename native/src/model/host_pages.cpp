@@ -30,6 +30,12 @@ size_t round_up(size_t size, size_t to) {
 
 } // namespace
 
+void HostPages::check(const Device &device, uint64_t size, const char *what) {
+    if (device.gpu) { // a CPU's allocation tells
+        check_memory(find_device("cpu"), size, what);
+    }
+}
+
 HostPages::HostPages(const Device &device, size_t size, const char *what) : device_(device) {
     if (!device.gpu) {
         plain_ = pinned(device, size, what);

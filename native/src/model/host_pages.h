@@ -9,8 +9,10 @@ namespace luce {
 
 class HostPages {
 public:
-    // Reserves pages for `what`, or on a CPU allocates them. E_MEMORY where that cannot be; who reserves many first asks whether
-    // the host has as many (check_memory), which takes as long as many of these.
+    // Fails with E_MEMORY where the host has not so many bytes for `what`. It is asked once for all pages that are reserved
+    // together, since that takes as long as to reserve many.
+    static void check(const Device &device, uint64_t size, const char *what);
+    // Reserves pages for `what`, or on a CPU allocates them. E_MEMORY where that cannot be.
     HostPages(const Device &device, size_t size, const char *what);
     ~HostPages();
     HostPages(const HostPages &) = delete;

@@ -768,6 +768,14 @@ void Step::wait([[maybe_unused]] const Event &event) {
     fail_wait();
 }
 
+int Step::finish_copy([[maybe_unused]] const Event &event) {
+#ifdef LUCE_USE_CUDA
+    return cuda::finish_event(event->context);
+#else
+    return 0;
+#endif
+}
+
 void Step::fail_wait() const {
     if (fails_here(Fault::wait)) {
         fail(LUCE_E_DEVICE, "%s: a step failed, since a test asked for it", model_.device_names().c_str());

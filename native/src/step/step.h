@@ -153,6 +153,9 @@ public:
     // E_DEVICE: what was enqueued has failed.
     void synchronize();
     void wait(const Event &event);
+    // Waits for a copy beside the steps, in a thread of its own, and returns what it failed with. The engine does not wait for
+    // it: it is not counted.
+    static int finish_copy(const Event &event);
     // Tests call it: it makes NaN of the compute buffer, of which no step may read what it has not written.
     void poison();
     uint64_t steps() const { return steps_; }
