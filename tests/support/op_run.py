@@ -212,7 +212,7 @@ def without(native: Library, *off: Rule) -> Iterator[None]:
 
 @contextmanager
 def held_copies(native: Library, at: int) -> Iterator[None]:
-    """Holds checkpoints that leave their device ahead of a portion of their copies: 0 is the state, the others pages."""
+    """Holds checkpoints that leave their device ahead of a portion of their copies: 0 is the state, others pages."""
     _, lib = core(native.path)
     native.check(lib.luce_hold_copies(at))
     try:
