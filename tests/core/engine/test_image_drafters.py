@@ -59,18 +59,14 @@ def asked(native, goldens, tmp_path_factory, device):
 
 def kept_of(sequence, name):
     """Returns K and V (2, layers, rows, Hkv, D) of all positions that a drafter keeps, out of a dump: they lie in one
-    page, head by head, behind those of the target and ahead of the recurrent state and, for a head, a hidden row."""
-    recurrent = sum(C.is_recurrent(i) for i in range(C.n_layer))
-    behind = recurrent * (C.state_size**2 * C.n_v_head + (C.conv_kernel - 1) * C.conv_dim)
+    page, head by head, behind those of the target and at the dump's end."""
     n, layers, heads, size = sequence.info.n_past, 1, C.n_head_kv, C.head_dim
     if name == "nextn":
-        behind += C.n_embd
         n -= 1  # It keeps none of the first position.
     else:
         layers, heads, size = DFLASH.drafter.n_layer, DFLASH.drafter.n_head_kv, DFLASH.drafter.head_dim
     n_values = layers * 2 * heads * n * size
-    data = sequence.dump()
-    values = np.frombuffer(data[len(data) - 4 * (behind + n_values) : len(data) - 4 * behind], np.float32)
+    values = np.frombuffer(sequence.dump()[-4 * n_values :], np.float32)
     return values.reshape(layers, 2, heads, n, size).transpose(1, 0, 3, 2, 4)
 
 

@@ -75,7 +75,7 @@ def test_blocks_lists_and_drafts_are_those_of_the_equations(
             drive.chain_logits(sequence, prompt, width)
         else:
             drive.prefill(sequence, prompt)
-        context = context_of(sequence, case.base.target, c, len(prompt))
+        context = context_of(sequence, c, len(prompt))
         for kv, expected_kv in enumerate((golden["k"], golden["v"])):
             assert error(context[:, kv][:, golden["at"]], expected_kv) <= bound
         for _ in range(2):  # A block leaves the context as it was.

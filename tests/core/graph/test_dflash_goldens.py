@@ -48,15 +48,11 @@ def files(tmp_path: Path) -> Callable[[str], Files]:
     return make
 
 
-def context_of(sequence: Timeline, target: Config | Gemma4, c: DFlash, n: int) -> np.ndarray:
-    """Returns (layers, 2, n, Hkv, D) F32 of a dump, which comes before the recurrent state, the last part.
-    The n positions are of one page, which is dumped head by head."""
+def context_of(sequence: Timeline, c: DFlash, n: int) -> np.ndarray:
+    """Returns (layers, 2, n, Hkv, D) F32 of a dump, whose last part it is. The n positions are of one page, which is
+    dumped head by head."""
     size = c.n_layer * 2 * n * c.n_head_kv * c.head_dim
-    data, state = np.frombuffer(sequence.dump(), np.uint8), 0
-    if isinstance(target, Config):
-        recurrent = sum(target.is_recurrent(i) for i in range(target.n_layer))
-        state = recurrent * (target.state_size**2 * target.n_v_head + 3 * target.conv_dim)
-    heads = data[len(data) - 4 * (size + state) : len(data) - 4 * state].view(np.float32)
+    heads = np.frombuffer(sequence.dump()[-4 * size :], np.float32)
     return heads.reshape(c.n_layer, 2, c.n_head_kv, n, c.head_dim).swapaxes(2, 3)
 
 
@@ -117,7 +113,7 @@ def errors_of(
             drive.chain_logits(sequence, prompt, width)
         else:
             drive.prefill(sequence, prompt)
-        context = context_of(sequence, target, c, len(prompt))
+        context = context_of(sequence, c, len(prompt))
         for kv, expected_kv in enumerate((golden["k"], golden["v"])):
             worst_context = max(worst_context, error(context[:, kv][:, at], expected_kv))
         for _ in range(2):  # A block leaves the context as it was.
