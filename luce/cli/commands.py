@@ -345,7 +345,7 @@ def devices(as_json: bool) -> None:
     else:
         stdout.put(devices_text(found) + "\n")
     if core.missing_gpu:
-        remedy = "; pip install . -C cmake.define.LUCE_CUDA=ON builds one with it"
+        remedy = "; with nvcc and cuBLAS of CUDA, pip install . -C cmake.define.LUCE_CUDA=ON builds one with it"
         without = "built without CUDA" in core.missing_gpu
         click.echo(f"No GPU: {printable(core.missing_gpu)}{remedy if without else ''}", err=True)
 

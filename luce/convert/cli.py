@@ -60,7 +60,7 @@ DRAFTERS = ("DFlash", "DSpark", "Domino")  # Names of architectures of block dra
 def convert(source: Path, out: Path, kind: str, quiet: bool, **flags: Any) -> None:
     """Convert CHECKPOINT to OUT.gguf, a new file.
 
-    CHECKPOINT is the folder of a Qwen3.5/3.6 or Gemma 4 model, of a Gemma 4 assistant or of a drafter (DFlash,
+    CHECKPOINT is the folder of a Qwen3.5/3.6/3.8 or Gemma 4 model, of a Gemma 4 assistant or of a drafter (DFlash,
     DFlash2 or DSpark, as their authors or speculators publish them): config.json, *.safetensors and, but for a
     drafter, the tokenizer; sampling is kept as generation_config.json has it. Or it is the GGUF of one, whose
     matrices get another type. The file is written whole, read back and compared, or not at all.

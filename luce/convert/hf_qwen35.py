@@ -1,4 +1,4 @@
-"""Plans Qwen3.5/3.6 checkpoints (dense and MoE, with mtp.*) as the tensors that a GGUF holds.
+"""Plans Qwen3.5/3.6/3.8 checkpoints (dense and MoE, with mtp.*) as the tensors that a GGUF holds.
 
 The sources are transformers' Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, and llama.cpp's qwen35 and
 qwen35moe. Published checkpoints are `Qwen3_5ForConditionalGeneration`: the language model is under

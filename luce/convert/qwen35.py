@@ -1,4 +1,4 @@
-"""Converts a Qwen3.5/3.6 checkpoint (safetensors; dense or MoE) to GGUF."""
+"""Converts a Qwen3.5/3.6/3.8 checkpoint (safetensors; dense or MoE) to GGUF."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ NEEDED = ("avx2", "fma", "f16c")
 RAN_ON = (90,)  # Compute capabilities on which luce has run: an H100 and an H200.
 SHARE = 0.6  # A copy reaches less of what clock and bus would give; below this share something is amiss.
 
-WITH_CUDA = "pip install . -C cmake.define.LUCE_CUDA=ON builds luce for it"
+WITH_CUDA = "with nvcc and cuBLAS of CUDA, pip install . -C cmake.define.LUCE_CUDA=ON builds luce for it"
 
 
 def host(core: Library, device: Device) -> Iterator[Check]:

@@ -182,6 +182,12 @@ def origins(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 @click.option(
     "--api-key", "keys", multiple=True, help="Answer only those who give this key; may be repeated."
 )
+@click.option(
+    "--api-key-file",
+    "key_file",
+    type=FilePath(path_type=Path, dir_okay=False),
+    help="Take such keys from this file, one a line. A list of this machine's processes shows what --api-key is given.",
+)
 @click.option("--no-auth", is_flag=True, help="Listen at an address of the network without a key.")
 @click.option(
     "--origin",
@@ -231,6 +237,7 @@ def serve(models: Mapping[str, Path], hf: str | None, **flags: Any) -> None:
       luce serve --host 0.0.0.0 --api-key KEY --origin https://chat.example.com
       luce serve --origin 'chrome-extension://*' --shutdown-timeout 60 --log-json
     """
+    flags["keys"] += keys_of(flags["key_file"])
     if hf is not None:
         models = {**models, hf: fetched(hf)}
     models = models or {"box": BOX}
@@ -299,6 +306,21 @@ def listening(host: str, port: int) -> socket.socket:
         raise Error(f"cannot listen at {host} port {port}: {said}{remedy}") from error
 
 
+def keys_of(path: Path | None) -> tuple[str, ...]:
+    """Returns the keys that a file has, one a line."""
+    if path is None:
+        return ()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise Error(f"cannot read the keys of {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Error(f"{path} is not UTF-8 text: --api-key-file takes one key a line") from error
+    if keys := tuple(line.strip() for line in lines if line.strip()):
+        return keys
+    raise click.UsageError(f"{path} has no key: --api-key-file takes one a line")
+
+
 def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str | None:
     """Says what is wrong with flags that exclude each other, or of which one would be ignored."""
     if flags["alias"] == "":
@@ -306,11 +328,11 @@ def contradiction(models: Mapping[str, Path], flags: Mapping[str, Any]) -> str |
     if flags["alias"] and len(models) > 1:
         return "--alias names one model: give names as --gguf NAME=PATH"
     if flags["keys"] and flags["no_auth"]:
-        return "--api-key and --no-auth: give one of them"
+        return f"{'--api-key-file' if flags['key_file'] else '--api-key'} and --no-auth: give one of them"
     if "" in flags["keys"]:
         return "--api-key is empty"
     if flags["host"] not in LOOPBACK and not flags["keys"] and not flags["no_auth"]:
-        return f"--host {flags['host']} lets others in: --api-key KEY asks them for a key, --no-auth does not"
+        return f"--host {flags['host']} lets others in: --api-key or --api-key-file asks for a key, --no-auth does not"
     if flags["host"] in LOOPBACK and flags["no_auth"]:
         return f"--no-auth is for an address of the network: --host {flags['host']} lets no others in"
     if given("cache_disk") and flags["cache_dir"] is None:

@@ -1,4 +1,4 @@
-/* luce: exact speculative decoding of Qwen3.5/3.6 and Gemma 4 GGUF models. The whole C ABI.
+/* luce: exact speculative decoding of Qwen3.5/3.6/3.8 and Gemma 4 GGUF models. The whole C ABI.
  *
  * The model of the thing
  *   file        is an opened GGUF (all parts of a split one), mapped into memory; no weights are loaded

@@ -99,6 +99,7 @@ IGNORED = [
     ("convert", "--mtp-only", "in out --no-mtp --mtp-only"),
     ("convert", "--mmproj", "in out --mmproj --type Q4_K_M"),
     ("serve", "--api-key", "--api-key k --no-auth"),
+    ("serve", "--api-key-file", f"--api-key-file {__file__} --no-auth"),
     ("serve", "--no-auth", "--api-key k --no-auth"),
     ("serve", "--no-auth", "--no-auth"),
     ("serve", "--no-auth", "--no-auth --host localhost"),

@@ -22,6 +22,7 @@ from luce.planning.opened import Files
 from luce.planning.plan import Options
 from luce.prompts.cache import PrefixCache
 from luce.server import answer
+from luce.server.cli import keys_of
 
 GREEDY = {"temperature": 0, "max_tokens": 24}
 HELLO = [{"role": "user", "content": "def add(a, b):"}]
@@ -388,6 +389,20 @@ def test_ctrl_c_several_times_is_one_line(command, foreground):
             time.sleep(0.02)
         assert process.communicate()[1] == "Error: interrupted\n"
         assert process.returncode in (130, -signal.SIGINT), "it may come when Python has ended"
+
+
+def test_keys_come_from_a_file(luce_, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\n\n  two \n", encoding="utf-8")
+    assert keys_of(file) == ("one", "two") and keys_of(None) == ()
+    for content, code, said in (
+        (b"\n \n", 2, "has no key"), (b"\xff\n", 1, "not UTF-8"), (None, 1, "cannot read the keys"),
+    ):  # fmt: skip
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        result = luce_("serve", "--api-key-file", str(file))
+        assert result.exit_code == code and said in result.stderr, result.stderr
 
 
 def test_flags_that_exclude_each_other(luce_):
