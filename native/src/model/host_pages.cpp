@@ -38,7 +38,7 @@ void HostPages::check(const Device &device, uint64_t size, const char *what) {
 
 HostPages::HostPages(const Device &device, size_t size, const char *what) : device_(device) {
     if (!device.gpu) {
-        plain_ = pinned(device, size, what);
+        plain_ = pinned(device, std::max<size_t>(size, 1), what); // ggml allocates no 0 bytes
         data_ = static_cast<uint8_t *>(ggml_backend_buffer_get_base(plain_.get()));
         return;
     }

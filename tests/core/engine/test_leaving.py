@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import drive
 import nan_model
 import pytest
+import tiny
 from nan_model import tokens_of
 from op_run import held_copies
 
@@ -98,6 +100,22 @@ def test_one_that_is_closed_as_it_leaves_is_waited_for_by_nobody(
         assert (engine.info.pages_free, engine.info.checkpoints_free) == (10, 1)
         in_time(lambda: kept(engine, 4 * PAGE).close())
     assert engine.info.pages_free == 10
+
+
+@pytest.mark.parametrize("interval", [1, 9])
+def test_a_portion_may_have_no_bytes(native: Library, tmp_path: Path, device: str, interval: int) -> None:
+    """Where all layers have attention there is no state, and where none has any there is no KV."""
+    config = tiny.Config(interval=interval)
+    path = tiny.write(tmp_path / "one_kind.gguf", config, tiny.layout(config, 86))
+    sizes = {"n_ctx": 2 * PAGE, "n_sequences": 1, "n_checkpoints": 1, "n_chunk": PAGE}
+    with drive.open_engine(drive.open_model(native, path, device), **sizes) as engine:
+        checkpoint = kept(engine, PAGE)
+        before = bytes(checkpoint.save())
+        checkpoint.to_host()
+        assert checkpoint.save() == before
+        with engine.load_checkpoint(before) as loaded, engine.sequence() as sequence:
+            sequence.resume(loaded)
+            assert sequence.checkpoint().save() == before
 
 
 def test_a_prompt_that_begins_with_one_that_leaves_has_the_bits_of_a_cold_one(
