@@ -367,8 +367,7 @@ void Checkpoint::let_steps_wait() const {
 void Checkpoint::close() {
     if (leaving_) {
         leaving_->stop();
-        copying_
-            .get(); // what copies reads what is given back here: it ends behind the portion that it copies now
+        copying_.get(); // it reads what is given back here, and ends behind the portion that it copies now
         leaving_.reset();
     } else if (arriving_) {
         let_steps_wait(); // nobody waits for the copy here: the engine's next step comes after it
@@ -399,15 +398,15 @@ std::vector<Checkpoint::Portion> Checkpoint::portions(const PageLists &pages, in
                                                       int32_t hidden) const {
     const Cache &cache = engine_->cache();
     std::vector<Portion> list;
-    const auto add = [&](uint32_t first, uint32_t end, std::vector<Cache::Piece> pieces) {
+    const auto add = [&](std::vector<Cache::Piece> pieces) {
         const uint64_t size = total(pieces);
-        list.push_back({first, end, std::move(pieces), size});
+        list.push_back({std::move(pieces), size});
     };
-    add(0, 0, cache.rest_pieces(pages, n_past(), slot, hidden));
+    add(cache.rest_pieces(pages, n_past(), slot, hidden));
     const uint32_t each = pages_each();
     for (uint32_t first = 0; first < n_pages(); first += each) {
         const uint32_t end = std::min(n_pages(), first + each);
-        add(first, end, cache.kept_pieces(pages, n_past(), first, end));
+        add(cache.kept_pieces(pages, n_past(), first, end));
     }
     return list;
 }

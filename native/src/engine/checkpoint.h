@@ -7,8 +7,8 @@
 // that leaves; where it has given back pages by then, it has to leave whole first.
 //
 // Saved bytes are: header | tokens i32[n_past] | body, where the body is the pieces of Cache::rest_pieces and
-// Cache::kept_pieces one after the other. They depend on the tokens, on where the prompt was cut, and on the model, build and device that the
-// header names. They do not depend on the sequence or the pages. Host memory holds the body.
+// Cache::kept_pieces one after the other. They depend on the tokens, on where the prompt was cut, and on the model, build and
+// device that the header names. They do not depend on the sequence or the pages. Host memory holds the body.
 #pragma once
 
 #include "engine/sequence.h"
@@ -30,7 +30,7 @@ public:
     const std::vector<int32_t> &tokens() const { return tokens_; }
     uint32_t n_past() const { return uint32_t(tokens_.size()); }
     bool on_device() const { return slot_ >= 0 && !leaving(); }
-    // Its copy to the host runs; its pages and slot are free after it.
+    // Its copy to the host runs. What of its pages and slot it has not given back is free after it.
     bool leaving() const { return leaving_ != nullptr; }
     bool has_slot() const { return slot_ >= 0; }
     const PageLists &pages() const {
@@ -40,8 +40,8 @@ public:
 
     void to_host();
     void to_device();
-    // It waits for a copy that is on its way, and gives back what it leaves. Where a copy to the host could not be begun, the
-    // checkpoint is closed.
+    // It waits for a copy that is on its way, and gives back what it leaves. Where a copy to the host failed, the checkpoint is
+    // closed.
     void settle();
     // Gives back the next portion of one that is leaving, if that is copied, or `waits` for it. Says whether there was one.
     bool give_back(bool waits);
@@ -63,7 +63,6 @@ private:
     // Portion 0 is the rest, without pages of `all`. Where host memory has to be pinned, the others are of several pages, so
     // that they are worth a call.
     struct Portion {
-        uint32_t first, end; // these pages
         std::vector<Cache::Piece> pieces; // those on the device
         uint64_t size;
     };
