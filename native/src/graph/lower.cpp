@@ -181,6 +181,7 @@ std::vector<ggml_tensor *> Lowering::weights_of(const Node &n) const {
     ggml_tensor *w = part(n, "M").w[0],
                 *first = ggml_view_2d(ctx, w, w->ne[0], n.n[0], w->nb[1], 0); // {K, n}
     first->op_params[0] = w->op_params[0]; // is_packed reads it
+    first->extra = w->extra; // scales_of does
     return {first};
 }
 

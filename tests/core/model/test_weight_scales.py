@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 from depth import deeper
+from split import two_ranks
 
 from luce.errors import Error, FileError, UnsupportedError
 from luce.native import File, Library
@@ -85,6 +86,16 @@ def test_a_factor_beside_a_matrix_is_one_in_its_blocks(native, tmp_path, which, 
         decoded = drive.decode(sequence, TOKENS, 12, 1, logits=True)
         assert len(decoded.logits) >= 12 and np.isfinite(decoded.logits).all()
         found.append((decoded.tokens, decoded.accepted, np.array(decoded.logits).tobytes()))
+    assert found[0] == found[1]
+
+
+def test_a_factor_of_the_output_counts_where_ranks_share_its_rows(native, device, tmp_path):
+    """Beside a head the last rank has all rows, and multiplies with the first ones."""
+    found = []
+    for path in write_pair(native, tmp_path, replace(DENSE, n_vocab=512)):
+        model = drive.open_model(native, path, two_ranks(device), head=True)
+        sequence = drive.open_sequence(model, n_ctx=64, n_draft=1)
+        found.append(np.array(drive.decode(sequence, TOKENS, 4, 1, logits=True).logits).tobytes())
     assert found[0] == found[1]
 
 
