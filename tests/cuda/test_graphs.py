@@ -120,6 +120,12 @@ def test_a_rank_reads_what_is_its_own(name: str, ranks: int, packs: bool, progra
     assert max(sums) == case.config.n_layer * a_layer and ends > 0
 
 
+def test_ranks_have_room_for_the_logits_of_all_sequences(program: Path) -> None:
+    """Of a vocabulary beside which a prompt's rows are few values: a verify has rows of several sequences."""
+    case = recorder.CASES["small-f32"]
+    recorder.check_ranks(program, "wide", replace(case, config=replace(case.config, n_vocab=1 << 16)), 2)
+
+
 # As E2B, of 8 layers, of which the last 4 read cells of layers 2 and 3; as 31B, whose assistant reads the last two's.
 SHARED = replace(recorder.GEMMA4["E2B"], sliding=(True, False) * 4, n_shared_kv=4)
 LAST = replace(recorder.GEMMA4["31B"], sliding=(True, False) * 2)

@@ -97,7 +97,8 @@ Cache::Cache(const Model &model, const CacheParams &params)
     }
     if (model.n_ranks() > 1 && model.gpu()) {
         const uint32_t rows = std::max(uint32_t(MAX_ROWS), std::min(params.n_chunk, params.n_ctx));
-        exchange_ = std::make_unique<Exchange>(model, rows, std::max(params.n_rows, uint32_t(MAX_PROMPTS)));
+        const uint32_t verified = std::min(uint32_t(MAX_ROWS), params.n_rows * params.n_sequences);
+        exchange_ = std::make_unique<Exchange>(model, rows, std::max(verified, uint32_t(MAX_PROMPTS)));
         for (uint32_t rank = 0; rank < model.n_ranks(); rank++) {
             stages_[rank].state_bytes += exchange_->bytes();
         }

@@ -6,6 +6,7 @@
 
 #include "graph/architecture.h"
 #include "graph/drafter.h"
+#include "ops/matmul.h"
 #include "ops/moe.h"
 #include "step/host_experts.h"
 #include "step/shapes.h"
@@ -284,6 +285,22 @@ void check_fits(const Model &model, const Cache &cache, const EngineParams &para
     }
 }
 
+// Fails where ranks pass each other more logits than a box holds.
+void check_boxes(const Step::Graph &graph) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph.nodes); i++) {
+        const ggml_tensor *node = ggml_graph_node(graph.nodes, i);
+        if (custom_op(node) != &ops::gather) {
+            continue;
+        }
+        const GatherArgs a = ops::gather.args(node);
+        const int64_t values = a.T * most_output_rows(a.V, a.ranks.n_ranks);
+        if (values > a.ranks.values) {
+            fail(LUCE_E_INTERNAL, "%lld rows have %lld logits of a rank, a box holds %lld", (long long) a.T,
+                 (long long) values, (long long) a.ranks.values);
+        }
+    }
+}
+
 void run(const std::string &out, const std::string &path) {
     const Device &device = find_device("cuda:0");
     const auto file = GgufFile::open(path);
@@ -347,7 +364,9 @@ void run(const std::string &out, const std::string &path) {
         Step::measure(*model, cache, params);
         set_log([](int32_t, const char *text, void *) { puts(text); }, nullptr);
         for (const StepShape &shape : shapes_of(cache)) {
-            Step::Graph::build(*model, cache, regions.of(shape.kind), shape)->log_ops(c);
+            const auto graph = Step::Graph::build(*model, cache, regions.of(shape.kind), shape);
+            graph->log_ops(c);
+            check_boxes(*graph);
         }
         return;
     }
