@@ -71,8 +71,8 @@ int rowmm_parts_of(const RowmmArgs &args, RowmmParts &parts);
 
 // Returns the kernel (matmul/kernel.cuh, whose blocks are a Shape) of NT tiles of 8 rows, by wgmma where WIDE. Its number of
 // rows is KNOWN when it is compiled, or ANY up to 8 NT. matmul/forms.cu lists those that there are. mma.sync serves up to 8
-// rows, each number of them with a kernel of its own, whose addresses are known, and up to 16 and 32. wgmma serves up to 32
-// and 64, where there is wgmma. All give the same bits.
+// rows, by kernels of 1, 2, 4 and 8 columns, whose addresses are known, and up to 16 and 32. wgmma serves up to 32 and 64,
+// where there is wgmma. All give the same bits.
 using RowmmKernel = void (*)(RowmmParams);
 constexpr int ROWMM_MAX_SLOTS = 16;
 constexpr int ANY = 0;
