@@ -550,11 +550,17 @@ void Step::end_chunk(Graph &g) {
 }
 
 void Step::set(Mark &mark) const {
-    if (mark.event) {
-        ggml_backend_event_record(mark.event.get(), cache_.last().steps.get());
-    } else {
-        mark.given = cache_.last().thread->given();
+#ifdef LUCE_USE_CUDA
+    if (mark.event) { // ggml would end the process where a chunk has failed meanwhile
+        const Stage &last = cache_.last();
+        const int error = cuda::record(mark.event->context, Stage::stream(last.steps));
+        if (error != 0) {
+            fail_device(last.device, "a step failed", error);
+        }
+        return;
     }
+#endif
+    mark.given = cache_.last().thread->given();
 }
 
 void Step::wait_for(const Mark &mark) {
