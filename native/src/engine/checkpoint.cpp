@@ -364,15 +364,11 @@ void Checkpoint::let_steps_wait() const {
     }
 }
 
-void Checkpoint::stop_leaving() {
-    leaving_->stop();
-    copying_.get();
-    leaving_.reset();
-}
-
 void Checkpoint::close() {
     if (leaving_) {
-        stop_leaving(); // it reads what is given back here
+        leaving_->stop();
+        copying_.get(); // it reads what is given back here, and ends behind the portion that it copies now
+        leaving_.reset();
     } else if (arriving_) {
         let_steps_wait(); // nobody waits for the copy here: the engine's next step comes after it
         engine_->step().keep(host_);
@@ -578,10 +574,6 @@ void Checkpoint::be_whole() {
 }
 
 void Checkpoint::to_device() {
-    if (leaving_ && given_ == 0) { // all of it is still there
-        stop_leaving();
-        host_.clear();
-    }
     settle();
     if (slot_ >= 0) {
         return;

@@ -76,7 +76,6 @@ private:
     void take_device(); // it takes a slot, and fails with E_MEMORY when all are taken
     PageLists new_pages() const; // for all its positions, of which those of window pages are in a few
     void release_device();
-    void stop_leaving(); // what runs of the copy is the portion that is copied now
     void begin_beside_steps() const; // the copies' streams wait for where the steps' are now
     void end_beside_steps() const; // events_ are there on the copies' streams
     void let_steps_wait() const;

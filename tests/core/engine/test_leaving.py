@@ -102,22 +102,6 @@ def test_one_that_is_closed_as_it_leaves_is_waited_for_by_nobody(
     assert engine.info.pages_free == 10
 
 
-def test_one_that_is_wanted_back_as_it_leaves_stays(native: Library, engine: Engine) -> None:
-    checkpoint = kept(engine, 3 * PAGE)
-    before = bytes(checkpoint.save())
-    with held_copies(native, 2):
-        checkpoint.to_host()
-        in_time(checkpoint.to_device)
-        assert checkpoint.info.on_device and checkpoint.save() == before
-        assert (engine.info.pages_free, engine.info.checkpoints_free) == (7, 0)
-    checkpoint.to_host()
-    assert checkpoint.save() == before
-    with engine.sequence() as sequence:
-        sequence.resume(checkpoint)
-        checkpoint.close()
-        assert sequence.checkpoint().save() == before
-
-
 @pytest.mark.parametrize("interval", [1, 9])
 def test_a_portion_may_have_no_bytes(native: Library, tmp_path: Path, device: str, interval: int) -> None:
     """Where all layers have attention there is no state, and where none has any there is no KV."""
