@@ -57,6 +57,7 @@ def pytest_addoption(parser):
     parser.addoption("--luce-device-only", action="store_true", help="only tests that run models there")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """One more than there are cores, since many tests wait for what they started; never more than four."""
     return min(cpus.usable() + 1, 4)
