@@ -155,19 +155,23 @@ template <int S> struct Walker {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, warp = threadIdx.x / WARP;
     const int h, kh, v0; // v0 is the block's first v dimension
     const SeqCtl &seq;
-    const int first; // the sequence's chunks have the numbers from here on
+    // Its rows begin at row0, and its chunks have the numbers from `first` on. The compiler loads what it can load again rather
+    // than keep it, here once for each value that is stored, which waits for the store: what comes of a shuffle it keeps.
+    const int slot, row0, n_rows, first;
     float s[S / 8][4];
 
     __device__ Walker(const ChunkParams &args)
         : a(args), h(blockIdx.x / (S / SPAN)), kh(h % args.shape.Hk), v0(blockIdx.x % (S / SPAN) * SPAN),
-          seq(args.ctl->seqs[blockIdx.y]), first(first_group(seq, blockIdx.y, ROWS)) {}
+          seq(args.ctl->seqs[blockIdx.y]), slot(__shfl_sync(~0u, seq.slot, 0)),
+          row0(__shfl_sync(~0u, seq.row0, 0)), n_rows(__shfl_sync(~0u, seq.n_rows, 0)),
+          first(first_group(seq, blockIdx.y, ROWS)) {}
 
     static __device__ int part(int e) { return e / 2 * 8; } // it returns the v of element e of a tile
     __device__ int v_of(int e) const { return v0 + warp * 16 + g + part(e); }
     __device__ int k_of(int tile, int e) const { return tile * 8 + 2 * t + e % 2; }
 
     __device__ float *state_at(int tile, int e) const {
-        return a.state + seq.slot * a.state_size + (int64_t(h) * S + k_of(tile, e)) * S + v_of(e);
+        return a.state + slot * a.state_size + (int64_t(h) * S + k_of(tile, e)) * S + v_of(e);
     }
     __device__ void load() {
 #pragma unroll
@@ -177,7 +181,7 @@ template <int S> struct Walker {
                 s[n][e] = seq.fresh ? 0.0f : *state_at(n, e);
             }
         }
-        const float *log = a.log + seq.slot * a.log_size;
+        const float *log = a.log + slot * a.log_size;
         for (int p = 0; p < seq.n_replay; p++) { // the bits are those of the row by row kernel
             const int64_t row = seq.pending[p];
             const float *key = log + a.key[seq.bank] + row * a.key_row + kh * S;
@@ -215,9 +219,8 @@ template <int S> struct Walker {
         for (int i = threadIdx.x; i < ROWS * SPAN / 4; i += SPAN_WARPS * WARP) {
             const int row = i / (SPAN / 4), c = i % (SPAN / 4) * 4;
             const int at = chunk * ROWS + row;
-            const bool there = at < seq.n_rows;
-            const float *v =
-                a.x + (there ? int64_t(seq.row0 + at) : 0) * a.C + (2 * a.shape.Hk + h) * S + v0 + c;
+            const bool there = at < n_rows;
+            const float *v = a.x + (there ? int64_t(row0 + at) : 0) * a.C + (2 * a.shape.Hk + h) * S + v0 + c;
             copy_16(stage + C::V_AT + (row * C::V_ROW + c) * 4, v, there);
         }
     }
@@ -287,8 +290,8 @@ template <int S> struct Walker {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int at = chunk * ROWS + k_of(n, e);
-                if (at < seq.n_rows) {
-                    a.out[(int64_t(seq.row0 + at) * a.shape.Hv + h) * S + v_of(e)] = out[n][e] * scale;
+                if (at < n_rows) {
+                    a.out[(int64_t(row0 + at) * a.shape.Hv + h) * S + v_of(e)] = out[n][e] * scale;
                 }
             }
         }
@@ -338,7 +341,7 @@ template <int S>
 __global__ void __launch_bounds__(SPAN_WARPS *WARP) walk_kernel(const __grid_constant__ ChunkParams a) {
     extern __shared__ uint8_t stages[];
     Walker<S> walker(a);
-    const int n_chunks = (walker.seq.n_rows + ROWS - 1) / ROWS;
+    const int n_chunks = (walker.n_rows + ROWS - 1) / ROWS;
     walker.fetch(stages, 0);
     walker.load();
     for (int chunk = 0; chunk < n_chunks; chunk++) {
