@@ -3,6 +3,8 @@ all after it, in a process that failing_new.cpp is preloaded into. Prints for ea
 
 A call that raises OutOfMemory has done nothing. One that raises DeviceError has failed its sequences, which
 stay failed as the steps before it end. The same call then works, and leaves what it would have left.
+
+Last come the allocations of the thread that copies a checkpoint to the host.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from pathlib import Path
 import drive
 import nan_model
 from nan_model import tokens_of
+from op_run import Fault, fault
 
 from luce import native as _native
-from luce.errors import DeviceError, Error, OutOfMemory
+from luce.errors import DeviceError, Error, OutOfMemory, StateError
 from luce.native import Checkpoint, Drafts, Engine, Rows
 from luce.native import Sequence as Timeline
 from luce.native.structs import Penalties, Sampling
 
 _preloaded = ctypes.CDLL(None)
 _preloaded.arm.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64]
+_preloaded.arm_others.argtypes = [ctypes.c_long, ctypes.c_uint64, ctypes.c_uint64]
+_preloaded.disarm_others.restype = ctypes.c_long
 MASK = b"\xff" * (nan_model.SMALL.n_vocab // 8)
 
 
@@ -171,6 +176,30 @@ def fail_each(
         assert stage.one.dump() == expected
 
 
+def fail_leaving(stage: Stage, faulty: bool) -> int:
+    """Returns how many allocations the thread has that copies a checkpoint to the host, where that works, or fails.
+    Whoever waits for the copy is told how it ended, whichever of them fails."""
+    library, passed = stage.engine.library, 0
+    while True:
+        stage.begin()
+        left = stage.one.checkpoint()
+        with fault(library, Fault.LEAVE) if faulty else contextlib.nullcontext():
+            _preloaded.arm_others(passed, 0, 2**64 - 1)
+            left.to_host()
+            error = None
+            try:
+                left.to_device()
+            except StateError as raised:
+                error = raised
+            failed = _preloaded.disarm_others()
+        left.close()
+        assert (error is None) == (not faulty and not failed), (error, failed)
+        assert error is None or "the checkpoint is lost: " in str(error)
+        if not failed:
+            return passed
+        passed += 1
+
+
 def main(path: Path) -> None:
     native = _native.default()
     code = code_of(native.path)
@@ -182,6 +211,8 @@ def main(path: Path) -> None:
     for name, (begin, call) in CALLS.items():
         found = [fail_each(stage, begin, call, code, on, name in OF_BOTH) for on in (False, True)]
         print(name, min(found))
+    print("leaving", fail_leaving(stage, False))
+    print("leaving_fails", fail_leaving(stage, True))
 
 
 if __name__ == "__main__":

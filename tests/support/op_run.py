@@ -150,7 +150,8 @@ def poison_experts(engine: Engine, layer: int) -> None:
 
 class Fault(IntEnum):
     """Says what luce_fault makes fail: a graph that is being built, one that is too large, an op of
-    a step, the launch of a captured step, a wait for the device, the copy of an expert to a slot."""
+    a step, the launch of a captured step, a wait for the device, the copy of an expert to a slot, that of
+    a checkpoint to the host."""
 
     GRAPH = 1
     SIZE = 2
@@ -158,6 +159,7 @@ class Fault(IntEnum):
     LAUNCH = 4
     WAIT = 5
     MOVE = 6
+    LEAVE = 7
 
 
 def round_fault(device: str) -> Fault:

@@ -122,7 +122,7 @@ luce_status luce_op_run(const char *device, const char *op, luce_array *args, ui
 luce_status luce_fault(int32_t fault, uint64_t after) {
     using namespace luce;
     return guarded([&] {
-        if (fault < int32_t(Fault::none) || fault > int32_t(Fault::move)) {
+        if (fault < int32_t(Fault::none) || fault > int32_t(Fault::leave)) {
             fail(LUCE_E_ARG, "there is no fault %d", fault);
         }
         ask_for(Fault(fault), after);

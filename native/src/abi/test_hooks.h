@@ -26,8 +26,9 @@ LUCE_API luce_status luce_engine_poison(luce_engine *engine);
 LUCE_API luce_status luce_engine_poison_experts(luce_engine *engine, uint32_t layer);
 
 // Asks for one failure (faults.h): fault 1 as a graph is built, 2 of a graph that is too large, 3 at one of luce's ops in
-// a step, 4 as a captured step is launched, 5 as the host waits for the device, 6 as an expert is moved, each after so many of
-// its kind; 0 for none. It is the process's, whichever engine comes to it first.
+// a step, 4 as a captured step is launched, 5 as the host waits for the device, 6 as an expert is moved, 7 as a
+// checkpoint is copied to the host, each after so many of its kind; 0 for none. It is the process's, whichever engine comes to
+// it first.
 LUCE_API luce_status luce_fault(int32_t fault, uint64_t after);
 
 // Makes another device the calling thread's current one, as a caller's own CUDA code may: GPU `index`, where there is

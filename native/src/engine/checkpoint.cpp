@@ -2,6 +2,7 @@
 
 #include "graph/drafter.h"
 #include "luce_build.h" // CMake writes it
+#include "step/faults.h"
 
 #include <ggml-backend-impl.h> // it says what an event is
 
@@ -9,7 +10,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
-#include <functional>
 #include <mutex>
 #include <system_error>
 
@@ -291,21 +291,24 @@ struct Checkpoint::Leaving {
     std::condition_variable changed;
     uint32_t landed = 0; // so many portions are copied
     bool ended = false; // no more will be
-    std::string failed; // with this
+    std::exception_ptr failed; // with this
     std::atomic<bool> stopped{false}; // nobody wants it any more
 
-    // Copies portion after portion.
-    void run(uint32_t n, const std::function<void(uint32_t)> &copy) {
-        std::string why;
+    // Copies portion after portion. Who waits is told of every end, so it takes no memory of its own.
+    template <typename Copy> void run(uint32_t n, const Copy &copy) {
+        std::exception_ptr why;
         try {
             for (uint32_t i = 0; i < n && may_copy(i); i++) {
+                if (fails_here(Fault::leave)) {
+                    fail(LUCE_E_DEVICE, "its copy to the host failed, since a test asked for it");
+                }
                 copy(i);
                 const std::lock_guard<std::mutex> lock(mutex);
                 landed = i + 1;
                 changed.notify_all();
             }
-        } catch (const std::exception &e) { // a device that has failed tells so in its next step too
-            why = *e.what() != 0 ? e.what() : "it failed";
+        } catch (...) { // a device that has failed tells so in its next step too
+            why = std::current_exception();
         }
         const std::lock_guard<std::mutex> lock(mutex);
         failed = why;
@@ -379,10 +382,16 @@ void Checkpoint::close() {
 }
 
 void Checkpoint::check_open() const {
-    if (slot_ < 0 && host_.empty()) {
-        fail(LUCE_E_STATE,
-             why_closed_.empty() ? "the checkpoint was closed meanwhile" : "the checkpoint is lost: %s",
-             why_closed_.c_str());
+    if (slot_ >= 0 || !host_.empty()) {
+        return;
+    }
+    if (!lost_) {
+        fail(LUCE_E_STATE, "the checkpoint was closed meanwhile");
+    }
+    try {
+        std::rethrow_exception(lost_);
+    } catch (const std::exception &e) {
+        fail(LUCE_E_STATE, "the checkpoint is lost: %s", e.what());
     }
 }
 
@@ -608,8 +617,8 @@ void Checkpoint::to_device() {
 void Checkpoint::settle() {
     if (leaving_) {
         copying_.get();
-        if (!leaving_->failed.empty()) {
-            why_closed_ = leaving_->failed;
+        if (leaving_->failed) {
+            lost_ = leaving_->failed;
             host_.clear();
         }
         leaving_.reset();

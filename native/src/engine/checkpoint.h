@@ -14,6 +14,7 @@
 #include "engine/sequence.h"
 #include "model/host_pages.h"
 
+#include <exception>
 #include <future>
 
 namespace luce {
@@ -92,7 +93,7 @@ private:
     std::shared_ptr<Leaving> leaving_; // its copy to the host, which is on its way
     uint32_t given_ = 0; // so many portions of that copy have given back what they had on the device
     bool arriving_ = false; // the other copy is on its way
-    std::string why_closed_; // what a copy to the host failed with
+    std::exception_ptr lost_; // what its copy to the host failed with
     std::vector<Event> events_; // by stage: they mark the copy's end there, and are null on the CPU
     std::future<void> copying_; // the thread of one that leaves
 };

@@ -15,6 +15,7 @@ enum class Fault : int32_t {
     launch, // it fails with E_DEVICE where what was captured of a step is to be launched
     wait, // it fails with E_DEVICE where the host waits for the device
     move, // it fails with E_DEVICE where a matrix of an expert is to be copied to a slot
+    leave, // it fails with E_DEVICE where a portion of a checkpoint is to be copied to the host
 };
 
 // `after`: how many such points go by before the one that fails. Fault::none takes back what was asked for.

@@ -24,7 +24,7 @@ from op_run import Fault, fault, leave_device, op_run, pretended_devices, round_
 from split import stages
 
 import luce
-from luce.errors import DeviceError, Error, InternalError, OutOfMemory
+from luce.errors import DeviceError, Error, InternalError, OutOfMemory, StateError
 from luce.native import Drafts, Engine, Form, Library, Model, Rows, Source
 from luce.native import Sequence as Timeline
 
@@ -338,6 +338,27 @@ def test_a_draft_that_fails_takes_along_those_of_its_step(native: Library, model
     assert all(list(failed) == sorted(failed, reverse=failed[0] == 1) for failed in seen)
 
 
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_checkpoint_whose_copy_to_the_host_fails_is_lost_alone(native: Library, model: Model, after: int) -> None:
+    """It fails at the state or at one of two pages. All that it held on the device is free again."""
+    engine = nan_model.open_engine(model, n_ctx=600, n_checkpoints=2)
+    sequence = engine.sequence()
+    drive.prefill(sequence, tokens_of(320))
+    state, other = sequence.dump(), sequence.checkpoint()
+    before = engine.info.checkpoints_free, engine.info.pages_free
+    lost = sequence.checkpoint()
+    with fault(native, Fault.LEAVE, after):
+        lost.to_host()
+        for call in (lost.to_device, lost.save, lambda: sequence.resume(lost)):
+            with pytest.raises(StateError, match="the checkpoint is lost: its copy to the host failed, since a test"):
+                call()
+    assert (engine.info.checkpoints_free, engine.info.pages_free) == before
+    assert sequence.dump() == state
+    other.to_host()
+    sequence.resume(other)
+    assert sequence.info.n_past == 320
+
+
 # ---- memory
 
 
@@ -355,7 +376,8 @@ def test_calls_that_lack_memory_do_nothing_or_say_what_failed(small_gguf: Path, 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {name: int(n) for name, n in (line.split() for line in done.stdout.splitlines())}
-    assert counts["commit"] == counts["reset"] == 0
+    assert counts["commit"] == counts["reset"] == counts["leaving"] == 0
+    assert counts["leaving_fails"] > 0, "an error has its text"
     assert min(counts[name] for name in ("open", "prefill", "draft", "verify", "follow", "make", "load")) > 0
 
 
