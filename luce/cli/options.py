@@ -135,8 +135,8 @@ MODEL = (
 )  # fmt: skip
 HEAD = (
     click.option("--mtp-gguf", type=FilePath(path_type=Path),
-                 help="Take the NextN head from this GGUF, or chain with the assistant that it is.  [default: the "
-                 "model's own head]"),
+                 help="Draft with the NextN (MTP) head in this GGUF, or with the assistant that it is: a small model "
+                 "made to draft for --gguf's.  [default: the head in the model's own file, where there is one]"),
 )  # fmt: skip
 DEVICE = (
     click.option("--device", callback=device_name, default="auto", show_default=True,

@@ -35,8 +35,8 @@ def doctor(
     """Check on this machine what luce promises, in ten lines; exit 1 where a promise does not hold.
 
     It looks at the CPU, the GPU, its driver and clocks; measures the memory's bandwidth; holds the kernels to known
-    answers; compares a model's tokens with those of plain decoding, in steps of many rows, with drafts, beside
-    other requests and from kept beginnings of prompts; and times steps. That takes less than two minutes: of a slow
+    answers; compares a model's tokens with those of plain decoding, in steps of many rows, with drafts, of
+    requests together and behind kept prompts; and times steps. That takes less than two minutes: of a slow
     model less is compared. What --json prints is welcome in a bug report.
 
     \b

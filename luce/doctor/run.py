@@ -23,11 +23,11 @@ from luce.planning.opened import Files
 from luce.planning.plan import MAX_THREADS, Plan
 from luce.speculate.prices import MAX_ROWS
 
-SEQUENCES = 4  # Of a step in company.
+SEQUENCES = 4  # Of a step of several.
 TOGETHER = ("plain", "mtp:3", "dflash", "auto")  # Modes in which requests run together.
 PROMPT = 48  # Of a prompt so many tokens are taken.
 COPY = "take another copy of the file"  # What helps where a model's weights are wrong or cannot be read.
-LEAST_LONG, LONG = 100, 300  # Tokens of the prompt whose beginnings are kept: some of them, and more than a KV page.
+LEAST_LONG, LONG = 100, 300  # Tokens of the prompt that is kept: some, and more than a KV page.
 
 
 @dataclass(frozen=True)
@@ -173,21 +173,21 @@ def _of_requests(given: _Given, model: Model, modes: Sequence[Mode], runs: token
     yield from guarded("drafts", lambda: [tokens.by_drafts(files, model, modes[1:], runs, given.pace(0.25))])
     say("decoding requests together")
     together = [mode for mode in modes[::-1] if mode.name in TOGETHER]
-    yield from guarded("company", lambda: [tokens.in_company(files, model, together, runs, given.pace(0.125))])
-    say("reading prompts from what is kept")
+    yield from guarded("together", lambda: [tokens.together(files, model, together, runs, given.pace(0.125))])
+    say("reading prompts, and kept ones again")
     room = (files.facts.context_length or 2 * LONG) - amount.tokens - MAX_ROWS
     in_time = int(amount.seconds / 80 / max(runs.reading, 1e-9))
     long = min(LONG, in_time, room)
     if long < LEAST_LONG:
         lacks = "time" if in_time < LEAST_LONG else "room in the model's context"
-        yield Check("kept", "beginnings", "skipped", f"no {lacks} to read prompts of {LEAST_LONG} tokens")
+        yield Check("prompts", "kept", "skipped", f"no {lacks} to read prompts of {LEAST_LONG} tokens")
         return
     prompt = long_prompt(files, long)
     specs = [spec for spec in ("mtp", "dflash") if any(mode.spec == spec for mode in modes)] or ["off"]
-    yield from guarded("kept", lambda: [
+    yield from guarded("prompts", lambda: [
         tokens.read_both_ways(model, prompt, given.threads),
         tokens.from_checkpoints(model, prompt, given.threads),
-        tokens.with_kept_beginnings(files, model, prompt, runs.n, specs, given.pace(0.125)),
+        tokens.behind_kept_prompts(files, model, prompt, runs.n, specs, given.pace(0.125)),
     ])  # fmt: skip
 
 

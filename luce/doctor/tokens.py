@@ -1,5 +1,5 @@
 """The same tokens, on a model: a row's bits at any width, in a tree and beside others; and a request's tokens with
-every source of drafts, in company, from checkpoints and with a kept beginning.
+every source of drafts, with requests together, from checkpoints and behind kept prompts.
 
 Where bits can be had they are compared, else tokens. Each check has so many seconds and does what it can in them; what
 was compared is in its line."""
@@ -31,7 +31,7 @@ from luce.speculate.prices import MAX_ROWS
 SAMPLED = Sampling(0.8, 0, 0.95, 0.0, 7)  # Half of the runs are sampled so, the others are greedy.
 LEAST_TOKENS = 8  # A run that is compared has at least so many.
 APART = 0.5  # By so much of their spread logits of one prompt may differ: roundings differ, and experts may change.
-HOST_BYTES = 1 << 30  # For kept beginnings.
+HOST_BYTES = 1 << 30  # For kept prompts.
 
 
 @dataclass
@@ -177,7 +177,7 @@ def _beside_others(
     """The known rows share a step with those of other sequences, which stand elsewhere."""
     others = [opened.enter_context(engine.sequence()) for _ in range(engine.info.sequences_free)]
     if not others:
-        return Check("rows", "company", "skipped", "the engine has room for no other sequence")
+        return Check("rows", "together", "skipped", "the engine has room for no other sequence")
     share = len(filled) // (len(others) + 1)
     for at, other in enumerate(others):
         other.prefill(list(prompt[: len(prompt) - at - 1] or prompt))
@@ -188,7 +188,7 @@ def _beside_others(
         raise choices
     n = min(share, len(logits))
     differ = _differing(f"a step with {len(others)} other sequences", line, range(n), choices, logits, tokens)
-    return _of_steps("company", f"beside {len(others)} sequences", 1, differ, n)
+    return _of_steps("together", f"beside {len(others)} sequences", 1, differ, n)
 
 
 def _sampled(line: Timeline, filled: Sequence[int], prompt: Sequence[int]) -> Check:
@@ -267,7 +267,7 @@ def by_drafts(files: Files, model: Model, modes: Sequence[Mode], runs: Runs, pac
     return replace(check, figures=check.figures | {"modes": tried, "no time for": left})
 
 
-def in_company(files: Files, model: Model, modes: Sequence[Mode], runs: Runs, pace: Pace) -> Check:
+def together(files: Files, model: Model, modes: Sequence[Mode], runs: Runs, pace: Pace) -> Check:
     """Runs all requests together, which alone were decoded plainly."""
     compared, requests = Compared(), runs.requests()
     for mode in modes:
@@ -283,7 +283,7 @@ def in_company(files: Files, model: Model, modes: Sequence[Mode], runs: Runs, pa
             what = f"{mode.name} on {id}{', sampled' if sampled else ''}"
             compared.count(mode, finished[at])
             compared.compare(what, finished[at].tokens, runs.expected[id, sampled])
-    return compared.check("company", "tokens", f"of {len(requests)} together")
+    return compared.check("together", "tokens", f"of {len(requests)} requests together")
 
 
 def tokens_of(engine: Engine, request: Request, pace: Pace, kept: PrefixCache | None = None) -> tuple[int, ...]:
@@ -325,7 +325,7 @@ def read_both_ways(model: Model, prompt: Sequence[int], threads: int) -> Check:
     apart = float(np.linalg.norm(at_once - by_steps) / np.linalg.norm(by_steps - by_steps.mean()))
     said = f"a prompt of {len(prompt)} tokens at once and by steps: logits {apart:.1%} apart"
     expected = f"less than {APART:.0%}, which is rounding"
-    return judged("kept", "prompts", apart < APART, said, expected, REPORT, apart=apart)
+    return judged("prompts", "two ways", apart < APART, said, expected, REPORT, apart=apart)
 
 
 def from_checkpoints(model: Model, prompt: Sequence[int], threads: int) -> Check:
@@ -338,7 +338,7 @@ def from_checkpoints(model: Model, prompt: Sequence[int], threads: int) -> Check
         unit = n_cut if PAGE % n_cut else PAGE
         cut = (min(len(prompt) - 1, n_chunk)) // unit * unit
         if not cut:
-            return Check("kept", "checkpoints", "skipped", f"a prompt of {len(prompt)} tokens holds no place to keep")
+            return Check("prompts", "checkpoints", "skipped", f"a prompt of {len(prompt)} tokens is too short to keep")
         _read(cold, prompt, 0, n_chunk)
         expected = cold.logits(0)
         line.prefill(prompt[:cut], last=False)
@@ -355,7 +355,7 @@ def from_checkpoints(model: Model, prompt: Sequence[int], threads: int) -> Check
                 if found.tobytes() != expected.tobytes():
                     differ.append(f"from {where} the logits differ by {np.abs(found - expected).max():.3g}")
     said = f"{len(differ)} of 3 ways to resume a prompt at {cut} differ" + (f": {differ[0]}" if differ else "")
-    return judged("kept", "checkpoints", not differ, said, "the bits of a prompt that is read at once", REPORT,
+    return judged("prompts", "checkpoints", not differ, said, "the bits of a prompt that is read at once", REPORT,
                   differing=differ)  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def _read(line: Timeline, prompt: Sequence[int], at: int, n_chunk: int) -> None:
         at = end
 
 
-def with_kept_beginnings(
+def behind_kept_prompts(
     files: Files, model: Model, prompt: Sequence[int], n: int, specs: Sequence[str], pace: Pace
 ) -> Check:
     """Samples after prompts with a common beginning, cold and with what was kept of the ones before, by each of
@@ -397,11 +397,11 @@ def with_kept_beginnings(
                 compared.count(mode, done)
                 what = f"{spec} on prompt {at} with {done.cached} kept tokens"
                 compared.compare(what, done.tokens, cold[each])
-    check = compared.check("kept", "beginnings", "with kept beginnings")
+    check = compared.check("prompts", "kept", "behind kept prompts")
     left = [spec for spec in specs if spec not in tried]
     figures = check.figures | {"cached": cached, "no time for": left}
     if check.verdict == "ok" and not cached:
-        return Check("kept", "beginnings", "skipped", "nothing of these prompts was kept", figures=figures)
+        return Check("prompts", "kept", "skipped", "nothing of these prompts was kept", figures=figures)
     found = f"{check.found}, {cached} tokens of their prompts kept" if check.verdict == "ok" else check.found
     return replace(check, found=found, figures=figures)
 

@@ -32,7 +32,7 @@ from luce.native.structs import Device, EngineParams, GpuInfo
 from luce.planning.opened import Files
 
 FEW = Amount(tokens=10, prompts=1, seconds=600)  # Little is run, but all of it, however busy the machine is.
-GROUPS = ["machine", "card", "bandwidth", "kernels", "rows", "drafts", "company", "kept", "steps"]
+GROUPS = ["machine", "card", "bandwidth", "kernels", "rows", "drafts", "together", "prompts", "steps"]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_all_holds_on_the_small_model_in_ten_lines(luce_, printed, monkeypatch):
     assert "0 of 14 runs with mtp:3, mtp:1, mtp-tree:3:15, dflash, dflash:15, lookup:15, auto differ" in result.stdout
     assert "bits are equal at widths 1 to 64" in result.stdout
     drafted = {f"{check.group}.{check.name}": check.figures.get("drafts", {}) for check in checks}
-    for name in ("drafts.tokens", "company.tokens", "kept.beginnings"):
+    for name in ("drafts.tokens", "together.tokens", "prompts.kept"):
         assert drafted[name]["dflash"][0] > 0, name
     assert "measured" in result.stdout and "reckoned" in result.stdout
 
@@ -124,12 +124,12 @@ def test_the_report_says_what_it_is_of_and_all_that_was_compared(printed):
     assert set(of["kernels.products"]["figures"]["types"]) == set(kernels.TYPES)
     assert of["rows.widths"]["figures"] == {"steps": 64, "differ": 0, "rows": 64, "differing": []}
     assert of["drafts.tokens"]["figures"]["tokens"] == 14 * FEW.tokens
-    assert of["company.tokens"]["figures"]["runs"] == 8
+    assert of["together.tokens"]["figures"]["runs"] == 8
     drafts = of["drafts.tokens"]["figures"]["drafts"]
     assert list(drafts) == of["drafts.tokens"]["figures"]["modes"] and drafts["mtp:3"][0] >= drafts["mtp:3"][1] > 0
-    assert list(of["company.tokens"]["figures"]["drafts"]) == ["auto", "dflash", "mtp:3"]
-    assert list(of["kept.beginnings"]["figures"]["drafts"]) == ["mtp", "dflash"]
-    assert of["kept.beginnings"]["figures"]["cached"] > 0
+    assert list(of["together.tokens"]["figures"]["drafts"]) == ["auto", "dflash", "mtp:3"]
+    assert list(of["prompts.kept"]["figures"]["drafts"]) == ["mtp", "dflash"]
+    assert of["prompts.kept"]["figures"]["cached"] > 0
     assert set(of["steps.by rows"]["figures"]["ms"]) == {"1", "2", "4", "8", "16"}
 
 
@@ -148,11 +148,11 @@ def test_a_model_of_a_short_context_has_less_looked_at(tmp_path, n_ctx):
     found = of_model(tiny_gemma4.write(tmp_path / "short.gguf", config, tiny_gemma4.layout(config, seed)))
     assert not [check for check in found.values() if check.verdict == "bad"], found
     if n_ctx == 256:
-        assert found["rows.widths"].verdict == found["kept.beginnings"].verdict == "ok"
+        assert found["rows.widths"].verdict == found["prompts.kept"].verdict == "ok"
         assert found["steps.by rows"].verdict == "ok"
     else:
         assert found["rows.widths"].found == "113 positions are needed, the model was trained for 100"
-        assert found["kept.beginnings"].found == "no room in the model's context to read prompts of 100 tokens"
+        assert found["prompts.kept"].found == "no room in the model's context to read prompts of 100 tokens"
     assert found["drafts.tokens"].verdict == "ok"
 
 
@@ -168,10 +168,10 @@ def test_a_file_whose_weights_are_not_finite_is_to_be_replaced(tmp_path):
 
 
 @pytest.mark.long  # The small model's own run drafts with it too, beside a head.
-def test_a_dflash_drafter_alone_drafts_in_company_and_with_what_is_kept(files, monkeypatch):
+def test_a_dflash_drafter_alone_drafts_for_requests_together_and_behind_kept_prompts(files, monkeypatch):
     monkeypatch.setattr(run, "modes_of", lambda _: run.parse_modes("plain,dflash,lookup:15,auto"))
     found = of_model(BOX, drafter=BOX_DRAFTER)
-    for name in ("drafts.tokens", "company.tokens", "kept.beginnings"):
+    for name in ("drafts.tokens", "together.tokens", "prompts.kept"):
         assert found[name].verdict == "ok" and found[name].figures["drafts"]["dflash"][0] > 0
 
 
@@ -181,7 +181,7 @@ def test_a_mode_that_drafts_nothing_is_named(files, together):
     modes = run.parse_modes("mtp:1,lookup:15")
     with files.load(run.plans_of(files, FEW)) as model:
         plain = tokens.plain_runs(files, model, [case], 1, Pace(60))
-        compare = tokens.in_company if together else tokens.by_drafts
+        compare = tokens.together if together else tokens.by_drafts
         check = compare(files, model, modes, plain, Pace(60))
     assert check.verdict == "ok" and check.found.endswith(", nothing drafted by lookup:15")
     assert check.figures["drafts"]["mtp:1"][0] > 0 and check.figures["drafts"]["lookup:15"] == [0, 0]
@@ -207,7 +207,7 @@ def test_a_token_that_differs_at_eight_rows_is_found_and_named(engine, files, mo
     found = {check.name: check for check in tokens.by_width(engine, prompt_of(files), Pace(60))}
     assert found["widths"].verdict == "bad"
     assert found["widths"].found.startswith("1 of 64 steps differ from plain decoding: 8 rows: row 7 chooses ")
-    assert found["tree"].verdict == found["company"].verdict == "ok"
+    assert found["tree"].verdict == found["together"].verdict == "ok"
     assert "rows.widths" in conclusion(found.values())
 
 
@@ -231,7 +231,7 @@ def test_a_bit_that_differs_is_found_where_no_token_does(engine, files, monkeypa
 def test_rows_beside_others_and_samples_are_held_too(engine, files, monkeypatch):
     wrong_choices(monkeypatch, lambda widths, at: (len(widths), at) == (5, 1))
     found = {check.name: check for check in tokens.by_width(engine, prompt_of(files), Pace(60))}
-    assert [name for name, check in found.items() if check.verdict == "bad"] == ["company"]
+    assert [name for name, check in found.items() if check.verdict == "bad"] == ["together"]
     monkeypatch.setattr(_native.Library, "sample", lambda self, logits, sampling, position: 5)
     found = {check.name: check for check in tokens.by_width(engine, prompt_of(files), Pace(60))}
     assert "samples are not the rule's: row 0 takes" in found["samples"].found
@@ -249,22 +249,22 @@ def test_a_mode_whose_tokens_differ_is_named_and_exits_1(luce_, few, monkeypatch
 
 
 @pytest.mark.long
-def test_tokens_that_differ_in_company_or_with_what_is_kept_are_found(files, monkeypatch):
+def test_tokens_that_differ_of_requests_together_or_behind_kept_prompts_are_found(files, monkeypatch):
     modes, cases = modes_of(files), cases_of(files, 2)
     with files.load(run.plans_of(files, FEW)) as model:
         plain = tokens.plain_runs(files, model, cases, 8, Pace(60))
         with monkeypatch.context() as patched:
             wrong_choices(patched, lambda widths, at: (len(widths), at) == (4, 2))
-            check = tokens.in_company(files, model, modes[:1], plain, Pace(60))
-        assert check.verdict == "bad" and check.found.startswith("1 of 4 runs of 4 together differ: plain on ")
-        assert tokens.in_company(files, model, modes[:1], plain, Pace(60)).verdict == "ok"
+            check = tokens.together(files, model, modes[:1], plain, Pace(60))
+        assert check.verdict == "bad" and check.found.startswith("1 of 4 runs of 4 requests together differ: plain on ")
+        assert tokens.together(files, model, modes[:1], plain, Pace(60)).verdict == "ok"
         resume = native_engine.Sequence.resume
         with monkeypatch.context() as patched:  # It goes on from nothing.
             patched.setattr(native_engine.Sequence, "resume", lambda self, checkpoint: resume(self, checkpoint) or
                             self.reset())  # fmt: skip
             prompt = run.long_prompt(files, 300)
             assert tokens.from_checkpoints(model, prompt, 1).found.startswith("3 of 3 ways to resume a prompt at 256")
-            check = tokens.with_kept_beginnings(files, model, prompt, 8, ["off"], Pace(60))
+            check = tokens.behind_kept_prompts(files, model, prompt, 8, ["off"], Pace(60))
         assert check.verdict == "bad" and "kept tokens: token " in check.found
 
 
