@@ -21,7 +21,7 @@ from cuda.once import once, shared
 ROOT = Path(__file__).resolve().parent.parent.parent
 KERNELS, CHECKS = ROOT / "native/kernels", ROOT / "tests/cuda"
 EMULATED = CHECKS / "emulated"
-FORMS = "matmul/forms.cu"
+FORMS, PTX = "matmul/forms.cu", "matmul/ptx.cuh"
 
 # A GPU refuses what is not aligned, and a CPU takes it.
 ALIGNED = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
@@ -53,15 +53,32 @@ def write_sources(folder: Path) -> None:
     subprocess.run(words, cwd=folder, check=True)
 
 
+def reads(sources: Path, source: str, header: str) -> bool:
+    """Says whether a source includes the header, or one does that it includes."""
+    left, seen = [Path(source)], set()
+    while left:
+        path = left.pop()
+        if path.as_posix() == header:
+            return True
+        if path not in seen and (sources / path).is_file():
+            seen.add(path)
+            names = re.findall(r'^#include "(.*)"', (sources / path).read_text(), flags=re.M)
+            left += [Path(os.path.normpath(folder / name)) for name in names for folder in (Path(), path.parent)]
+    return False
+
+
 def build(workshop: Path, folder: Path, kernels: list[str], checks: list[str], check: str, *flags: str) -> Path:
-    """Returns the program of `check`, a list of calls. It is of these kernels and checks."""
+    """Returns the program of `check`, a list of calls. It is of these kernels and checks. The flags are for what reads
+    matmul/ptx.cuh: other objects are those without."""
     laid_out = [name.strip(" ()") for name in check.split(",") if "lay_out_" in name]
     sources = [*kernels, *checks, *(f"{name}.cpp" for name in laid_out), "without_rowmm.cpp"]
-    commands = [[str(Path(source).with_suffix(".cpp")), *flags] for source in sources if source != FORMS]
+    commands = [[str(Path(source).with_suffix(".cpp"))] for source in sources if source != FORMS]
+    for command in commands:
+        command += flags if flags and reads(workshop / "sources", command[0], PTX) else ()
     if FORMS in sources:  # What one file lists in forms is compiled side by side.
         forms = re.findall(r"rowmm_kernel_of<(\d.*)>", (KERNELS / FORMS).read_text())
         commands += [[str(Path(FORMS).with_suffix(".cpp")), f"-DROWMM_FORM={form}", *flags] for form in forms]
-    commands.append(["main.cpp", f"-DCHECK={check}", *flags])
+    commands.append(["main.cpp", f"-DCHECK={check}"])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda words: compiled(workshop, *words), commands))
     # What the check does not reach is left out, and need not be there.
