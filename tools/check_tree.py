@@ -49,6 +49,7 @@ DRAFTER_TABLE, OVER_DRAFTERS = "native/src/graph/drafter.cpp", ("native/src/engi
 STAGES = {"native/src/engine/cache.cpp", "native/src/engine/stage.cpp", "native/src/step/cuda_stream.cu"}
 OVER_STAGES = ("native/src/graph/", "native/src/step/", "native/src/engine/")
 _DEVICES = re.compile(r"\b(?:placements|find_device|devices|luce_cuda_stream)\s*\(")
+_TEST_MODULE = re.compile(r"^[ \t]*(?:from|import)[ \t].*?\btest_\w+", re.MULTILINE)
 _INCLUDED = re.compile(r'^#include "graph/(\w+)\.h"', re.MULTILINE)
 
 Breach = tuple[str, int, str]  # It has the path, the line, and what is wrong there.
@@ -139,6 +140,12 @@ def check_architecture(name: str, text: str, architectures: set[str]) -> Iterato
                 yield name, number, f"{architecture} outside its own files: see {ARCHITECTURE_TABLE}"
 
 
+def check_tests(name: str, text: str) -> Iterator[Breach]:
+    """Finds test modules that are imported: what tests share is in tests/support."""
+    for match in _TEST_MODULE.finditer(text if name.startswith("tests/") else ""):
+        yield name, line_of(text, match), "a test module is imported: what tests share is in tests/support"
+
+
 def check_drafters(name: str, text: str, drafters: set[str]) -> Iterator[Breach]:
     """Finds names of drafters in the engine and its steps."""
     for number, line in enumerate(text.splitlines() if name.startswith(OVER_DRAFTERS) else (), 1):
@@ -169,6 +176,7 @@ def check_tree(root: Path) -> list[Breach]:
             breaches += check_c(name, text)
         breaches += check_architecture(name, text, architectures)
         breaches += check_drafters(name, text, drafters)
+        breaches += check_tests(name, text)
     return breaches
 
 

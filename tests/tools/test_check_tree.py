@@ -40,6 +40,7 @@ BAD = {
     "utils_folder": ("luce/utils/a.py", "", 1, "utils"),
     "utils_file": ("luce/utils.py", "", 1, "utils"),
     "internal_header": ("native/src/internal.h", "", 1, "internal.h"),
+    "a_test_imports_another": ("tests/a/test_b.py", "\nfrom a.test_c import made\n", 2, "tests/support"),
     "top_level_file": ("setup.py", "", 1, "setup.py does not belong"),
     "top_level_folder": ("notes/a.md", "", 1, "notes does not belong"),
 }
@@ -58,6 +59,7 @@ GOOD = {
     "native/kernels/common/a.cuh": "",
     "native/src/engine/stage.cpp": "int n = model.placements().size() + f(luce_cuda_stream(b));\n",
     ".ci/run": "",
+    "tests/a/test_b.py": "from support import made\nTEXT = 'x'\n",
     ".gitignore": "",
     "LICENSE": "",
     "native/src/model/a.cpp": '// no getenv\n#define setenv\nint f() { g("getenv", "{"); return 1\'000; }\n',

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_dflash2
 from checkout import GOLDENS
-from core.graph.test_dflash_goldens import context_of, error, full
+from dflash_goldens import context_of, error, full
 from tiny_dflash2 import CASES
 
 from luce.native import Form, Library, Source

@@ -15,6 +15,7 @@ import ref
 import tiny_dflash
 from checkout import GOLDENS
 from depth import deeper_but
+from dflash_goldens import context_of, error, full
 from tiny import Config
 from tiny_dflash import BOX, CASES, GEMMA4
 
@@ -22,7 +23,6 @@ from luce.convert.gemma4_layout import Config as Gemma4
 from luce.convert.hf_dflash import DFlash
 from luce.files.probe import probe
 from luce.native import File, Library, Model, Source
-from luce.native import Sequence as Timeline
 
 # It is the largest error with F32 weights and f32 KV, of logits with standard deviations of 1.7 to 3.
 CPU_BOUND = 1e-3
@@ -46,27 +46,6 @@ def files(tmp_path: Path) -> Callable[[str], Files]:
         return CASES[name].target, CASES[name].drafter, *tiny_dflash.files(tmp_path, CASES[name])
 
     return make
-
-
-def context_of(sequence: Timeline, c: DFlash, n: int) -> np.ndarray:
-    """Returns (layers, 2, n, Hkv, D) F32 of a dump, whose last part it is. The n positions are of one page, which is
-    dumped head by head."""
-    size = c.n_layer * 2 * n * c.n_head_kv * c.head_dim
-    heads = np.frombuffer(sequence.dump()[-4 * size :], np.float32)
-    return heads.reshape(c.n_layer, 2, c.n_head_kv, n, c.head_dim).swapaxes(2, 3)
-
-
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(found - expected).max())
-
-
-def full(c: DFlash, logits: np.ndarray, d2t: np.ndarray | None) -> np.ndarray:
-    """Spreads logits over the target's vocabulary; what a reduced one lacks is as the core has it."""
-    if d2t is None:
-        return logits
-    out = np.full((len(logits), c.n_vocab), -1e30, np.float32)
-    out[:, d2t] = logits
-    return out
 
 
 @pytest.mark.parametrize("name", deeper_but(NAMES, *CASES))
