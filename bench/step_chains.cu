@@ -120,8 +120,8 @@ struct Chain {
     }
     void attend(int layer, const RowmmArgs &in) {
         const AttentionArgs a = attention(layer);
-        must(cuda::attention_heads({&in, a.pool, T, H, D / 4, 1e7f, 1e-6f, positions.p, norm.p,
-                                    norm.p, ctl.p, pages.p, wide.p, wide.p + T * H * D},
+        must(cuda::attention_heads({&in, a.pool, T, H, D / 4, 1e7f, 1e-6f, positions.p, norm.p, norm.p, ctl.p,
+                                    pages.p, wide.p, wide.p + T * H * D, 1},
                                    stream));
         must(cuda::attention(a, stream));
     }

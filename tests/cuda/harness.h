@@ -73,9 +73,9 @@ void print_kernels(bool all); // it names those that were launched, or all there
 
 inline bool device_lost = false; // a check has made the device stop all that this process has on it
 
-inline void must(int error) {
+inline void must(int error, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
     if (error != 0) {
-        printf("CUDA error: %s\n", luce::cuda::error_text(error));
+        printf("CUDA error at %s:%d: %s\n", file, line, luce::cuda::error_text(error));
         exit(1);
     }
 }
