@@ -44,7 +44,6 @@ RESOURCES = re.compile(r"^\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) ")
 MOST_SHARED = 48 * 1024
 A100, BEFORE = ("sm_80",), ("sm_80", "sm_86", "sm_89")
 HOPPER, BLACKWELL = ("sm_90a",), ("sm_120",)
-ALL = (*BEFORE, *HOPPER, *BLACKWELL)
 
 # Bytes of a thread's stack, by GPUs and kernel: a pattern of its readable name. They have to shrink.
 STACKS: list[tuple[tuple[str, ...], str, int]] = [
@@ -53,14 +52,11 @@ STACKS: list[tuple[tuple[str, ...], str, int]] = [
     (BEFORE, r"attention_kernel<256, [28]>", 8),
     (BLACKWELL, r"attention_kernel<256, 2>", 48),
     ((*HOPPER, *BLACKWELL), r"attention_kernel<256, 8>", 8),
-    (ALL, r"heads_kernel<\d, (128|256|512)>", 32),  # the sine of large angles
     (BLACKWELL, r"combine_kernel<F16Means, 2>", 32),
     (HOPPER, r"deltanet_kernel<128, false, false>", 8),
     (HOPPER, r"rowmm_kernel<8, true, 0>", 24),
     # Two of a product's blocks are on a multiprocessor of 8.0, or three of a mixture's of one or two rows.
-    (A100, r"rowmm_kernel<1, false, \d>", 48),
-    (A100, r"rowmm_kernel<2, false, 0>", 56),
-    (A100, r"rowmm_kernel<4, false, 0>", 24),
+    (A100, r"rowmm_kernel<[24], false, 0>", 8),
     (A100, r"moe_few_kernel<2>", 64),
     (HOPPER, r"moe_few_kernel<2>", 48),
     (A100, r"moe_many_kernel", 40),

@@ -1,5 +1,6 @@
 // Checks that attention_heads leaves, of parts, the bits that norm_rope and kv_store leave of the parts' sums. Cells hold
 // random bytes before, and all others have to keep them.
+#include "attention/sine.cuh"
 #include "attention_reference.h"
 #include "harness.h"
 #include "matmul/plan.h"
@@ -28,7 +29,8 @@ struct Parts {
         args.T = s.T;
         args.K = s.K;
         if (s.queries) {
-            args.weights[args.n_weights++] = {8, (s.plain ? 1 : 2) * s.kv.H * D, nullptr, nullptr, 0, nullptr, 0};
+            args.weights[args.n_weights++] = {8, (s.plain ? 1 : 2) * s.kv.H * D, nullptr, nullptr, 0, nullptr,
+                                              0};
         }
         for (int i = 0; i < (s.q_alone ? 0 : s.v_is_k ? 1 : 2); i++) {
             args.weights[args.n_weights++] = {8, s.kv.width(), nullptr, nullptr, 0, nullptr, 0};
@@ -335,17 +337,77 @@ void check_factors(bool q_alone) {
         for (int i = 0; i < D / 2; i++) {
             const double angle = where[first / (2 * D)] * std::pow(1e4, -2.0 * i / D) / factors[size_t(i)];
             const double x = normed(i), y = normed(i + D / 2);
-            worst = std::fmax(worst, std::fabs(x * std::cos(angle) - y * std::sin(angle) - got[first + size_t(i)]));
-            worst = std::fmax(worst, std::fabs(y * std::cos(angle) + x * std::sin(angle) -
-                                               got[first + size_t(i + D / 2)]));
+            worst = std::fmax(worst,
+                              std::fabs(x * std::cos(angle) - y * std::sin(angle) - got[first + size_t(i)]));
+            worst = std::fmax(
+                worst, std::fabs(y * std::cos(angle) + x * std::sin(angle) - got[first + size_t(i + D / 2)]));
         }
     }
     expect(worst < 2e-4, "attention_heads with factors is off by " + std::to_string(worst));
 }
 
+__global__ void sines_kernel(const float *angles, int n, float2 *out) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        sine_and_cosine(angles[i], out[i].x, out[i].y);
+    }
+}
+
+// Angles of all sizes against double precision.
+void check_sines() {
+    Floats angles{0.0f, -0.0f, 105614.99f, 105615.0f, -105615.0f, 262144.0f, 4294967296.0f, 3e38f, 1e-40f};
+    for (int bits = -20; bits < 127; bits++) {
+        for (int i = 0; i < 100; i++) {
+            angles.push_back(std::ldexp(1.0f + float(pick(1 << 23)) / float(1 << 23), bits) *
+                             (i % 2 == 0 ? 1.0f : -1.0f));
+        }
+    }
+    const Device<float> from(angles);
+    Device<float2> to(angles.size());
+    sines_kernel<<<1, 256, 0, stream>>>(from.p, int(angles.size()), to.p);
+    must(cudaStreamSynchronize(stream));
+    const std::vector<float2> got = to.get();
+    double worst = 0;
+    for (size_t i = 0; i < angles.size(); i++) {
+        worst = std::fmax(worst, std::fabs(double(got[i].x) - std::sin(double(angles[i]))));
+        worst = std::fmax(worst, std::fabs(double(got[i].y) - std::cos(double(angles[i]))));
+    }
+    expect(worst < 1.2e-7, "sines are off by " + std::to_string(worst));
+}
+
+#ifdef __CUDACC__ // a CPU's sincosf has other bits
+__global__ void all_sines_kernel(unsigned long long *differ) {
+    const uint64_t step = uint64_t(gridDim.x) * blockDim.x;
+    unsigned long long count = 0;
+    for (uint64_t bits = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; bits < uint64_t(1) << 32;
+         bits += step) {
+        const float angle = __uint_as_float(uint32_t(bits));
+        float sine, cosine, x, y;
+        sincosf(angle, &sine, &cosine);
+        sine_and_cosine(angle, x, y);
+        const bool same =
+            __float_as_uint(sine) == __float_as_uint(x) && __float_as_uint(cosine) == __float_as_uint(y);
+        count += !same && !(isnan(sine) && isnan(x) && isnan(cosine) && isnan(y));
+    }
+    atomicAdd(differ, count);
+}
+void check_all_sines() {
+    Device<unsigned long long> differ(std::vector<unsigned long long>{0});
+    all_sines_kernel<<<2048, 256, 0, stream>>>(differ.p);
+    must(cudaStreamSynchronize(stream));
+    const unsigned long long found = differ.get()[0];
+    expect(found == 0, std::to_string(found) + " of 2^32 angles have another sine or cosine than CUDA's");
+}
+#endif
+
 } // namespace
 
 void check_attention_heads(bool all) {
+    check_sines();
+#ifdef __CUDACC__
+    if (all) {
+        check_all_sines();
+    }
+#endif
     check_factors(false);
     check_factors(true);
     for (const int D : {64, 128, 256, 512}) {

@@ -2,6 +2,7 @@
 // alone.
 #pragma once
 
+#include "attention/sine.cuh"
 #include "common/lanes.cuh"
 
 #include <cuda_runtime.h>
@@ -31,7 +32,7 @@ template <int D> struct LaneRope {
         for (int pair = lane; pair < rope_dim / 2; pair += LANES) {
             float angle = float(position_of(pair)) * powf(base, float(-2 * pair) / float(rope_dim));
             angle = factors != nullptr ? angle / factors[pair] : angle;
-            sincosf(angle, &room.sine[pair], &room.cosine[pair]);
+            sine_and_cosine(angle, room.sine[pair], room.cosine[pair]);
         }
     }
     // Makes v the head's values: RMS(v) * norm, rotated. `norm` has the lane's own values.

@@ -197,7 +197,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
                 copy_rows();
             }
         };
-        if constexpr (NT <= 2) {
+        if constexpr (NT <= 2 && ROWMM_BULK) {
             const TileWork work(p, range, tile);
             work.find();
             begin();

@@ -26,12 +26,16 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
     return uint32_t(__cvta_generic_to_shared(p));
 }
 
-// Returns the same address in shared memory, held in a register: on Hopper each use of a shared variable's own
-// address reads the block's place in its cluster anew.
+// Returns the same address in shared memory, held in a register where bulk copies are: on Hopper each use of a shared variable's
+// own address reads the block's place in its cluster anew. Before it the address is a constant.
 __device__ __forceinline__ uint8_t *held_address(uint8_t *shared) {
+#if ROWMM_BULK
     uint32_t address = shared_address(shared);
     asm volatile("" : "+r"(address));
     return static_cast<uint8_t *>(__cvta_shared_to_generic(address));
+#else
+    return shared;
+#endif
 }
 
 // Keeps a value in a register from here on, so that what follows from it is found behind this.

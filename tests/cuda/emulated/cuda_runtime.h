@@ -437,6 +437,7 @@ inline float __uint_as_float(uint32_t bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
+inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
 inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
 inline float __int_as_float(int bits) { return __uint_as_float(uint32_t(bits)); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
