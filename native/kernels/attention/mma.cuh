@@ -22,7 +22,7 @@ template <int D, int TYPE, bool HOPPER> struct MmaBlock : Taker<Layout<D, TYPE, 
     const AttentionParams &a;
     const Plan &plan;
     const uint32_t base = shared_address(this->shared);
-    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
+    int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
     const UnitInfo *unit = nullptr;
 
     __device__ MmaBlock(const AttentionParams &args, const Plan &p, uint8_t *block)
@@ -50,7 +50,7 @@ template <int D, int TYPE, bool HOPPER, int MT> struct MmaUnit {
     static constexpr int N_WARPS = KEYS / 8 / N; // as many of them have keys
     static constexpr bool SAME_ROWS = SM == M;
     // So many of Q's D / 16 steps stay in registers, which hold no more.
-    static constexpr int KEPT = MT == 1 && D == 256 ? 10 : MT <= 2 && D < 256 ? D / 16 : 0;
+    static constexpr int KEPT = MT == 1 && D == 256 ? 8 : MT <= 2 && D < 256 ? D / 16 : 0;
     static_assert(C > 0 && (!SAME_ROWS || S_SHARE == SHARE), "all warps have columns");
 
     MmaBlock<D, TYPE, HOPPER> &b;
@@ -398,6 +398,12 @@ __device__ void mma_units(const AttentionParams &a, const Plan &plan, uint8_t *s
         }
         barrier(MATH_THREADS); // all have left the queries before
         block.unit = &unit;
+        if constexpr (
+            !HOPPER) { // else what units of all sizes find of these is kept from unit to unit, in memory
+            hold(block.tid);
+            block.lane = block.tid % WARP;
+            block.warp = block.tid / WARP;
+        }
         const int tiles = (unit.n_rows * a.G + 15) / 16;
         if (tiles == 1) {
             MmaUnit<D, TYPE, HOPPER, 1>(block).run();

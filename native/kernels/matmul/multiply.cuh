@@ -269,12 +269,12 @@ __device__ __forceinline__ void multiply_unit(Sums<NT> &acc, const uint8_t *frag
 // all of a warpgroup. With up to 16 rows it is not called for one: the units are shorter without a test.
 template <int TYPE, int NT, bool WIDE, typename Ring, typename Columns>
 __device__ __forceinline__ void multiply(Sums<NT> &acc, Ring &ring, int units, Columns C, bool present) {
-    int fragment_held = fragment_of_warp();
-    if constexpr (!ROWMM_BULK) {
-        hold(
-            fragment_held); // else ptxas finds what all types make of it ahead of the switch, and keeps it in memory
+    int of_warp = fragment_of_warp();
+    if constexpr (
+        !ROWMM_BULK) { // else what all types make of it is found ahead of the switch, and kept in memory
+        hold(of_warp);
     }
-    const int offset = fragment_held * fragment_bytes(TYPE);
+    const int offset = of_warp * fragment_bytes(TYPE);
     int held = threadIdx.x % WARP;
     if constexpr (NT == 1) {
         C.place = lane_place<NT>(int(C), held);

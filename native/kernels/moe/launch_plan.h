@@ -186,8 +186,9 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
     const int slot = ITEM_WARPS * p.slot_bytes, all = log2_of(MAX_PARTS);
     const int besides = (fewest ? FEWEST_OWN : BLOCK_OWN) + BARRIER_BYTES + 1024;
     const auto room = [&](int per_sm) { return device.shared_sm / per_sm - besides - most * p.row_bytes; };
-    // Code for multiprocessors of 100 KB has registers for two (FEWEST_BLOCKS).
-    int per_sm = fewest && device.shared_sm > 100 * 1024 ? SMALL_BLOCKS_SM : BLOCKS_SM;
+    // Code for multiprocessors of 100 KB, or from before 9.0, has registers for two (FEWEST_BLOCKS).
+    const bool three = fewest && device.shared_sm > 100 * 1024 && device.bulk_copies;
+    int per_sm = three ? SMALL_BLOCKS_SM : BLOCKS_SM;
     while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
         per_sm--;
     }

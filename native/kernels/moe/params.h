@@ -19,8 +19,11 @@ constexpr int BLOCKS_SM = 2; // a multiprocessor has so many blocks at once: a t
 constexpr int SMALL_BLOCKS_SM = 3; // the same of steps of one row and a few more, whose kernels are smaller
 // Registers are shared out among so many blocks. Where a multiprocessor has 100 KB of shared memory (8.6, 8.9 and 12.0), there is no
 // room for three of the fewest rows' blocks, nor for two of many rows', whose threads then would keep 28 to 112 bytes in memory.
+// With three on 8.0, whose memory is slower, the fewest rows' would keep 64.
 #if SMALL_SHARED
 constexpr int FEWEST_BLOCKS = 2, MANY_BLOCKS = 1;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int FEWEST_BLOCKS = 2, MANY_BLOCKS = BLOCKS_SM;
 #else
 constexpr int FEWEST_BLOCKS = SMALL_BLOCKS_SM, MANY_BLOCKS = BLOCKS_SM;
 #endif

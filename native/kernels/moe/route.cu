@@ -6,6 +6,7 @@
 // blocks, of which none chooses. Where each has one row there is a kernel of its own (moe/route_one.cuh), and so have prompts'
 // many rows (moe/route_many.cuh).
 #include "common/pointers.h"
+#include "common/small_shared.h"
 #include "moe/choice.cuh"
 #include "moe/launch_plan.h"
 #include "moe/route_many.cuh"
@@ -62,8 +63,10 @@ __device__ __noinline__ void weigh_again(const RouteParams &p, int row0, int row
     weigh(p, norm, row0, rows, v, tile);
 }
 
-// The grid is {the router's outputs / OUTPUTS, and maybe blocks that pack; tiles of rows}.
-__global__ void __launch_bounds__(THREADS, 2) moe_route_kernel(const __grid_constant__ RouteParams p) {
+// The grid is {the router's outputs / OUTPUTS, and maybe blocks that pack; tiles of rows}. A multiprocessor of 100 KB has room for the
+// rows of one block as a rule; with registers for two a thread would keep 32 bytes in memory.
+__global__ void __launch_bounds__(THREADS, SMALL_SHARED ? 1 : 2)
+    moe_route_kernel(const __grid_constant__ RouteParams p) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ ListShared list;
     __shared__ int list_rows[1][MOE_MAX_EXPERTS];
