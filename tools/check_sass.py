@@ -55,7 +55,7 @@ STACKS: list[tuple[tuple[str, ...], str, int]] = [
     (BLACKWELL, r"combine_kernel<F16Means, 2>", 32),
     # Two of a product's blocks are on a multiprocessor of 8.0: a tile's number is read once a tile.
     (A100, r"rowmm_kernel<[24], false, 0>", 8),
-    # A multiprocessor of 8.0 has room for two blocks: with registers for one a step of 64 rows took five waves, not three.
+    # A multiprocessor of 8.0 has room for two blocks: with registers for one, 64 rows would take five waves, not three.
     (A100, r"moe_route_kernel", 32),
     # Sums of parts of K, of prompts alone: they are added to once a part.
     (A100, r"moe_many_kernel", 40),
