@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(TYPE == KV_F32 ? F32_THREADS : MMA_THREADS, 1)
     if constexpr (TYPE == KV_F32) {
         f32_attention<D>(a, shared);
     } else {
-        // Warpgroups of Hopper have registers for addresses of their own.
-        tensor_attention<D, TYPE, false>(a, HOPPER ? shared : held_address(shared));
+        // On 12.0 threads of heads of 256 keep less in memory so. Hopper's have registers for addresses of their own.
+        tensor_attention<D, TYPE, false>(a, HOPPER || D != 256 ? shared : held_address(shared));
     }
 }
 

@@ -398,8 +398,8 @@ __device__ void mma_units(const AttentionParams &a, const Plan &plan, uint8_t *s
         }
         barrier(MATH_THREADS); // all have left the queries before
         block.unit = &unit;
-        if constexpr (
-            !HOPPER) { // else what units of all sizes find of these is kept from unit to unit, in memory
+        // Else what units of all sizes find of these is kept from unit to unit, in memory. Smaller heads have room for it.
+        if constexpr (!HOPPER && D == 256) {
             hold(block.tid);
             block.lane = block.tid % WARP;
             block.warp = block.tid / WARP;
