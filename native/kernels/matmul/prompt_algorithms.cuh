@@ -12,6 +12,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <utility>
 #include <vector>
@@ -26,6 +27,7 @@ constexpr int REFERENCE_ROWS = 1024;
 constexpr int FEW_ROWS =
     GEMM_TRIAL_ROWS; // cuBLAS's order of algorithms is often wrong here, so they are timed
 constexpr int OFFERED = 8; // it is asked for so many
+constexpr int TRIED_FOR_FEW = REFERENCE_ROWS; // what is offered for so many rows and fewer is tried for few
 
 struct Algorithms {
     cublasLtMatmulAlgo_t by_class[N_CLASSES];
@@ -207,7 +209,8 @@ struct Trial {
         for (int i = 0; i < 3; i++) {
             float ms = INFINITY;
             if (cudaEventRecord(begin, stream) != cudaSuccess || run(algorithm, rows, found.p) != 0 ||
-                cudaEventRecord(end, stream) != cudaSuccess || cudaEventSynchronize(end) != cudaSuccess ||
+                run(algorithm, rows, found.p) != 0 || cudaEventRecord(end, stream) != cudaSuccess ||
+                cudaEventSynchronize(end) != cudaSuccess ||
                 cudaEventElapsedTime(&ms, begin, end) != cudaSuccess) {
                 return INFINITY;
             }
@@ -216,26 +219,31 @@ struct Trial {
         return best;
     }
 
-    // Chooses for each class of rows: the first that gives the reference's bits, and among few rows the fastest.
+    // Chooses for each class of rows: the first that gives the reference's bits, and among few rows the fastest of those that
+    // are offered for few and for more: the best for 128 rows are often offered for more rows alone.
     int choose(Algorithms &chosen) const {
         if (const int error = run(chosen.by_class[0], FEW_ROWS, expected.p); error != 0) {
             return error;
         }
         std::vector<cublasLtMatmulAlgo_t> few;
         for (int i = 0; i < N_CLASSES; i++) {
+            bool first = CLASSES[i] > FEW_ROWS;
             for (const cublasLtMatmulAlgo_t &each :
                  Product(CLASSES[i], N, K).offered(library.handle, OFFERED)) {
-                if (!same(each)) {
+                const bool tries = CLASSES[i] <= TRIED_FOR_FEW &&
+                                   std::none_of(few.begin(), few.end(), [&](const auto &known) {
+                                       return memcmp(&known, &each, sizeof(each)) == 0;
+                                   });
+                if ((!first && !tries) || !same(each)) {
                     continue;
                 }
-                if (CLASSES[i] > FEW_ROWS) {
+                if (first) {
                     chosen.by_class[i] = each;
-                    if (CLASSES[i] == 2 * FEW_ROWS) {
-                        few.push_back(each);
-                    }
-                    break;
+                    first = false;
                 }
-                few.push_back(each);
+                if (tries) {
+                    few.push_back(each);
+                }
             }
         }
         for (int i = 0; CLASSES[i] <= FEW_ROWS; i++) {
