@@ -3,6 +3,7 @@
 #include "common/activation.h"
 #include "harness.h"
 #include "matmul/prompt.h"
+#include "matmul/sm90/few_rows.cuh"
 #include "rowmm_reference.h"
 
 namespace {
@@ -44,11 +45,11 @@ Doubles computed(const PackInput &p) {
         for (int64_t i = 0; i < group; i++) {
             double &v = out[at + i];
             const double y = p.y[p.input == ROWMM_GATED ? 2 * at + p.head + i : at + i];
-            v = p.input == ROWMM_PLAIN    ? v
-                : p.input == ROWMM_GLU    ? (p.T == 3 ? gelu(v) : silu(v)) * y
-                : p.input == ROWMM_GATED  ? v / (1 + std::exp(-y))
-                : p.input == ROWMM_RMS    ? v * scale * p.w[i]
-                                          : v * scale * p.w[i] * silu(y);
+            v = p.input == ROWMM_PLAIN   ? v
+                : p.input == ROWMM_GLU   ? (p.T == 3 ? gelu(v) : silu(v)) * y
+                : p.input == ROWMM_GATED ? v / (1 + std::exp(-y))
+                : p.input == ROWMM_RMS   ? v * scale * p.w[i]
+                                         : v * scale * p.w[i] * silu(y);
         }
     }
     return out;
@@ -160,6 +161,32 @@ void check_gemm(int T, int64_t K, int64_t N) {
     expect(shows, what + " shows what is not finite");
 }
 
+// Tiles of luce's own give what cuBLAS gives, to the bit, and write nothing else. A stream that is opened for no shapes has
+// cuBLAS alone.
+void check_few_rows(int T, int64_t K, int64_t N, int columns) {
+    const std::string what = "few rows: T " + std::to_string(T) + " K " + std::to_string(K) + " N " +
+                             std::to_string(N) + " by " + std::to_string(columns);
+    const PackInput p = random_input(ROWMM_PLAIN, T, K, 0);
+    std::vector<__half> weights(size_t(N) * K);
+    for (__half &w : weights) {
+        w = __float2half(normals(1, 0.02f)[0]);
+    }
+    Device<uint8_t> x(size_t(gemm_x_bytes(T, K)));
+    pack(p, x);
+    const float *scales = reinterpret_cast<const float *>(x.p + T * K * 2);
+    Device<__half> w(weights);
+    Device<float> added(normals(size_t(T) * N));
+    for (const float *residual : {static_cast<const float *>(nullptr), static_cast<const float *>(added.p)}) {
+        Device<float> expected(size_t(T + 1) * N), got(size_t(T + 1) * N);
+        expected.poison();
+        got.poison();
+        must(cuda::gemm({T, K, N, x.p, w.p, expected.p, residual}, stream));
+        must(multiply_few(columns, {T, K, N, x.p, w.p, got.p, residual}, scales, stream));
+        must(cudaStreamSynchronize(stream));
+        expect(same_bits(expected.get(), got.get()), what + (residual != nullptr ? ", added" : ""));
+    }
+}
+
 // Algorithms are chosen when a stream is opened. Rows have the same bits by any of them, alone and with others.
 void check_gemm_cuts(const GemmShape &shape) {
     const int T = 2100;
@@ -216,6 +243,16 @@ void check_gemm_kernels(bool all) {
     check_gemm(257, 136, 1004);
     check_gemm(128, 5120, 10240);
     check_gemm(515, 17408, 5120);
+    DeviceLimits device;
+    must(cuda::device_limits(device));
+    expect(device.wgmma || few_columns(1024) == 0, "few rows need wgmma");
+    for (const int columns : FEW_COLUMNS) {
+        if (device.wgmma) {
+            check_few_rows(FEW_MOST, 5120, 64 * columns, columns);
+            check_few_rows(65, 136, 1004, columns);
+            check_few_rows(1, 2048, 3 * columns, columns);
+        }
+    }
     cuda::gemm_close(stream);
     cuda::gemm_close(stream); // it closes nothing
     const std::vector<GemmShape> shapes = {{5120, 17408}, {10240, 5120}, {5120, 6144},

@@ -125,6 +125,12 @@ int cuda::gemm(const GemmArgs &a, void *stream) {
     const int of = int(std::lower_bound(CLASSES, CLASSES + N_CLASSES - 1, a.T) - CLASSES);
     const float *scales = reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.x) + a.T * a.K * 2);
     const cudaStream_t on = static_cast<cudaStream_t>(stream);
+    const int columns = known->second.few_columns;
+    const bool pairs =
+        (reinterpret_cast<uintptr_t>(a.out) | reinterpret_cast<uintptr_t>(a.residual)) % 8 == 0;
+    if (columns > 0 && a.T <= FEW_MOST && pairs) {
+        return multiply_few(columns, a, scales, on);
+    }
     const int error = Product(a.T, a.N, a.K)
                           .multiply(library->second, known->second.by_class[of], a.weights, a.x, a.out, on);
     if (error != 0) {

@@ -8,6 +8,7 @@
 
 #include "matmul/cublas_calls.h"
 #include "matmul/prompt.h"
+#include "matmul/sm90/few_rows.cuh"
 
 #include <cuda_fp16.h>
 
@@ -26,11 +27,13 @@ constexpr int CLASSES[] = {128, 256, 512, 1024, 2048, 4096}, N_CLASSES = 6;
 constexpr int REFERENCE_ROWS = 1024;
 constexpr int FEW_ROWS =
     GEMM_TRIAL_ROWS; // cuBLAS's order of algorithms is often wrong here, so they are timed
+static_assert(FEW_ROWS == CLASSES[0] && FEW_ROWS == FEW_MOST);
 constexpr int OFFERED = 8; // it is asked for so many
 constexpr int TRIED_FOR_FEW = REFERENCE_ROWS; // what is offered for so many rows and fewer is tried for few
 
 struct Algorithms {
     cublasLtMatmulAlgo_t by_class[N_CLASSES];
+    int few_columns = 0; // of luce's own tiles, which then multiply up to FEW_MOST rows
 };
 struct Library {
     cublasLtHandle_t handle = nullptr;
@@ -188,9 +191,12 @@ struct Trial {
     int run(const cublasLtMatmulAlgo_t &algorithm, int rows, float *to) const {
         return Product(rows, N, K).multiply(library, algorithm, weights, x.p, to, stream);
     }
+    int run(int columns, int rows, float *to) const {
+        return multiply_few(columns, {rows, K, N, x.p, weights, to, nullptr}, nullptr, stream);
+    }
 
     // Whether it gives the reference's bits.
-    bool same(const cublasLtMatmulAlgo_t &algorithm) const {
+    template <typename Way> bool same(const Way &algorithm) const {
         uint32_t differing = 1;
         if (cudaMemsetAsync(found.p, 0xff, size_t(FEW_ROWS * N) * sizeof(float), stream) != cudaSuccess ||
             cudaMemsetAsync(count.p, 0, sizeof(uint32_t), stream) != cudaSuccess ||
@@ -204,7 +210,7 @@ struct Trial {
                cudaStreamSynchronize(stream) == cudaSuccess && differing == 0;
     }
 
-    float milliseconds(const cublasLtMatmulAlgo_t &algorithm, int rows) const {
+    template <typename Way> float milliseconds(const Way &algorithm, int rows) const {
         float best = INFINITY;
         for (int i = 0; i < 3; i++) {
             float ms = INFINITY;
@@ -246,14 +252,16 @@ struct Trial {
                 }
             }
         }
-        for (int i = 0; CLASSES[i] <= FEW_ROWS; i++) {
-            float best = milliseconds(chosen.by_class[i], CLASSES[i]);
-            for (const cublasLtMatmulAlgo_t &each : few) {
-                if (const float ms = milliseconds(each, CLASSES[i]); ms < best) {
-                    best = ms;
-                    chosen.by_class[i] = each;
-                }
+        float best = milliseconds(chosen.by_class[0], FEW_ROWS);
+        for (const cublasLtMatmulAlgo_t &each : few) {
+            if (const float ms = milliseconds(each, FEW_ROWS); ms < best) {
+                best = ms;
+                chosen.by_class[0] = each;
             }
+        }
+        const int columns = few_columns(N);
+        if (columns > 0 && same(columns) && milliseconds(columns, FEW_ROWS) < best) {
+            chosen.few_columns = columns;
         }
         return 0;
     }

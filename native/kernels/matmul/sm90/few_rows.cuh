@@ -1,0 +1,260 @@
+// Computes a prompt's product of few rows by wgmma, for Hopper: out[t][n] = sum_k W[n][k] * x[t][k], times the row's power of two,
+// and its residual. A block has all rows and so many rows of weights that one wave of blocks fills the device. (cuBLAS's tiles are
+// powers of two, which leave multiprocessors without work, and what it leaves to do with a row takes a launch of its own.) Each
+// sum goes over all of K in steps of 16, as with those of cuBLAS's algorithms that do not split K, so that its bits are the same.
+//
+// Two warpgroups multiply 64 rows each. Two warps bring weights and rows as bulk copies of tiles to a ring in shared memory,
+// where they lie as wgmma reads them (rows of 128 bytes, swizzled).
+#pragma once
+
+#include "common/device_limits.h"
+#include "common/ring.cuh"
+#include "matmul/prompt.h"
+#include "matmul/sm90/wgmma.cuh"
+
+#include <cuda.h>
+
+namespace luce {
+namespace {
+
+constexpr int FEW_MOST = 128; // rows at most
+constexpr int FEW_COLUMNS[] = {40, 48, 80, 96, 136}; // rows of weights of a tile
+
+struct FewArgs {
+    float *out;
+    const float *residual, *scales; // either may be null
+    int T, steps;
+    int64_t N;
+};
+
+// A step is two panels of 64 k: fewer barriers are passed than with one, and lines of 256 bytes are read.
+template <int COLUMNS> struct FewShape {
+    static constexpr int PANELS = 2, PANEL_K = 64, K = PANELS * PANEL_K, PRODUCERS = 2,
+                         MULTIPLIERS = 8; // warps
+    static constexpr int THREADS = (MULTIPLIERS + PRODUCERS) * 32;
+    static constexpr int X = FEW_MOST * 128, W = COLUMNS * 128, STAGE = PANELS * (X + W);
+    static constexpr int ROOM = 227 * 1024, ALIGNMENT = 1024; // of shared memory, and of a tile in it
+    static constexpr int STAGES = (ROOM - ALIGNMENT) / (STAGE + 16); // each has two barriers
+    static constexpr int SHARED = ALIGNMENT + STAGES * (STAGE + 16);
+};
+
+// Computes c (64 x N) += or = a (64 x 16) * b (N columns x 16), both in shared memory.
+#define LUCE_FOUR(t, a, b, c, d) "%" #t #a ",%" #t #b ",%" #t #c ",%" #t #d
+#define LUCE_EIGHT(t) LUCE_FOUR(t, 0, 1, 2, 3) "," LUCE_FOUR(t, 4, 5, 6, 7)
+#define LUCE_TEN(t) LUCE_EIGHT(t) ",%" #t "8,%" #t "9,"
+#define LUCE_C(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define LUCE_C2(i) LUCE_C(i), LUCE_C(i + 1)
+#if ROWMM_WGMMA
+#define LUCE_FEW(N, REGISTERS, A, B, ADD, ...)                                                               \
+    __device__ __forceinline__ void few_wgmma(float (&c)[N / 8][4], uint64_t a, uint64_t b, bool add) {      \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADD ", 0;\n"                                      \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" REGISTERS "}, %" #A ", %" #B \
+                     ", p, 1, 1, 0, 0;\n}"                                                                   \
+                     : __VA_ARGS__                                                                           \
+                     : "l"(a), "l"(b), "r"(int(add)));                                                       \
+    }
+#else
+#define LUCE_FEW(N, ...)                                                                                     \
+    __device__ __forceinline__ void few_wgmma(float (&)[N / 8][4], uint64_t, uint64_t, bool) {}
+#endif
+// clang-format off
+LUCE_FEW(40, LUCE_TEN() LUCE_EIGHT(1) ",%18,%19", 20, 21, 22, LUCE_C2(0), LUCE_C2(2), LUCE_C(4))
+LUCE_FEW(48, LUCE_TEN() LUCE_TEN(1) LUCE_FOUR(2, 0, 1, 2, 3), 24, 25, 26, LUCE_C2(0), LUCE_C2(2), LUCE_C2(4))
+LUCE_FEW(80, LUCE_TEN() LUCE_TEN(1) LUCE_TEN(2) LUCE_EIGHT(3) ",%38,%39", 40, 41, 42, LUCE_C2(0), LUCE_C2(2), LUCE_C2(4),
+         LUCE_C2(6), LUCE_C2(8))
+LUCE_FEW(96, LUCE_TEN() LUCE_TEN(1) LUCE_TEN(2) LUCE_TEN(3) LUCE_EIGHT(4), 48, 49, 50, LUCE_C2(0), LUCE_C2(2), LUCE_C2(4),
+         LUCE_C2(6), LUCE_C2(8), LUCE_C2(10))
+LUCE_FEW(136, LUCE_TEN() LUCE_TEN(1) LUCE_TEN(2) LUCE_TEN(3) LUCE_TEN(4) LUCE_TEN(5) LUCE_EIGHT(6), 68, 69, 70, LUCE_C2(0),
+         LUCE_C2(2), LUCE_C2(4), LUCE_C2(6), LUCE_C2(8), LUCE_C2(10), LUCE_C2(12), LUCE_C2(14), LUCE_C(16))
+// clang-format on
+#undef LUCE_FEW
+#undef LUCE_C2
+#undef LUCE_C
+#undef LUCE_TEN
+#undef LUCE_EIGHT
+#undef LUCE_FOUR
+
+// Describes a tile in shared memory in rows of 128 bytes, swizzled, of which eight are 1024 bytes.
+__device__ __forceinline__ uint64_t few_tile(uint32_t address) {
+    constexpr uint32_t EIGHT_ROWS = 1024 / 16, SWIZZLED = 1u << 30;
+    uint64_t descriptor;
+    asm("mov.b64 %0, {%1, %2};"
+        : "=l"(descriptor)
+        : "r"((address & 0x3ffff) >> 4 | EIGHT_ROWS << 16), "r"(EIGHT_ROWS | SWIZZLED));
+    return descriptor;
+}
+
+// Copies a tile of a matrix that begins at this k and row. What lies outside of the matrix is 0.
+__device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap &matrix, int k, int row,
+                                          uint32_t barrier, bool keep) {
+#if ROWMM_WGMMA
+    uint64_t policy;
+    if (keep) {
+        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    } else {
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    }
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+                 "l"(&matrix), "r"(k), "r"(row), "r"(barrier), "l"(policy)
+                 : "memory");
+#endif
+}
+
+// The grid is tiles of weights.
+template <int COLUMNS>
+__global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
+    few_rows_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap weights,
+                    const __grid_constant__ FewArgs a) {
+#if ROWMM_WGMMA
+    using S = FewShape<COLUMNS>;
+    extern __shared__ uint8_t shared[];
+    const uint32_t stages = (shared_address(shared) + S::ALIGNMENT - 1) & ~uint32_t(S::ALIGNMENT - 1);
+    const uint32_t full = stages + S::STAGES * S::STAGE, empty = full + 8 * S::STAGES;
+    const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
+    const int first = int(blockIdx.x) * COLUMNS;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::STAGES; i++) {
+            barrier_init(full + 8 * i, S::PRODUCERS);
+            barrier_init(empty + 8 * i, S::MULTIPLIERS);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    let_next_start();
+    wait_for_previous();
+    Place at;
+    if (warp >= S::MULTIPLIERS) {
+        if (lane == 0) {
+            const bool rows = warp == S::MULTIPLIERS;
+            const CUtensorMap &matrix = rows ? x : weights;
+            const int tile = rows ? S::X : S::W, behind = rows ? 0 : S::PANELS * S::X, row = rows ? 0 : first;
+            for (int i = 0; i < a.steps; i++, at.next(S::STAGES)) {
+                barrier_wait(empty + 8 * at.i, at.parity ^ 1); // the phase before the first has ended
+                copies_begin(full + 8 * at.i, S::PANELS * tile);
+#pragma unroll
+                for (int p = 0; p < S::PANELS; p++) {
+                    copy_tile(stages + at.i * S::STAGE + behind + p * tile, matrix, i * S::K + p * S::PANEL_K,
+                              row, full + 8 * at.i, rows);
+                }
+            }
+        }
+        return;
+    }
+    float sums[COLUMNS / 8][4] = {};
+    Place before;
+    for (int i = 0; i < a.steps; i++, at.next(S::STAGES)) {
+        barrier_wait(full + 8 * at.i, at.parity);
+        const uint32_t stage = stages + at.i * S::STAGE, own = stage + warp / 4 * 64 * 128;
+        wgmma_begin();
+#pragma unroll
+        for (int p = 0; p < S::PANELS; p++) {
+#pragma unroll
+            for (int k = 0; k < S::PANEL_K / 16; k++) {
+                few_wgmma(sums, few_tile(own + p * S::X + k * 32),
+                          few_tile(stage + S::PANELS * S::X + p * S::W + k * 32), i + p + k > 0);
+            }
+        }
+        wgmma_commit();
+        if (i > 0) { // the step before has been multiplied
+            wgmma_wait<1>();
+            if (lane == 0) {
+                barrier_arrive(empty + 8 * before.i);
+            }
+            before.next(S::STAGES);
+        }
+    }
+    wgmma_wait<0>();
+    wgmma_pin(sums);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int t = warp * 16 + lane / 4 + h * 8, n = first + lane % 4 * 2;
+        if (t >= a.T) {
+            continue;
+        }
+        const int64_t begin = t * a.N + n;
+        const float scale = a.scales == nullptr ? 1.0f : a.scales[t];
+        float2 more[COLUMNS / 8] = {};
+        if (a.residual != nullptr) {
+#pragma unroll
+            for (int j = 0; j < COLUMNS / 8; j++) {
+                if (n + j * 8 < a.N) {
+                    more[j] = *reinterpret_cast<const float2 *>(a.residual + begin + j * 8);
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; j++) {
+            float2 v = {sums[j][2 * h], sums[j][2 * h + 1]};
+            if (scale != 1.0f || a.residual != nullptr) { // as it is done behind cuBLAS, to the bit
+                v = {v.x * scale + more[j].x, v.y * scale + more[j].y};
+            }
+            if (n + j * 8 < a.N) {
+                *reinterpret_cast<float2 *>(a.out + begin + j * 8) = v;
+            }
+        }
+    }
+#endif
+}
+
+// ---- the host's part ----
+
+// Returns how many rows of weights a tile has, of those that there is code for: the fewest with which one wave is enough.
+// It is 0 where the device, or the code, lacks wgmma, and where more than one wave is needed.
+inline int few_columns(int64_t N) {
+    DeviceLimits device;
+    if (cuda::device_limits(device) != 0 || !device.wgmma) {
+        return 0;
+    }
+    for (const int columns : FEW_COLUMNS) {
+        if (divided(N, columns) <= device.multiprocessors) {
+            return columns;
+        }
+    }
+    return 0;
+}
+
+// Describes a matrix of F16 [rows][K] for copies of 64 k of so many rows.
+inline int describe(CUtensorMap &map, const void *matrix, int64_t rows, int64_t K, int tile_rows) {
+    static const auto encode = [] {
+        void *found = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                                   cudaEnableDefault, &result);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(error == cudaSuccess ? found : nullptr);
+    }();
+    const cuuint64_t sizes[] = {cuuint64_t(K), cuuint64_t(rows)}, row_bytes[] = {cuuint64_t(K) * 2};
+    const cuuint32_t tile[] = {64, cuuint32_t(tile_rows)}, steps[] = {1, 1};
+    return encode != nullptr && encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void *>(matrix),
+                                       sizes, row_bytes, tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
+               ? 0
+               : int(cudaErrorNotSupported);
+}
+
+template <int COLUMNS> int multiply_few(const GemmArgs &g, const float *scales, cudaStream_t stream) {
+    using S = FewShape<COLUMNS>;
+    CUtensorMap x, weights;
+    int error = describe(x, g.x, g.T, g.K, FEW_MOST);
+    error = error != 0 ? error : describe(weights, g.weights, g.N, g.K, COLUMNS);
+    const FewArgs args = {g.out, g.residual, scales, g.T, divided(g.K, S::K), g.N};
+    return error != 0 ? error
+                      : int(launch_kernel(few_rows_kernel<COLUMNS>, dim3(unsigned(divided(g.N, COLUMNS))),
+                                          S::THREADS, size_t(S::SHARED), stream, true, x, weights, args));
+}
+
+// Multiplies up to FEW_MOST rows by tiles of so many rows of weights. `scales` are the rows' powers of two, or null.
+inline int multiply_few(int columns, const GemmArgs &g, const float *scales, cudaStream_t stream) {
+    switch (columns) {
+        case 40: return multiply_few<40>(g, scales, stream);
+        case 48: return multiply_few<48>(g, scales, stream);
+        case 80: return multiply_few<80>(g, scales, stream);
+        case 96: return multiply_few<96>(g, scales, stream);
+        case 136: return multiply_few<136>(g, scales, stream);
+        default: return int(cudaErrorInvalidValue);
+    }
+}
+
+} // namespace
+} // namespace luce
