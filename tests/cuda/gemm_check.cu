@@ -245,10 +245,11 @@ void check_gemm_kernels(bool all) {
     check_gemm(515, 17408, 5120);
     DeviceLimits device;
     must(cuda::device_limits(device));
-    expect(device.wgmma || few_columns(1024) == 0, "few rows need wgmma");
+    expect(device.wgmma || few_columns(128, 1024) == 0, "few rows need wgmma");
     for (const int columns : FEW_COLUMNS) {
         if (device.wgmma) {
-            check_few_rows(FEW_MOST, 5120, 64 * columns, columns);
+            check_few_rows(128, 5120, 64 * columns, columns);
+            check_few_rows(300, 1000, 48, columns);
             check_few_rows(65, 136, 1004, columns);
             check_few_rows(1, 2048, 3 * columns, columns);
         }

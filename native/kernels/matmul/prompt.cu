@@ -73,11 +73,15 @@ int cuda::gemm_open(void *stream, const std::vector<GemmShape> &shapes, void *sc
     if (error == 0) {
         error = int(cudaMalloc(&library.workspace, size_t(GEMM_WORKSPACE)));
     }
+    int64_t room = 0;
+    for (const GemmShape &shape : shapes) {
+        room = std::max(room, shape.N * shape.K);
+    }
     for (const GemmShape &shape : shapes) {
         if (error == 0) {
             Algorithms &found = library.products[{shape.N, shape.K}];
             error = reference(library, shape.N, shape.K, found);
-            const Trial trial(library, shape.N, shape.K, static_cast<__half *>(scratch),
+            const Trial trial(library, shape.N, shape.K, static_cast<__half *>(scratch), room,
                               static_cast<cudaStream_t>(stream));
             if (error == 0 && trial.ready()) {
                 error = trial.choose(found);
@@ -125,10 +129,10 @@ int cuda::gemm(const GemmArgs &a, void *stream) {
     const int of = int(std::lower_bound(CLASSES, CLASSES + N_CLASSES - 1, a.T) - CLASSES);
     const float *scales = reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.x) + a.T * a.K * 2);
     const cudaStream_t on = static_cast<cudaStream_t>(stream);
-    const int columns = known->second.few_columns;
+    const int columns = known->second.few_columns[of];
     const bool pairs =
         (reinterpret_cast<uintptr_t>(a.out) | reinterpret_cast<uintptr_t>(a.residual)) % 8 == 0;
-    if (columns > 0 && a.T <= FEW_MOST && pairs) {
+    if (columns > 0 && pairs) {
         return multiply_few(columns, a, scales, on);
     }
     const int error = Product(a.T, a.N, a.K)

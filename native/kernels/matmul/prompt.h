@@ -26,10 +26,14 @@ constexpr int64_t GEMM_MAX_K = 32768;
 // Bytes that cuBLAS has for each stream, as NVIDIA advises.
 constexpr int64_t GEMM_WORKSPACE = int64_t(32) << 20;
 
-// Algorithms are tried on so many rows: the activations in F16, and two times the results in F32.
+// Algorithms are tried on so many rows: the activations in F16, and two times the results in F32. They are timed on more where
+// results take no more than 4 MiB.
 constexpr int GEMM_TRIAL_ROWS = 128;
+constexpr int64_t gemm_trial_results(int64_t N) {
+    return GEMM_TRIAL_ROWS * N > 1 << 20 ? GEMM_TRIAL_ROWS * N : 1 << 20;
+}
 constexpr int64_t gemm_trial_bytes(int64_t K, int64_t N) {
-    return GEMM_TRIAL_ROWS * (2 * K + 8 * N);
+    return GEMM_TRIAL_ROWS * (2 * K + 4 * N) + 4 * gemm_trial_results(N);
 }
 
 // Says whether rows of K values are packed here, and whether products of them with N rows of weights are done.

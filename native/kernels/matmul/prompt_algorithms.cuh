@@ -27,13 +27,11 @@ constexpr int CLASSES[] = {128, 256, 512, 1024, 2048, 4096}, N_CLASSES = 6;
 constexpr int REFERENCE_ROWS = 1024;
 constexpr int FEW_ROWS =
     GEMM_TRIAL_ROWS; // cuBLAS's order of algorithms is often wrong here, so they are timed
-static_assert(FEW_ROWS == CLASSES[0] && FEW_ROWS == FEW_MOST);
 constexpr int OFFERED = 8; // it is asked for so many
-constexpr int TRIED_FOR_FEW = REFERENCE_ROWS; // what is offered for so many rows and fewer is tried for few
 
 struct Algorithms {
     cublasLtMatmulAlgo_t by_class[N_CLASSES];
-    int few_columns = 0; // of luce's own tiles, which then multiply up to FEW_MOST rows
+    int few_columns[N_CLASSES] = {}; // 0, or luce's own tiles multiply
 };
 struct Library {
     cublasLtHandle_t handle = nullptr;
@@ -163,15 +161,16 @@ struct Trial {
     const Library &library;
     const int64_t N, K;
     __half *weights;
+    int64_t values; // of which there is room for so many
     cudaStream_t stream;
     Room<__half> x;
     Room<float> expected, found;
     Room<uint32_t> count;
     cudaEvent_t begin = nullptr, end = nullptr;
 
-    Trial(const Library &of, int64_t n, int64_t k, __half *w, cudaStream_t on)
-        : library(of), N(n), K(k), weights(w), stream(on), x(FEW_ROWS * k), expected(FEW_ROWS * n),
-          found(FEW_ROWS * n), count(1) {
+    Trial(const Library &of, int64_t n, int64_t k, __half *w, int64_t room, cudaStream_t on)
+        : library(of), N(n), K(k), weights(w), values(room), stream(on), x(FEW_ROWS * k),
+          expected(FEW_ROWS * n), found(gemm_trial_results(n)), count(1) {
         cudaEventCreate(&begin);
         cudaEventCreate(&end);
         if (ready()) {
@@ -188,11 +187,17 @@ struct Trial {
                begin != nullptr && end != nullptr;
     }
 
+    // Whether there is room for so many rows. Where they are too many for x, what lies at `weights` stands for them: then only
+    // time counts.
+    bool has(int64_t rows) const {
+        return rows <= FEW_ROWS || (rows * K <= values && rows * N <= gemm_trial_results(N));
+    }
+    const __half *rows_of(int rows) const { return rows <= FEW_ROWS ? x.p : weights; }
     int run(const cublasLtMatmulAlgo_t &algorithm, int rows, float *to) const {
-        return Product(rows, N, K).multiply(library, algorithm, weights, x.p, to, stream);
+        return Product(rows, N, K).multiply(library, algorithm, weights, rows_of(rows), to, stream);
     }
     int run(int columns, int rows, float *to) const {
-        return multiply_few(columns, {rows, K, N, x.p, weights, to, nullptr}, nullptr, stream);
+        return multiply_few(columns, {rows, K, N, rows_of(rows), weights, to, nullptr}, nullptr, stream);
     }
 
     // Whether it gives the reference's bits.
@@ -225,43 +230,44 @@ struct Trial {
         return best;
     }
 
-    // Chooses for each class of rows: the first that gives the reference's bits, and among few rows the fastest of those that
-    // are offered for few and for more: the best for 128 rows are often offered for more rows alone.
+    // Chooses for each class of rows the fastest that gives the reference's bits, of what is offered for any: the best for few rows
+    // are often offered for more alone. Where there is no room for so many rows it is the first that is offered for them.
     int choose(Algorithms &chosen) const {
         if (const int error = run(chosen.by_class[0], FEW_ROWS, expected.p); error != 0) {
             return error;
         }
-        std::vector<cublasLtMatmulAlgo_t> few;
+        std::vector<cublasLtMatmulAlgo_t> all = {chosen.by_class[0]};
         for (int i = 0; i < N_CLASSES; i++) {
-            bool first = CLASSES[i] > FEW_ROWS;
+            bool first = true;
             for (const cublasLtMatmulAlgo_t &each :
                  Product(CLASSES[i], N, K).offered(library.handle, OFFERED)) {
-                const bool tries = CLASSES[i] <= TRIED_FOR_FEW &&
-                                   std::none_of(few.begin(), few.end(), [&](const auto &known) {
-                                       return memcmp(&known, &each, sizeof(each)) == 0;
-                                   });
-                if ((!first && !tries) || !same(each)) {
+                const bool known = std::any_of(all.begin(), all.end(), [&](const auto &other) {
+                    return memcmp(&other, &each, sizeof(each)) == 0;
+                });
+                if (!known && !same(each)) {
                     continue;
                 }
                 if (first) {
                     chosen.by_class[i] = each;
                     first = false;
                 }
-                if (tries) {
-                    few.push_back(each);
+                if (!known) {
+                    all.push_back(each);
                 }
             }
         }
-        float best = milliseconds(chosen.by_class[0], FEW_ROWS);
-        for (const cublasLtMatmulAlgo_t &each : few) {
-            if (const float ms = milliseconds(each, FEW_ROWS); ms < best) {
-                best = ms;
-                chosen.by_class[0] = each;
+        for (int i = 0; i < N_CLASSES && has(CLASSES[i]); i++) {
+            float best = INFINITY;
+            for (const cublasLtMatmulAlgo_t &each : all) {
+                if (const float ms = milliseconds(each, CLASSES[i]); ms < best) {
+                    best = ms;
+                    chosen.by_class[i] = each;
+                }
             }
-        }
-        const int columns = few_columns(N);
-        if (columns > 0 && same(columns) && milliseconds(columns, FEW_ROWS) < best) {
-            chosen.few_columns = columns;
+            const int columns = few_columns(CLASSES[i], N);
+            if (columns > 0 && same(columns) && milliseconds(columns, CLASSES[i]) < best) {
+                chosen.few_columns[i] = columns;
+            }
         }
         return 0;
     }

@@ -1,10 +1,10 @@
-// Computes a prompt's product of few rows by wgmma, for Hopper: out[t][n] = sum_k W[n][k] * x[t][k], times the row's power of two,
-// and its residual. A block has all rows and so many rows of weights that one wave of blocks fills the device. (cuBLAS's tiles are
-// powers of two, which leave multiprocessors without work, and what it leaves to do with a row takes a launch of its own.) Each
+// Computes a prompt's product by wgmma where there are few rows, or few rows of weights, for Hopper:
+// out[t][n] = sum_k W[n][k] * x[t][k], times the row's power of two, and its residual. Tiles are such that one wave of blocks fills
+// the device. (cuBLAS's leave multiprocessors without work, and what it leaves to do with a row takes a launch of its own.) Each
 // sum goes over all of K in steps of 16, as with those of cuBLAS's algorithms that do not split K, so that its bits are the same.
 //
-// Two warpgroups multiply 64 rows each. Two warps bring weights and rows as bulk copies of tiles to a ring in shared memory,
-// where they lie as wgmma reads them (rows of 128 bytes, swizzled).
+// A warpgroup multiplies 64 rows. Two warps bring rows and weights as bulk copies of tiles to a ring in shared memory, where
+// they lie as wgmma reads them (rows of 128 bytes, swizzled).
 #pragma once
 
 #include "common/device_limits.h"
@@ -17,8 +17,10 @@
 namespace luce {
 namespace {
 
-constexpr int FEW_MOST = 128; // rows at most
-constexpr int FEW_COLUMNS[] = {40, 48, 80, 96, 136}; // rows of weights of a tile
+constexpr int FEW_COLUMNS[] = {8, 16, 40, 48, 80, 96, 136}; // rows of weights of a tile
+constexpr int few_tile_rows(int columns) {
+    return columns < 40 ? 64 : 128;
+}
 
 struct FewArgs {
     float *out;
@@ -27,12 +29,12 @@ struct FewArgs {
     int64_t N;
 };
 
-// A step is two panels of 64 k: fewer barriers are passed than with one, and lines of 256 bytes are read.
+// A step is panels of 64 k. There are several, so that fewer barriers are passed, and longer lines are read.
 template <int COLUMNS> struct FewShape {
-    static constexpr int PANELS = 2, PANEL_K = 64, K = PANELS * PANEL_K, PRODUCERS = 2,
-                         MULTIPLIERS = 8; // warps
+    static constexpr int ROWS = few_tile_rows(COLUMNS), PANELS = ROWS == 64 ? 4 : 2, PANEL_K = 64;
+    static constexpr int K = PANELS * PANEL_K, PRODUCERS = 2, MULTIPLIERS = ROWS / 16; // warps
     static constexpr int THREADS = (MULTIPLIERS + PRODUCERS) * 32;
-    static constexpr int X = FEW_MOST * 128, W = COLUMNS * 128, STAGE = PANELS * (X + W);
+    static constexpr int X = ROWS * 128, W = COLUMNS * 128, STAGE = PANELS * (X + W);
     static constexpr int ROOM = 227 * 1024, ALIGNMENT = 1024; // of shared memory, and of a tile in it
     static constexpr int STAGES = (ROOM - ALIGNMENT) / (STAGE + 16); // each has two barriers
     static constexpr int SHARED = ALIGNMENT + STAGES * (STAGE + 16);
@@ -58,6 +60,8 @@ template <int COLUMNS> struct FewShape {
     __device__ __forceinline__ void few_wgmma(float (&)[N / 8][4], uint64_t, uint64_t, bool) {}
 #endif
 // clang-format off
+LUCE_FEW(8, LUCE_FOUR(, 0, 1, 2, 3), 4, 5, 6, LUCE_C(0))
+LUCE_FEW(16, LUCE_EIGHT(), 8, 9, 10, LUCE_C2(0))
 LUCE_FEW(40, LUCE_TEN() LUCE_EIGHT(1) ",%18,%19", 20, 21, 22, LUCE_C2(0), LUCE_C2(2), LUCE_C(4))
 LUCE_FEW(48, LUCE_TEN() LUCE_TEN(1) LUCE_FOUR(2, 0, 1, 2, 3), 24, 25, 26, LUCE_C2(0), LUCE_C2(2), LUCE_C2(4))
 LUCE_FEW(80, LUCE_TEN() LUCE_TEN(1) LUCE_TEN(2) LUCE_EIGHT(3) ",%38,%39", 40, 41, 42, LUCE_C2(0), LUCE_C2(2), LUCE_C2(4),
@@ -101,7 +105,7 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap &matrix
 #endif
 }
 
-// The grid is tiles of weights.
+// The grid is tiles of weights, and of rows.
 template <int COLUMNS>
 __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
     few_rows_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap weights,
@@ -112,7 +116,7 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
     const uint32_t stages = (shared_address(shared) + S::ALIGNMENT - 1) & ~uint32_t(S::ALIGNMENT - 1);
     const uint32_t full = stages + S::STAGES * S::STAGE, empty = full + 8 * S::STAGES;
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
-    const int first = int(blockIdx.x) * COLUMNS;
+    const int first = int(blockIdx.x) * COLUMNS, first_row = int(blockIdx.y) * S::ROWS;
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::STAGES; i++) {
             barrier_init(full + 8 * i, S::PRODUCERS);
@@ -128,7 +132,8 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
         if (lane == 0) {
             const bool rows = warp == S::MULTIPLIERS;
             const CUtensorMap &matrix = rows ? x : weights;
-            const int tile = rows ? S::X : S::W, behind = rows ? 0 : S::PANELS * S::X, row = rows ? 0 : first;
+            const int tile = rows ? S::X : S::W, behind = rows ? 0 : S::PANELS * S::X,
+                      row = rows ? first_row : first;
             for (int i = 0; i < a.steps; i++, at.next(S::STAGES)) {
                 barrier_wait(empty + 8 * at.i, at.parity ^ 1); // the phase before the first has ended
                 copies_begin(full + 8 * at.i, S::PANELS * tile);
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
     wgmma_pin(sums);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        const int t = warp * 16 + lane / 4 + h * 8, n = first + lane % 4 * 2;
+        const int t = first_row + warp * 16 + lane / 4 + h * 8, n = first + lane % 4 * 2;
         if (t >= a.T) {
             continue;
         }
@@ -199,15 +204,15 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
 
 // ---- the host's part ----
 
-// Returns how many rows of weights a tile has, of those that there is code for: the fewest with which one wave is enough.
-// It is 0 where the device, or the code, lacks wgmma, and where more than one wave is needed.
-inline int few_columns(int64_t N) {
+// Returns how many rows of weights a tile has, of those that there is code for: the fewest with which one wave of tiles is enough.
+// It is 0 where more are needed, or where the device, or the code, lacks wgmma.
+inline int few_columns(int64_t T, int64_t N) {
     DeviceLimits device;
     if (cuda::device_limits(device) != 0 || !device.wgmma) {
         return 0;
     }
     for (const int columns : FEW_COLUMNS) {
-        if (divided(N, columns) <= device.multiprocessors) {
+        if (int64_t(divided(N, columns)) * divided(T, few_tile_rows(columns)) <= device.multiprocessors) {
             return columns;
         }
     }
@@ -236,17 +241,20 @@ inline int describe(CUtensorMap &map, const void *matrix, int64_t rows, int64_t 
 template <int COLUMNS> int multiply_few(const GemmArgs &g, const float *scales, cudaStream_t stream) {
     using S = FewShape<COLUMNS>;
     CUtensorMap x, weights;
-    int error = describe(x, g.x, g.T, g.K, FEW_MOST);
+    int error = describe(x, g.x, g.T, g.K, S::ROWS);
     error = error != 0 ? error : describe(weights, g.weights, g.N, g.K, COLUMNS);
     const FewArgs args = {g.out, g.residual, scales, g.T, divided(g.K, S::K), g.N};
+    const dim3 grid(unsigned(divided(g.N, COLUMNS)), unsigned(divided(g.T, S::ROWS)));
     return error != 0 ? error
-                      : int(launch_kernel(few_rows_kernel<COLUMNS>, dim3(unsigned(divided(g.N, COLUMNS))),
-                                          S::THREADS, size_t(S::SHARED), stream, true, x, weights, args));
+                      : int(launch_kernel(few_rows_kernel<COLUMNS>, grid, S::THREADS, size_t(S::SHARED),
+                                          stream, true, x, weights, args));
 }
 
-// Multiplies up to FEW_MOST rows by tiles of so many rows of weights. `scales` are the rows' powers of two, or null.
+// Multiplies by tiles of so many rows of weights. `scales` are the rows' powers of two, or null.
 inline int multiply_few(int columns, const GemmArgs &g, const float *scales, cudaStream_t stream) {
     switch (columns) {
+        case 8: return multiply_few<8>(g, scales, stream);
+        case 16: return multiply_few<16>(g, scales, stream);
         case 40: return multiply_few<40>(g, scales, stream);
         case 48: return multiply_few<48>(g, scales, stream);
         case 80: return multiply_few<80>(g, scales, stream);
