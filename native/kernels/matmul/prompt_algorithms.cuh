@@ -206,6 +206,7 @@ struct Trial {
         if (cudaMemsetAsync(found.p, 0xff, size_t(FEW_ROWS * N) * sizeof(float), stream) != cudaSuccess ||
             cudaMemsetAsync(count.p, 0, sizeof(uint32_t), stream) != cudaSuccess ||
             run(algorithm, FEW_ROWS, found.p) != 0) {
+            cudaGetLastError(); // a trial's is none of the next product's
             return false;
         }
         differ_kernel<<<512, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(expected.p),
@@ -223,6 +224,7 @@ struct Trial {
                 run(algorithm, rows, found.p) != 0 || cudaEventRecord(end, stream) != cudaSuccess ||
                 cudaEventSynchronize(end) != cudaSuccess ||
                 cudaEventElapsedTime(&ms, begin, end) != cudaSuccess) {
+                cudaGetLastError();
                 return INFINITY;
             }
             best = std::min(best, ms);
