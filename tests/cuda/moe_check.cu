@@ -51,7 +51,7 @@ Routed run(Mixture &l, const Floats &x, bool overlap, int replays = 1) {
     run_times(replays, [&] { b.enqueue(l, overlap, /*hands_out=*/false); });
     const std::vector<uint8_t> after = l.counters.get();
     expect(std::all_of(after.begin(), after.end(), [](uint8_t c) { return c == 0; }), "moe leaves its counters at zero");
-    if (!l.apart && d.T <= ROWMM_MAX_ROWS) {
+    if ((!l.apart || d.dense) && d.T <= ROWMM_MAX_ROWS) {
         Device<uint8_t> packed(b.packed.n);
         RowmmPackArgs a{};
         a.x = b.out.p;
@@ -163,7 +163,7 @@ void check_company(Mixture &l, const Floats &x, const Routed &base, const Ints &
 std::string name(const MoeDims &d, const Types &t) {
     const auto type = [](int id) { return std::string(rowmm_test::type_of(id).name); };
     return type(t.gate) + "/" + type(t.up) + "/" + type(t.down) + "/" + type(t.shared) + " " + std::to_string(d.E) + "x" +
-           std::to_string(d.FF) + "+" + std::to_string(d.FF_shared) + ", " + std::to_string(d.n_used) + " of " +
+           std::to_string(d.FF) + (d.dense ? " beside " : "+") + std::to_string(d.FF_shared) + ", " + std::to_string(d.n_used) + " of " +
            std::to_string(d.n_expert);
 }
 
@@ -509,6 +509,12 @@ void check_items_of_fewer_rows() {
     }
 }
 
+MoeDims beside(int n_expert, int n_used, int64_t E, int64_t FF, int64_t dense) {
+    MoeDims dims = {0, n_expert, n_used, E, FF, dense};
+    dims.dense = 1;
+    return dims;
+}
+
 void check_moe(bool all) {
     const MoeDims small = {0, 8, 3, 512, 256, 64};
     check_choices(all ? 64 : 11);
@@ -536,6 +542,10 @@ void check_moe(bool all) {
     check_mixture({0, 9, 3, 352, 96, 0}, {8, 8, 20, 8}, 9, {1, 2, 5, 10, MANY_FROM}, all, true);
     check_mixture({0, 240, 8, 128, 96, 0}, {8, 8, 6, 8}, 9, {1, 3}, all, true);
     check_mixture({0, 4, 2, 2304, 32, 0}, {8, 8, 8, 8}, 9, {1, 2}, all, true); // likewise a row that is longer
+    // A dense layer for the shared expert: wider, so that a block's tasks are of both; of other types and parts of K.
+    check_mixture(beside(9, 3, 352, 96, 288), {8, 8, 20, 8}, 9, {1, 2, 3, 5, 8, 9, 10, 64}, all, true);
+    check_mixture(beside(240, 8, 264, 40, 520), {1, 0, 30, 1}, 9, {1, 2, 4, 7}, all, true);
+    check_mixture(beside(4, 2, 2304, 32, 64), {8, 8, 8, 8}, 5, {1, 2, 9}, all, true);
     check_mixture({0, 6, 2, 256, 512, 64}, {12, 13, 14, 8}, 9, {MANY_FROM + 1}, all); // units of many rows that are quantised
     check_mixture({0, 264, 3, 260, 40, 24}, {1, 0, 30, 1}, 9, {MANY_FROM + 5}, all); // items of many rows, and a tile of route that is not full
     if (!all) {
@@ -561,4 +571,5 @@ void check_moe(bool all) {
     check_mixture({0, 12, 8, 2048, 512, 512}, {12, 12, 14, 8}, 64, widths, true);
     check_mixture({0, 4, 2, 6144, 1536, 768}, {12, 13, 12, 14}, 64, {1, 2, 9, 64}, true);
     check_mixture({0, 128, 8, 2816, 704, 0}, {12, 12, 8, 8}, 64, {1, 2, 8, 16, 64, MANY_FROM, 700}, true, true);
+    check_mixture(beside(128, 8, 2816, 704, 2112), {12, 12, 8, 8}, 64, every, true, true);
 }

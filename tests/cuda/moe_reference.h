@@ -61,11 +61,11 @@ struct Mixture {
     Device<uint8_t> counters{size_t(MOE_COUNTER_BYTES)};
     // The router has a norm of its own, experts have factors, their activation is GELU, and nothing is added to their sum.
     const bool apart;
-    Floats router_norm, factors;
-    Device<float> d_router_norm, d_factors;
+    Floats router_norm, factors, dense_norm;
+    Device<float> d_router_norm, d_factors, d_dense_norm;
     Device<int32_t> counts{0}; // of experts, where they are counted
 
-    static constexpr float EPS = 1e-6f, ROUTER_SCALE = 0.7f;
+    static constexpr float EPS = 1e-6f, ROUTER_SCALE = 0.7f, POST_SCALE = 0.37f;
 
     Mixture(const MoeDims &dims, const Types &t, uint32_t seed, bool apart = false)
         : dims(dims), router(normals(size_t(dims.n_expert * dims.E), 0.05f)), norm(normals(size_t(dims.E), 0.3f)),
@@ -74,7 +74,8 @@ struct Mixture {
           gate_s(t.shared, dims.E, ff(dims), 1, seed + 3), up_s(t.shared, dims.E, ff(dims), 1, seed + 4),
           down_s(t.shared, ff(dims), dims.E, 1, seed + 5), d_router(router), d_norm(norm), d_shared_gate(shared_gate),
           apart(apart), router_norm(apart ? size_t(dims.E) : 0), factors(apart ? size_t(dims.n_expert) : 0),
-          d_router_norm(router_norm.size()), d_factors(factors.size()) {
+          dense_norm(normals(dims.dense ? size_t(dims.E) : 0)), d_router_norm(router_norm.size()), d_factors(factors.size()),
+          d_dense_norm(dense_norm) {
         for (float &w : norm) {
             w += 1;
         }
@@ -117,7 +118,7 @@ struct Buffers {
     MoeMatmulArgs enqueue_up(Mixture &l, const float *rows, bool overlap, bool hands_out) const {
         must(cuda::moe_route({dims, rows, l.d_norm.p, Mixture::EPS, l.d_router.p, l.d_shared_gate.p, l.counters.p, routed.p,
                               hands_out ? values.p : nullptr, overlap, l.apart ? l.d_router_norm.p : nullptr,
-                              l.apart ? Mixture::ROUTER_SCALE : 0.0f}, stream));
+                              l.apart ? Mixture::ROUTER_SCALE : 0.0f, dims.dense ? l.d_dense_norm.p : nullptr}, stream));
         const MoeMatmulArgs a = {dims, l.gate.matrix(), l.up.matrix(), l.gate_s.matrix(), l.up_s.matrix(), routed.p,
                                  nullptr, h.p, overlap, nullptr, l.apart ? GELU : SILU};
         must(cuda::moe_up(a, stream));
@@ -131,6 +132,12 @@ struct Buffers {
         a.out = y.p;
         a.records = records.p;
         must(cuda::moe_down(a, stream));
+        if (dims.dense) {
+            must(cuda::moe_post({dims, routed.p, y.p, l.d_factors.p, l.counts.n > 0 ? l.counts.p : nullptr, nullptr, x.p, l.d_norm.p,
+                                 l.d_router_norm.p, l.d_norm.p, Mixture::EPS, Mixture::POST_SCALE, out.p, l.d_norm.p, packed.p,
+                                 overlap}, stream));
+            return;
+        }
         const bool packs = !l.apart && dims.T <= ROWMM_MAX_ROWS;
         must(cuda::moe_sum({dims, routed.p, y.p, nullptr, l.apart ? nullptr : x.p, out.p, packs ? l.d_norm.p : nullptr,
                             packs ? packed.p : nullptr, overlap, l.apart ? l.d_factors.p : nullptr, l.counts.n > 0 ? l.counts.p : nullptr}, stream));
@@ -138,7 +145,7 @@ struct Buffers {
     Routed get() const {
         const std::vector<uint8_t> bytes = routed.get();
         Routed r{std::vector<int32_t>(size_t(dims.T * dims.n_used)), Floats(size_t(dims.T * dims.n_used)),
-                 Floats(dims.shared() ? size_t(dims.T) : 0), out.get()};
+                 Floats(dims.gated() ? size_t(dims.T) : 0), out.get()};
         memcpy(r.ids.data(), &bytes[size_t(moe_ids_offset(dims))], r.ids.size() * 4);
         memcpy(r.weights.data(), &bytes[size_t(moe_weights_offset(dims))], r.weights.size() * 4);
         if (!r.open.empty()) {
@@ -152,12 +159,12 @@ struct Buffers {
 
 struct Expected {
     Doubles logits; // they are the experts'
-    Doubles ffn; // the experts in `ids` add this to the row, by their weights
+    Doubles ffn; // the experts in `ids` add this to the row, by their weights; or beside a dense layer, the new row
 };
 
 inline Expected expected_row(const Mixture &l, const float *x, const int32_t *ids) {
     const MoeDims &d = l.dims;
-    Doubles v(static_cast<size_t>(d.E)), of_router(v);
+    Doubles v(static_cast<size_t>(d.E)), of_router(v), of_dense(v);
     double squares = 0;
     for (int64_t k = 0; k < d.E; k++) {
         squares += double(x[k]) * x[k];
@@ -165,6 +172,7 @@ inline Expected expected_row(const Mixture &l, const float *x, const int32_t *id
     for (int64_t k = 0; k < d.E; k++) {
         const double normed = x[k] / std::sqrt(squares / double(d.E) + Mixture::EPS);
         v[size_t(k)] = normed * l.norm[size_t(k)];
+        of_dense[size_t(k)] = d.dense ? normed * l.dense_norm[size_t(k)] : v[size_t(k)];
         of_router[size_t(k)] =
             l.apart ? normed * l.router_norm[size_t(k)] * double(Mixture::ROUTER_SCALE) : v[size_t(k)];
     }
@@ -186,23 +194,47 @@ inline Expected expected_row(const Mixture &l, const float *x, const int32_t *id
     for (int r = 0; r < d.n_used; r++) {
         total += std::exp(e.logits[size_t(ids[r])] - top);
     }
-    const auto add = [&](const Matrices &gate, const Matrices &up, const Matrices &down, int64_t expert, double weight) {
-        Doubles h = gate.times(expert, v);
-        const Doubles u = up.times(expert, v);
+    Doubles dense(d.dense ? size_t(d.E) : 0);
+    const auto add = [&](const Doubles &rows, const Matrices &gate, const Matrices &up, const Matrices &down, int64_t expert,
+                         double weight, Doubles &to) {
+        Doubles h = gate.times(expert, rows);
+        const Doubles u = up.times(expert, rows);
         for (size_t i = 0; i < h.size(); i++) {
             h[i] = (l.apart ? gelu(h[i]) : silu(h[i])) * u[i];
         }
         const Doubles y = down.times(expert, h);
         for (size_t i = 0; i < y.size(); i++) {
-            e.ffn[i] += weight * y[i];
+            to[i] += weight * y[i];
         }
     };
     for (int r = 0; r < d.n_used; r++) {
         const double factor = l.apart ? l.factors[size_t(ids[r])] : 1;
-        add(l.gate, l.up, l.down, ids[r], std::exp(e.logits[size_t(ids[r])] - top) / total * factor);
+        add(v, l.gate, l.up, l.down, ids[r], std::exp(e.logits[size_t(ids[r])] - top) / total * factor, e.ffn);
     }
     if (d.shared()) {
-        add(l.gate_s, l.up_s, l.down_s, 0, 1 / (1 + std::exp(-dot(l.shared_gate.data()))));
+        const double open = d.dense ? 1 : 1 / (1 + std::exp(-dot(l.shared_gate.data())));
+        add(of_dense, l.gate_s, l.up_s, l.down_s, 0, open, d.dense ? dense : e.ffn);
+    }
+    if (d.dense) {
+        const auto normed = [&](Doubles row, const Floats &by) {
+            double sum = 0;
+            for (double value : row) {
+                sum += value * value;
+            }
+            for (size_t i = 0; i < row.size(); i++) {
+                row[i] *= by[i] / std::sqrt(sum / double(d.E) + Mixture::EPS);
+            }
+            return row;
+        };
+        const Doubles experts = normed(e.ffn, l.router_norm);
+        dense = normed(dense, l.norm);
+        for (size_t i = 0; i < dense.size(); i++) {
+            dense[i] += experts[i];
+        }
+        e.ffn = normed(dense, l.norm);
+        for (size_t i = 0; i < dense.size(); i++) {
+            e.ffn[i] = (x[i] + e.ffn[i]) * double(Mixture::POST_SCALE);
+        }
     }
     return e;
 }

@@ -176,11 +176,12 @@ void check_post(int T, int64_t K, int64_t N, bool packs) {
     expect(same_rows(packed, got, T, N), name_of("two norms", T, K, N));
 }
 
-// A mixture beside a dense layer: what the layer left in parts and what the experts gave, or sums that were made elsewhere, are
-// normed, added, normed, added to the residual and scaled, and that is packed for the norm behind it, or not.
+// A mixture beside a dense layer: what both gave, or the layer's parts and sums that were made elsewhere, is normed, added, normed,
+// added to the residual and scaled, and that is packed for the norm behind it, or not.
 void check_post_of_mixture(int T, int64_t K, int64_t E, int n_used, bool elsewhere, bool packs) {
     constexpr int EXPERTS = 40;
-    const MoeDims dims(T, EXPERTS, n_used, E, 64);
+    MoeDims dims(T, EXPERTS, n_used, E, 64, elsewhere ? 0 : 96);
+    dims.dense = !elsewhere;
     const RoutedLayout at(dims);
     const Parts parts(T, K, {{8, E}});
     const size_t pairs = size_t(T) * n_used;
@@ -199,6 +200,7 @@ void check_post_of_mixture(int T, int64_t K, int64_t E, int n_used, bool elsewhe
     for (Floats &norm : norms) {
         norm = normals(size_t(E));
     }
+    y.insert(y.end(), parts.sums[0].begin(), parts.sums[0].end()); // the dense layer's places are behind the experts'
     Floats sums(size_t(T) * E, 0.0f); // in F32, by rank, as the kernel adds them
     for (size_t i = 0; i < pairs; i++) {
         for (int64_t n = 0; n < E; n++) {
@@ -209,16 +211,22 @@ void check_post_of_mixture(int T, int64_t K, int64_t E, int n_used, bool elsewhe
     Device<uint8_t> d_routed(routed), packed(size_t(rowmm_x_bytes(T, E)));
     Device<float> dx(x), dy(y), d_sums(sums), d_factors(factors), out(size_t(T) * E), d_norms[4] = {
         Device<float>(norms[0]), Device<float>(norms[1]), Device<float>(norms[2]), Device<float>(norms[3])};
+    Ints counted(EXPERTS, 0);
+    for (int id : ids) {
+        counted[size_t(id)]++;
+    }
+    Device<int32_t> counts(Ints(EXPERTS, 0));
     out.poison();
     MoePostArgs a = {};
     a.dims = dims;
     a.routed = elsewhere ? nullptr : d_routed.p;
     a.y = elsewhere ? d_sums.p : dy.p;
     a.scales = elsewhere ? nullptr : d_factors.p;
-    a.parts = &parts.args;
+    a.counts = elsewhere ? nullptr : counts.p;
+    a.parts = elsewhere ? &parts.args : nullptr;
     a.residual = dx.p;
-    a.dense_norm = d_norms[0].p;
-    a.experts_norm = d_norms[1].p;
+    a.dense_post = d_norms[0].p;
+    a.experts_post = d_norms[1].p;
     a.post = d_norms[2].p;
     a.eps = 1e-6f;
     a.post_scale = 0.37f;
@@ -253,14 +261,7 @@ void check_post_of_mixture(int T, int64_t K, int64_t E, int n_used, bool elsewhe
         }
     }
     expect(worst < 1e-5, name + " is off by " + std::to_string(worst));
-    if (!elsewhere) { // the same sums made elsewhere
-        a.routed = nullptr;
-        a.y = d_sums.p;
-        out.poison();
-        must(cuda::moe_post(a, stream));
-        must(cudaStreamSynchronize(stream));
-        expect(same_bits(out.get(), got), name + ", by sums");
-    }
+    expect(elsewhere || counts.get() == counted, name + ": counts");
     if (packs) {
         const std::vector<uint8_t> bytes = packed.get();
         expect(squares_are_near(bytes, got, T, E), name + ": squares");

@@ -215,7 +215,7 @@ __device__ __forceinline__ void keep_choice(const MoeDims &d, const RoutedLayout
         __stcg(reinterpret_cast<int32_t *>(routed + at.ids) + row * d.n_used + lane, choice.expert);
         __stcg(reinterpret_cast<float *>(routed + at.weights) + row * d.n_used + lane, choice.weight);
     }
-    if (d.shared() && lane == 0) {
+    if (d.gated() && lane == 0) {
         __stcg(reinterpret_cast<float *>(routed + at.open) + row, choice.open);
     }
 }

@@ -90,23 +90,23 @@ __device__ __forceinline__ int place_of(const MatmulParams &p, bool shared, uint
     return shared ? p.T * p.n_used + row : rank < 0 ? -1 : row * p.n_used + rank;
 }
 
-// Lists the block's tasks, of which a warp has every ITEM_WARPS-th, and returns how many there are. `first` is the
-// first's item, which begins with `pair`.
+// Lists the block's tasks, of which a warp has every ITEM_WARPS-th, and returns how many there are. The first's item begins
+// with `pair`.
 template <int ROWS, int N>
 __device__ __forceinline__ int list_few(const MatmulParams &p, FewShared<ROWS> &s, const Items<N> &items,
-                                        int first, int pair, int lane) {
-    const int end = (p.n_shared + items.count) * p.tasks;
+                                        int pair, int lane) {
+    const int end = p.tasks_of(items.count);
     int n = 0;
     for (int at = blockIdx.x; at < end; at += gridDim.x, n++) {
         if (n % ITEM_WARPS != int(threadIdx.x) / WARP) {
             continue;
         }
-        const int item = n == 0 ? first : at / p.tasks - p.n_shared;
+        const auto [item, x] = TaskAt(p, at);
         pair = n == 0 ? pair : items.pair_of(item);
         const int expert = items.expert_of(max(pair, 0));
         const uint64_t pairs = items.pairs_of(expert);
         if (lane == 0) {
-            s.tasks[n] = {item < 0 ? SHARED : expert, at - (item + p.n_shared) * p.tasks, p.T, 0};
+            s.tasks[n] = {item < 0 ? SHARED : expert, x, p.T, 0};
         }
         if (lane < p.T) {
             s.places[n][lane] = place_of(p, item < 0, pairs, lane);
@@ -115,15 +115,17 @@ __device__ __forceinline__ int list_few(const MatmulParams &p, FewShared<ROWS> &
     return n;
 }
 
-// Copies the step's rows, which route packed.
-__device__ __forceinline__ void copy_rows(const MatmulParams &p, uint8_t *rows, uint32_t barrier) {
+// Copies the step's rows, which route packed for the shared expert or for the others.
+__device__ __forceinline__ void copy_rows(const MatmulParams &p, uint8_t *rows, uint32_t barrier,
+                                          bool for_shared) {
     if (threadIdx.x / WARP == ITEM_WARPS - 1 && threadIdx.x % WARP < COPY_LANES) {
         const int record = p.experts.record;
         copies_begin(barrier, p.T * record);
 #pragma unroll 1
         for (int r = 0; r < p.T; r++) {
-            copy_to_shared(shared_address(rows + r * p.row_bytes), p.routed + p.at.rows + int64_t(r) * record,
-                           record, barrier, true);
+            copy_to_shared(shared_address(rows + r * p.row_bytes),
+                           p.routed + p.at.rows + (first_row(p.dims, for_shared) + r) * record, record,
+                           barrier, true);
         }
         copies_end(barrier);
     }
@@ -157,6 +159,9 @@ __device__ __forceinline__ void do_few(const MatmulParams &p, FewShared<ROWS> &s
             __syncthreads();
         } else if (i == 0) {
             barrier_wait(barrier, 0);
+        } else if (p.dims.dense != 0 && t.expert != SHARED && s.tasks[i - 1].expert == SHARED) {
+            copy_rows(p, rows, barrier, false); // once in a block: the shared expert's tasks come first
+            barrier_wait(barrier, 1);
         }
         for (int step = 0; step < p.steps; step++, turn ^= 1) {
             if (const int fragment = w.fragment_at(p, g, t.x, step); fragment < g.fragments) {
@@ -191,7 +196,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ROWS == FEWEST_ROWS ? FEWEST_BLO
     Items<ROWS == FEW_ROWS ? 2 : 1> items(p, lane);
     __syncthreads();
     const bool up = p.h == nullptr, keeps = up && blockIdx.x == gridDim.x - 1;
-    const int item = int(blockIdx.x) / p.tasks - p.n_shared, x = int(blockIdx.x) % p.tasks;
+    const auto [item, x] = TaskAt(p, blockIdx.x);
     ring.units.begin(p, item < 0 ? SHARED : NONE, x);
     if (item < 0) {
         ring.fill(p);
@@ -199,7 +204,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ROWS == FEWEST_ROWS ? FEWEST_BLO
     if (up) {
         wait_for_previous();
         let_next_start(); // not ahead of the wait: down polls for what this launch leaves
-        copy_rows(p, rows, barrier); // ahead of the weights, which would delay it
+        copy_rows(p, rows, barrier, item < 0); // ahead of the weights, which would delay it
     }
     if (const int pairs = up ? 0 : polled_pairs(p.dims); pairs > 0) {
         if (const int pair = threadIdx.x; pair < pairs) {
@@ -227,7 +232,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, ROWS == FEWEST_ROWS ? FEWEST_BLO
         ring.units.from += expert_offset(p.experts.matrices[Work(p, p.experts).matrix], expert);
         ring.fill(p);
     }
-    const int n_tasks = list_few(p, s, items, item, pair, lane);
+    const int n_tasks = list_few(p, s, items, pair, lane);
     __syncthreads();
     while (n_tasks > 0 && ring.filled < p.slots && ring.units.find(p, s.tasks, n_tasks)) {
         ring.fill(p);

@@ -17,7 +17,8 @@ namespace luce {
 inline bool moe_has(const MoeDims &d) {
     return d.T >= 0 && d.n_used >= 1 && d.T <= d.rows_at_once() && d.n_expert >= 1 &&
            d.n_expert <= MOE_MAX_EXPERTS && d.n_used <= std::min(d.n_expert, MOE_MAX_USED) && d.E >= 4 &&
-           d.E % 4 == 0 && d.E <= MOE_MAX_E && d.FF >= 1 && d.FF_shared >= 0 && d.h_row() <= MOE_MAX_FF;
+           d.E % 4 == 0 && d.E <= MOE_MAX_E && d.FF >= 1 && d.FF_shared >= 0 && d.h_row() <= MOE_MAX_FF &&
+           (d.dense == 0 || (d.shared() && d.T <= ROWMM_MAX_ROWS));
 }
 
 // Returns how many rows an item of a step has at most: 8, or 4 or 2 where a block has no room for more. The units are the largest
@@ -107,7 +108,7 @@ inline RoutePlan plan_route(const DeviceLimits &device, const MoeDims &d, bool g
     const int tile_rows = few ? std::min(divided(d.T, route_few_tiles(device)), room) : room;
     const bool one_row = tile_rows == 1 && !gives_values && d.E <= ONE_ROW_MAX_E;
     // Few rows are packed by blocks that do nothing else.
-    const int packers = few ? int(chunks_of(d.E)) : 0;
+    const int packers = few ? packed_rows(d) * int(chunks_of(d.E)) : 0;
     const int64_t shared = one_row ? 0 : std::max(std::min(d.T, tile_rows) * each, ids);
     const int outputs = divided(router_outputs(d), ROUTE_OUTPUTS), tiles = divided(d.T, tile_rows);
     return {{outputs + packers, tiles, 1, ROUTE_THREADS, shared}, tile_rows, one_row, 0};
@@ -167,22 +168,24 @@ inline bool set_params(MatmulParams &p, const MoeMatmulArgs &a, bool up) {
     return true;
 }
 
-// Gives 2^within parts of K to a warp. Returns how often a block's outputs go into the widest group's.
-inline int share_out(MatmulParams &p, int within) {
-    int wide = 0;
-    for (Group *g : {&p.experts, &p.shared}) {
-        g->log_across = std::max(g->log_parts - within, 0);
-        g->log_fragments = log2_of(ITEM_WARPS) - p.log_matrices - g->log_across;
-        wide = std::max(wide, divided(g->fragments, 1 << g->log_fragments));
-    }
-    return wide;
+// Gives 2^within parts of a group's K to a warp, and its items a task for each `steps` times a block's outputs.
+inline void share_out(const MatmulParams &p, Group &g, int within, int steps = 1) {
+    g.log_across = std::max(g.log_parts - within, 0);
+    g.log_fragments = log2_of(ITEM_WARPS) - p.log_matrices - g.log_across;
+    g.tasks = divided(g.fragments, steps << g.log_fragments);
+}
+// The same of both groups. Returns how many tasks there are at most.
+inline int share_out(MatmulParams &p, int within, int steps = 1) {
+    share_out(p, p.experts, within, steps);
+    share_out(p, p.shared, within, steps);
+    return p.tasks_of(p.max_items);
 }
 
 // Plans a launch of up or down: how many blocks it has, how many steps a task has, and what is in shared memory. The params
 // say what there is to multiply, and get the rest here. In what order sums are added, they say alone.
 inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
     const bool few = few_rows(p.dims), fewest = few && fewest_rows(p.dims);
-    const int items = p.n_shared + p.max_items, most = std::min(p.T, p.item_rows);
+    const int most = std::min(p.T, p.item_rows);
     const int slot = ITEM_WARPS * p.slot_bytes, all = log2_of(MAX_PARTS);
     const int besides = (fewest ? FEWEST_OWN : BLOCK_OWN) + BARRIER_BYTES + 1024;
     const auto room = [&](int per_sm) { return device.shared_sm / per_sm - besides - most * p.row_bytes; };
@@ -194,30 +197,39 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
     }
     const int at_once = per_sm * device.multiprocessors;
     p.steps = 1;
-    int within = 0, wide = share_out(p, within);
+    int within = 0, tasks = share_out(p, within);
     if (few) { // nearly all tasks are done at once
         // A few may come second: for example, two rows of the 35b-a3b in Q8_0 have 272 where an H200 has 264
         // blocks. And a few blocks may have none: eight rows have 260 tasks of two steps. Its plans of two to
         // eight rows, which were measured, are the same where 3.1 to 30% may come second and 1.6 to 13% have none.
         const int fit = at_once + at_once / 25;
-        while (within < all && items * wide > fit) {
-            wide = share_out(p, ++within);
+        while (within < all && tasks > fit) {
+            if (p.dims.dense != 0) { // it is wide, and its blocks begin before the others know their experts
+                share_out(p, p.shared, within + 1);
+                tasks = p.tasks_of(p.max_items);
+            }
+            if (tasks > fit) {
+                tasks = share_out(p, ++within);
+            }
         }
-        const auto tasks = [&](int steps) { return items * divided(wide, steps); };
-        while (p.steps < MAX_STEPS && tasks(p.steps) > fit && tasks(2 * p.steps) > at_once - at_once / 10) {
-            p.steps *= 2;
+        if (tasks > fit) {
+            while (p.steps < MAX_STEPS && tasks > fit &&
+                   share_out(p, all, 2 * p.steps) > at_once - at_once / 10) {
+                p.steps *= 2;
+                tasks = p.tasks_of(p.max_items);
+            }
+            tasks = share_out(p, all, p.steps);
         }
     } else {
-        if (items * share_out(p, all) >= device.multiprocessors << p.log_matrices) {
+        if (share_out(p, all) >= device.multiprocessors << p.log_matrices) {
             within = all;
         }
-        wide = share_out(p, within);
-        while (p.steps < MAX_STEPS && items * wide >= at_once * LEAST_TASKS * p.steps) {
+        tasks = share_out(p, within);
+        while (p.steps < MAX_STEPS && tasks >= at_once * LEAST_TASKS * p.steps) {
             p.steps *= 2;
         }
+        tasks = share_out(p, within, p.steps);
     }
-    p.tasks = divided(wide, p.steps);
-    const int tasks = items * p.tasks;
     const int blocks = std::max(std::min(tasks, at_once), divided(tasks, MAX_TASKS));
     // Where a warp has few units, room for more would only keep other blocks from a multiprocessor.
     p.slots = few || (blocks == tasks && within == 0) ? LEAST_SLOTS : MAX_SLOTS;
@@ -232,28 +244,26 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
 // Plans up or down of many rows: a block has one task, of more steps where its rows have few chunks.
 constexpr int MANY_CHUNKS = 8;
 inline LaunchPlan plan_many(const DeviceLimits &device, MatmulParams &p) {
-    const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
+    const int slot = ITEM_WARPS * p.slot_bytes;
     const int besides = MANY_OWN + device.shared_reserved + BARRIER_BYTES + MANY_STAGES * MANY_STAGE;
     const auto slots = [&](int per_sm) { return (device.shared_sm / per_sm - besides) / slot; };
     p.steps = std::clamp(MANY_CHUNKS / std::max(p.experts.chunks, p.shared.chunks), 1, MAX_STEPS);
-    p.tasks = divided(wide, p.steps);
+    const int tasks = share_out(p, log2_of(MAX_PARTS), p.steps);
     const int two = device.shared_sm > 100 * 1024 ? slots(BLOCKS_SM) : 0; // MANY_BLOCKS, likewise
     p.slots = std::clamp(two >= LEAST_SLOTS ? two : slots(1), 1, MAX_SLOTS);
-    return {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS,
-            BARRIER_BYTES + p.slots * slot + MANY_STAGES * MANY_STAGE};
+    return {tasks, 1, 1, ITEM_THREADS, BARRIER_BYTES + p.slots * slot + MANY_STAGES * MANY_STAGE};
 }
 // The same by wgmma: a block that is alone on its multiprocessor has more steps, since nothing runs while it begins.
 constexpr int WIDE_CHUNKS = 16, WIDE_STEPS = 8;
 inline LaunchPlan plan_wide(const DeviceLimits &device, MatmulParams &p) {
     using S = WideShape<WIDE_ROWS>;
-    const int wide = share_out(p, log2_of(MAX_PARTS)), slot = ITEM_WARPS * p.slot_bytes;
+    const int slot = ITEM_WARPS * p.slot_bytes;
     const int room =
         device.shared_sm - S::OWN - device.shared_reserved - BARRIER_BYTES - S::STAGES * S::STAGE;
     p.steps = std::clamp(WIDE_CHUNKS / std::max(p.experts.chunks, p.shared.chunks), 1, WIDE_STEPS);
-    p.tasks = divided(wide, p.steps);
+    const int tasks = share_out(p, log2_of(MAX_PARTS), p.steps);
     p.slots = std::clamp(room / slot, 1, MAX_SLOTS);
-    return {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS,
-            BARRIER_BYTES + p.slots * slot + S::STAGES * S::STAGE};
+    return {tasks, 1, 1, ITEM_THREADS, BARRIER_BYTES + p.slots * slot + S::STAGES * S::STAGE};
 }
 // Returns what MoeDims::wide is on a device.
 inline int moe_wide_rows(const DeviceLimits &device, const MoeDims &d) {
@@ -264,7 +274,7 @@ inline int moe_wide_rows(const DeviceLimits &device, const MoeDims &d) {
 // as many blocks. Where it has not, nothing is set.
 inline bool plan_up_one(const DeviceLimits &device, MatmulParams &params, LaunchPlan &plan) {
     MatmulParams p = params;
-    p.tasks = share_out(p, 0);
+    const int tasks = share_out(p, 0);
     for (const Group *g : {&p.experts, &p.shared}) {
         for (const Matrix &m : g->matrices) {
             p.slots = std::max(p.slots, divided(g->chunks, 1 << g->log_parts) * m.units);
@@ -275,7 +285,7 @@ inline bool plan_up_one(const DeviceLimits &device, MatmulParams &params, Launch
         return false;
     }
     params = p;
-    plan = {(p.n_shared + p.max_items) * p.tasks, 1, 1, ITEM_THREADS, bytes};
+    plan = {tasks, 1, 1, ITEM_THREADS, bytes};
     return true;
 }
 

@@ -76,15 +76,16 @@ __device__ __forceinline__ void bring_rows(const ManyShared &s, const Records &f
     }
 }
 
-// Returns a block's item, of which the shared expert's come first, or one of no rows.
-__device__ __forceinline__ MoeItem many_item(const MatmulParams &p, int index) {
-    if (index < p.n_shared) {
-        return {SHARED, p.T * p.n_used + index * p.item_rows, min(p.T - index * p.item_rows, p.item_rows), 0};
+// Returns an item by its number, of which the shared expert's are below zero, or one of no rows.
+__device__ __forceinline__ MoeItem many_item(const MatmulParams &p, int number) {
+    if (number < 0) {
+        const int first = (number + p.n_shared) * p.item_rows;
+        return {SHARED, p.T * p.n_used + first, min(p.T - first, p.item_rows), 0};
     }
-    if (index - p.n_shared >= __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head))) {
+    if (number >= __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head))) {
         return {SHARED, 0, 0, 0};
     }
-    const int4 listed = __ldcg(reinterpret_cast<const int4 *>(p.routed + p.at.items) + (index - p.n_shared));
+    const int4 listed = __ldcg(reinterpret_cast<const int4 *>(p.routed + p.at.items) + number);
     return {listed.x, listed.y, listed.z, 0};
 }
 // Returns the place of an item's row, and the number of its record.
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ ManyShared s;
     const int lane = threadIdx.x % WARP;
-    const int index = int(blockIdx.x) / p.tasks, x = int(blockIdx.x) % p.tasks;
+    const auto [number, x] = TaskAt(p, blockIdx.x);
     UnitRing ring(p, shared);
     const uint32_t full = shared_address(shared) + ITEM_WARPS * MAX_SLOTS * 8; // a barrier for each stage
     if (threadIdx.x == 0) {
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, MANY_BLOCKS)
     uint8_t *const stages = shared + BARRIER_BYTES + ITEM_WARPS * p.slots * p.slot_bytes;
     wait_for_previous();
     let_next_start();
-    const MoeItem item = many_item(p, index);
+    const MoeItem item = many_item(p, number);
     if (item.count == 0) {
         return;
     }

@@ -38,9 +38,11 @@ struct Rows {
                 const uint32_t bar = barrier + task % 2 * 8;
                 copies_begin(bar, t.count * g.record);
                 for (int r = 0; r < t.count; r++) {
-                    const int row = t.expert == SHARED ? places[r] - p.T * p.n_used : places[r] / p.n_used;
+                    const bool of_shared = t.expert == SHARED;
+                    const int row = of_shared ? places[r] - p.T * p.n_used : places[r] / p.n_used;
                     copy_to_shared(shared_address(out + r * p.row_bytes),
-                                   p.routed + p.at.rows + int64_t(row) * g.record, g.record, bar, true);
+                                   p.routed + p.at.rows + (first_row(p.dims, of_shared) + row) * g.record,
+                                   g.record, bar, true);
                 }
                 copies_end(bar);
             }
@@ -65,9 +67,10 @@ struct alignas(16) BlockShared {
 // Lists the block's tasks, and returns how many there are. The first one's units are fetched if they were not early.
 __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring, int early) {
     const MoeItem *items = reinterpret_cast<const MoeItem *>(p.routed + p.at.items);
-    const int first = blockIdx.x / p.tasks, x = blockIdx.x % p.tasks; // these are of the first task
+    const auto [first, x] = TaskAt(p, blockIdx.x); // of the first task
     const int own = threadIdx.x / MAX_ITEM_ROWS, at = blockIdx.x + own * gridDim.x; // this thread lists it
-    const int item = at / p.tasks - p.n_shared;
+    const TaskAt listed_at(p, at);
+    const int item = listed_at.item;
     int4 listed = {SHARED, p.T * p.n_used, 0, 0}, of_first = {SHARED, 0, 0, 0};
     if (item >= 0 && item < p.max_items) {
         listed = __ldcg(reinterpret_cast<const int4 *>(items + item));
@@ -76,10 +79,10 @@ __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring,
         listed.y += row;
         listed.z = min(p.T - row, p.item_rows);
     }
-    if (first >= p.n_shared) {
-        of_first = __ldcg(reinterpret_cast<const int4 *>(items + (first - p.n_shared)));
+    if (first >= 0) {
+        of_first = __ldcg(reinterpret_cast<const int4 *>(items + first));
     }
-    const int n_items = p.n_shared + __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head));
+    const int n_items = __ldcg(reinterpret_cast<const int32_t *>(p.routed + p.at.head));
     if (first >= n_items || of_first.x != early) {
         if (ring.filled > 0) {
             ring.skip_filled();
@@ -91,12 +94,12 @@ __device__ int list_tasks(const MatmulParams &p, BlockShared &s, UnitRing &ring,
         ring.units.from += expert_offset(p.experts.matrices[Work(p, p.experts).matrix], of_first.x);
         ring.fill(p);
     }
-    const int left = n_items * p.tasks - int(blockIdx.x);
+    const int left = p.tasks_of(n_items) - int(blockIdx.x);
     const int n_tasks = (left + int(gridDim.x) - 1) / int(gridDim.x);
     if (own < n_tasks) {
         const int r = threadIdx.x % MAX_ITEM_ROWS;
         if (r == 0) {
-            s.tasks[own] = {listed.x, at % p.tasks, listed.z, 0};
+            s.tasks[own] = {listed.x, listed_at.x, listed.z, 0};
         }
         if (r < listed.z) {
             const int32_t *list = reinterpret_cast<const int32_t *>(p.routed + p.at.places);
@@ -164,14 +167,14 @@ __global__ void __launch_bounds__(ITEM_THREADS, BLOCKS_SM)
     __shared__ BlockShared s;
     UnitRing ring(p, shared);
     Rows rows = rows_of(p, shared);
-    const int first = int(blockIdx.x) / p.tasks - p.n_shared;
+    const auto [first, x] = TaskAt(p, blockIdx.x);
     int early = first < 0 ? SHARED : NONE;
     if (first >= 0 && p.h != nullptr) {
         const int listed = __ldcg(&reinterpret_cast<const MoeItem *>(p.routed + p.at.items)[first].expert);
         early = listed >= 0 && listed < p.n_expert ? listed : NONE;
     }
     __syncthreads();
-    ring.units.begin(p, early, blockIdx.x % p.tasks);
+    ring.units.begin(p, early, x);
     if (early != NONE) {
         ring.fill(p);
     }

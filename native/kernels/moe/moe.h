@@ -5,9 +5,10 @@
 //   down   y = down h
 //   sum    out = residual + sum over ranks of weight * y + sigmoid(shared gate . v) * y of the shared expert;
 //          it may also pack out for the product behind, which norms it
-// The router may have a norm of its own, a weight a factor of its expert's, and the sum no residual. Of a step's mixture that
-// stands beside a dense layer, post takes the place of sum:
-//   post   out = (residual + RMS(RMS(dense) * dense_norm + RMS(sum over ranks) * experts_norm) * post) * post_scale
+// The router may have a norm of its own, a weight a factor of its expert's, and the sum no residual. Where a mixture stands
+// beside a dense layer, that may be the shared expert of a step's launches: then it has no gate, and reads RMS(x) * dense_norm.
+// Post takes the place of sum there:
+//   post   out = (residual + RMS(RMS(dense) * dense_post + RMS(sum over ranks) * experts_post) * post) * post_scale
 //
 // A step of few rows needs no list: there up and down choose the experts themselves, each block anew, but for down of very few
 // rows, which takes what up has left. Of one row, down and sum may be one launch, end, which packs nothing: the product behind
@@ -45,6 +46,7 @@ struct MoeDims {
         most; // an item of a step has so many rows at most (moe/plan.h): 8, or fewer where a device has no room for them
     int32_t
         wide; // 0, or wgmma multiplies a prompt's many rows, so many of an expert at most at once (moe/plan.h)
+    int32_t dense = 0; // the shared expert is a dense layer, of a step
     int64_t E, FF; // an expert's matrices are {E, FF} twice and {FF, E}; E is a multiple of 4
     int64_t FF_shared; // it is the shared expert's FF, or 0 where there is none
 
@@ -57,6 +59,7 @@ struct MoeDims {
         return MOE_MAX_PAIRS / n_used < MOE_MAX_ROWS ? MOE_MAX_PAIRS / n_used : MOE_MAX_ROWS;
     }
     constexpr ROWMM_BOTH bool shared() const { return FF_shared > 0; }
+    constexpr ROWMM_BOTH bool gated() const { return shared() && dense == 0; }
     // A row has a place for each of its experts, by rank, then all rows have one for the shared expert.
     constexpr ROWMM_BOTH int64_t places() const { return int64_t(T) * (n_used + (shared() ? 1 : 0)); }
     // Returns how many values a place has in h.
@@ -82,7 +85,7 @@ struct MoeRouteArgs {
     const float *norm; // [E], aligned to 16
     float eps;
     const float *router; // [n_expert][E], aligned to 16
-    const float *shared_gate; // [E], aligned to 16; null where there is no shared expert
+    const float *shared_gate; // [E], aligned to 16; null where no shared expert has a gate
     void *counters; // [MOE_COUNTER_BYTES]; launches that may run at once need their own
     void *routed; // [moe_routed_bytes(dims)], aligned to 16
     float *values; // null, or [T][E]: v is left here as well; aligned to 16
@@ -90,6 +93,7 @@ struct MoeRouteArgs {
     const float *
         router_norm; // null, or [E], aligned to 16: the router reads RMS(x) * router_norm * router_scale, and not v
     float router_scale;
+    const float *dense_norm; // null, or of a dense layer [E], aligned to 16
 
     ROWMM_BOTH float logit_scale() const { return router_norm != nullptr ? router_scale : 1.0f; }
 };
@@ -139,15 +143,18 @@ struct MoeSumArgs {
 
 constexpr int64_t MOE_POST_E = 4096; // a block of post has a row of so many values at most
 
-// Of a step: T is ROWMM_MAX_ROWS or less. There is no shared expert, and E is what rowmm_adds_up takes.
+// Of a step: T is ROWMM_MAX_ROWS or less, and E is what rowmm_adds_up takes. The dense layer is the shared expert, or its results
+// are the parts of a launch, and the experts' weighted sums were made elsewhere.
 struct MoePostArgs {
     MoeDims dims;
-    const void *routed; // as in MoeSumArgs, and so are y and scales
+    const void *routed; // as in MoeSumArgs, and so are y, scales and counts
     const float *y; // or where `routed` is null, [T][E], aligned to 16: the experts' weighted sums
     const float *scales;
-    const RowmmArgs *parts; // the launch that has left the dense layer's results in parts (RowmmArgs.parts)
+    int32_t *counts;
+    const RowmmArgs *
+        parts; // where `routed` is null: the launch that has left the dense layer's results (RowmmArgs.parts)
     const float *residual; // [T][E], aligned to 16
-    const float *dense_norm, *experts_norm, *post; // [E], aligned to 16
+    const float *dense_post, *experts_post, *post; // [E], aligned to 16
     float eps, post_scale;
     float *out; // [T][E], aligned to 16
     const float *norm; // `packed` needs it, and both are as in MoeSumArgs

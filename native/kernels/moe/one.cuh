@@ -103,8 +103,7 @@ __global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
     __shared__ OneShared own;
     OneShared &s = *reinterpret_cast<OneShared *>(held_address(reinterpret_cast<uint8_t *>(&own)));
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int item = int(blockIdx.x) / p.tasks, rank = item - p.n_shared,
-              x = int(blockIdx.x) - item * p.tasks;
+    const auto [rank, x] = TaskAt(p, blockIdx.x);
     const Group &g = rank < 0 ? p.shared : p.experts;
     const uint32_t of_units = shared_address(shared) + warp * 8,
                    of_row = shared_address(shared) + ITEM_WARPS * 8;
@@ -128,12 +127,13 @@ __global__ void __launch_bounds__(ITEM_THREADS, SMALL_BLOCKS_SM)
     let_next_start(); // not ahead of the wait: moe/end.cu polls for what this launch leaves, and reads what route has left
     if (warp == ITEM_WARPS - 1 && lane < COPY_LANES) { // ahead of the weights, which would delay it
         copies_begin(of_row, g.record);
-        copy_to_shared(shared_address(row), p.routed + p.at.rows, g.record, of_row, true);
+        copy_to_shared(shared_address(row), p.routed + p.at.rows + first_row(p.dims, rank < 0) * g.record,
+                       g.record, of_row, true);
         copies_end(of_row);
     }
     int expert = 0;
     if (rank >= 0) {
-        expert = choose_one(p, s, rank, int(blockIdx.x) == p.n_shared * p.tasks);
+        expert = choose_one(p, s, rank, int(blockIdx.x) == p.tasks_of(0));
         part.from += offsets != nullptr ? __ldcg(offsets + expert) : expert * expert_bytes;
         part.fetch(shared_address(units), of_units, p.slot_bytes);
     }

@@ -43,6 +43,7 @@ struct Group { // it is for the experts, or for the shared expert
     int32_t N, K, chunks, fragments, record;
     // K has so many parts, of which so many warps have their own, and a block has so many sixteenths at once.
     int32_t log_parts, log_across, log_fragments;
+    int32_t tasks; // an item has so many
 
     // Returns the first unit of a part of K.
     ROWMM_BOTH int begin(int part, int units) const { return (chunks * part >> log_parts) * units; }
@@ -59,10 +60,25 @@ struct MatmulParams {
     int32_t log_matrices, slot_bytes, slots;
     int32_t row_bytes, capacity; // so many rows are in shared memory, so far from each other
     int32_t item_rows, steps; // an item has so many rows at most, and a task so many steps of outputs
-    int32_t tasks; // an item has so many
     Group experts, shared;
     MoeDims dims;
     RoutedLayout at;
+
+    // Counts the tasks of so many of the experts' items and of all of the shared expert's, which come first.
+    ROWMM_BOTH int tasks_of(int items) const { return n_shared * shared.tasks + items * experts.tasks; }
+};
+
+// Says which item a task is of: the shared expert's are below zero.
+struct TaskAt {
+    int item, x;
+
+    ROWMM_BOTH TaskAt(const MatmulParams &p, int task) {
+        const int of_experts = task - p.n_shared * p.shared.tasks;
+        const bool shared = of_experts < 0;
+        const int tasks = shared ? p.shared.tasks : p.experts.tasks, at = shared ? task : of_experts;
+        item = at / tasks - (shared ? p.n_shared : 0);
+        x = at % tasks;
+    }
 };
 
 } // namespace luce

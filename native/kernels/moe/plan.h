@@ -99,7 +99,14 @@ constexpr ROWMM_BOTH int64_t row_record(int64_t K) {
 }
 // Counts the logits of a row, of which that of the shared gate is the last.
 constexpr ROWMM_BOTH int router_outputs(const MoeDims &d) {
-    return d.n_expert + (d.shared() ? 1 : 0);
+    return d.n_expert + (d.gated() ? 1 : 0);
+}
+// Route packs so many rows for each of a step: a dense layer's are normed by weights of their own, and lie behind the experts'.
+constexpr ROWMM_BOTH int packed_rows(const MoeDims &d) {
+    return d.dense != 0 ? 2 : 1;
+}
+constexpr ROWMM_BOTH int64_t first_row(const MoeDims &d, bool shared) {
+    return shared && d.dense != 0 ? d.T : 0;
 }
 
 // Says how far a row's logits lie from the next row's: a warp reads them by whole vectors, and may read beyond their end.
@@ -115,7 +122,7 @@ struct RoutedLayout {
     ROWMM_BOTH RoutedLayout(const MoeDims &d) {
         const int64_t T = d.T, pairs = T * d.n_used;
         rows = 0;
-        ids = align16(T * row_record(d.E));
+        ids = align16(packed_rows(d) * T * row_record(d.E));
         weights = ids + align16(pairs * 4);
         open = weights + align16(pairs * 4);
         logits = open + align16(T * 4);

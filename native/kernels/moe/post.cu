@@ -17,8 +17,9 @@ struct PostParams {
     RowsLayout layout;
 };
 
-// The grid is rows. What up and those ahead of it have left is read before the wait, as moe/sum.cu does: down lets this start
-// when up has ended.
+// The grid is rows. Where the dense layer is the shared EXPERT, what up and those ahead of it have left is read before the wait, as
+// moe/sum.cu does: down lets this start when up has ended.
+template <bool EXPERT>
 __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
     moe_post_kernel(const __grid_constant__ PostParams p, const __grid_constant__ RowmmParts parts) {
     __shared__ float of_dense[BESIDE_WARPS], of_experts[BESIDE_WARPS], of_both[BESIDE_WARPS];
@@ -29,10 +30,13 @@ __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
     const bool there = k < E; // E is a multiple of 8
     const int at = there ? k : 0;
     let_next_start();
-    const LaneParts<2> of(parts, 0, int(row), at);
+    LaneParts<2> of;
+    if (!EXPERT) {
+        of = LaneParts<2>(parts, 0, int(row), at);
+    }
     float by_dense[OWN], by_experts[OWN];
-    load_values(by_dense, a.dense_norm, at, E);
-    load_values(by_experts, a.experts_norm, at, E);
+    load_values(by_dense, a.dense_post, at, E);
+    load_values(by_experts, a.experts_post, at, E);
     const float *weights =
         reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.routed) + p.at.weights) + row * n_used;
     const auto weight = [&](int rank) {
@@ -41,19 +45,29 @@ __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
     float early[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
-        early[i] = a.routed != nullptr && i < n_used ? weight(i) : 0.0f;
+        early[i] = EXPERT && i < n_used ? weight(i) : 0.0f;
     }
     wait_for_previous();
     float dense[OWN] = {};
-    float4 first[2][2];
-    of.fetch(first, 0);
     Own sum = {};
-    if (a.routed != nullptr) {
+    if (EXPERT) {
+        if (a.counts != nullptr && int(threadIdx.x) < n_used) {
+            const auto *ids =
+                reinterpret_cast<const int32_t *>(static_cast<const uint8_t *>(a.routed) + p.at.ids);
+            atomicAdd(a.counts + __ldcg(ids + row * n_used + threadIdx.x), 1);
+        }
+        const Own shared = own_values(a.y + (int64_t(a.dims.T) * n_used + row) * E, k, E);
         add_ranks(sum, 0, a.y, row, n_used, k, E, early, weight);
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            dense[i] = reinterpret_cast<const float *>(shared.v)[i];
+        }
     } else {
+        float4 first[2][2];
+        of.fetch(first, 0);
         sum = own_values(a.y + row * E, k, E);
+        of.add(first, dense);
     }
-    of.add(first, dense);
     const float *experts = reinterpret_cast<const float *>(sum.v);
     float v[OWN], x[OWN], w[OWN];
 #pragma unroll
@@ -99,10 +113,12 @@ __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
 int cuda::moe_post(const MoePostArgs &args, void *stream) {
     const MoeDims &d = args.dims;
     const RowmmArgs *dense = args.parts;
-    if (!moe_has(d) || d.shared() || d.E > MOE_POST_E || d.T > ROWMM_MAX_ROWS || dense == nullptr ||
-        dense->n_weights != 1 || dense->T != d.T || dense->weights[0].N != d.E || !rowmm_adds_up(d.E) ||
-        !aligned(args.routed) || !given(args.y) || !given(args.residual) || !given(args.dense_norm) ||
-        !given(args.experts_norm) || !given(args.post) || !given(args.out) ||
+    const bool in_parts =
+        dense != nullptr && dense->n_weights == 1 && dense->T == d.T && dense->weights[0].N == d.E;
+    if (!moe_has(d) || d.E > MOE_POST_E || d.T > ROWMM_MAX_ROWS || !rowmm_adds_up(d.E) ||
+        (args.routed != nullptr ? d.dense == 0 || !given(args.routed) : d.shared() || !in_parts) ||
+        !given(args.y) || !given(args.residual) || !given(args.dense_post) || !given(args.experts_post) ||
+        !given(args.post) || !given(args.out) ||
         (args.packed != nullptr && (!given(args.packed) || !given(args.norm)))) {
         return int(cudaErrorInvalidValue);
     }
@@ -111,14 +127,16 @@ int cuda::moe_post(const MoePostArgs &args, void *stream) {
     }
     DeviceLimits device;
     RowmmParts parts = {};
-    for (const int error : {device_limits(device), rowmm_parts_of(*dense, parts)}) {
+    const bool expert = args.routed != nullptr;
+    for (const int error : {device_limits(device), expert ? 0 : rowmm_parts_of(*dense, parts)}) {
         if (error != 0) {
             return error;
         }
     }
     const PostParams p = {args, RoutedLayout(d), RowsLayout(d.T, device.wgmma)};
-    return int(launch_kernel(moe_post_kernel, plan_moe_post(d), static_cast<cudaStream_t>(stream),
-                             args.overlap != 0, p, parts));
+    const auto kernel = expert ? moe_post_kernel<true> : moe_post_kernel<false>;
+    return int(launch_kernel(kernel, plan_moe_post(d), static_cast<cudaStream_t>(stream), args.overlap != 0,
+                             p, parts));
 }
 
 } // namespace luce

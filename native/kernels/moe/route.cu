@@ -55,12 +55,25 @@ __device__ void weigh(const RouteParams &p, Norm &norm, int row0, int rows, floa
     __syncthreads();
 }
 
-// Leaves the rows for the experts where the router's have been. It is a call, so that the kernel's other rows keep their registers.
-__device__ __noinline__ void weigh_again(const RouteParams &p, int row0, int rows, float *v,
-                                         TileShared &tile) {
-    __syncthreads();
-    Norm norm(p.a.norm, p.a);
-    weigh(p, norm, row0, rows, v, tile);
+// Packs row `row` of a launch for who does not read the router's norm of it: experts, and a dense layer. The blocks of a tile share
+// their chunks. It is a call, so that the kernel's other rows keep their registers.
+__device__ __noinline__ void pack_apart(const RouteParams &p, int row, float scale) {
+    const int64_t E = p.a.dims.E, chunks = chunks_of(E);
+    for (int64_t i = gridDim.x - 1 - blockIdx.x; i < packed_rows(p.a.dims) * chunks; i += gridDim.x) {
+        const bool dense = i >= chunks;
+        const int64_t chunk = dense ? i - chunks : i, k = chunk * CHUNK + threadIdx.x % WARP * OWN;
+        float v[OWN] = {}, w[OWN];
+        load_values(w, dense ? p.a.dense_norm : p.a.norm, k, E);
+#pragma unroll
+        for (int j = 0; j < OWN; j += 4) { // E is a multiple of 4
+            if (k + j < E) {
+                const float4 x = __ldcg(reinterpret_cast<const float4 *>(p.a.x + row * E + k + j));
+                v[j] = x.x * w[j], v[j + 1] = x.y * w[j + 1], v[j + 2] = x.z * w[j + 2],
+                v[j + 3] = x.w * w[j + 3];
+            }
+        }
+        pack_values(p, row, chunk, v, scale, dense, false);
+    }
 }
 
 // The grid is {the router's outputs / OUTPUTS, and maybe blocks that pack; tiles of rows}. A multiprocessor of 100 KB has room for the
@@ -78,7 +91,11 @@ __global__ void __launch_bounds__(THREADS, SMALL_SHARED ? 1 : 2)
     const bool routes = blockIdx.x * OUTPUTS < router_outputs(d);
     let_next_start();
     Router router(p.a, int(blockIdx.x) * OUTPUTS + warp / HALVES);
-    Norm norm(routes && p.a.router_norm != nullptr ? p.a.router_norm : p.a.norm, p.a);
+    const Packer packer(d);
+    Norm norm(routes         ? p.a.router_norm != nullptr ? p.a.router_norm : p.a.norm
+              : packer.dense ? p.a.dense_norm
+                             : p.a.norm,
+              p.a);
     wait_for_previous();
     if (blockIdx.x + blockIdx.y == 0 &&
         int(threadIdx.x) < p.polled) { // who is behind up waits for what it leaves here
@@ -86,16 +103,20 @@ __global__ void __launch_bounds__(THREADS, SMALL_SHARED ? 1 : 2)
     }
     weigh(p, norm, row0, rows, v, tile);
     find_logits(p, router, tile, v, row0, rows);
-    // What experts read is normed by other weights. Of few rows other blocks pack it.
-    if (p.a.router_norm != nullptr && !few_rows(d)) {
-        weigh_again(p, row0, rows, v, tile);
-    }
     uint32_t *counters = static_cast<uint32_t *>(p.a.counters);
     // Of a step of few rows the experts are chosen behind this (moe.h), unless others multiply by them.
     const bool last =
         (!few_rows(d) || p.a.values != nullptr) && is_last(counters + 1 + blockIdx.y, gridDim.x, tile.last);
     if (const int row = WARPS - 1 - warp; row < rows) { // the first rows are the last warps'
-        pack_row(p, row0 + row, v + row * d.E, scale_of(p.a, tile, row));
+        const float scale = scale_of(p.a, tile, row);
+        if (!few_rows(d)) {
+            p.a.router_norm != nullptr ? pack_apart(p, row0 + row, scale)
+                                       : pack_row(p, row0 + row, v + row * d.E, scale);
+        } else if (!routes) {
+            float own[OWN];
+            load_values(own, v + row * d.E, packer.chunk * CHUNK + lane * OWN, d.E);
+            pack_values(p, row0 + row, packer.chunk, own, scale, packer.dense, false);
+        }
     }
     if (!last) {
         return;
@@ -147,7 +168,8 @@ int64_t moe_open_offset(const MoeDims &dims) {
 int cuda::moe_route(const MoeRouteArgs &args, void *stream) {
     const MoeDims &d = args.dims;
     if (!moe_has(d) || !given(args.x) || !given(args.norm) || !given(args.router) || !given(args.routed) ||
-        !given(args.counters) || (d.shared() && !given(args.shared_gate)) || !aligned(args.router_norm)) {
+        !given(args.counters) || (d.gated() && !given(args.shared_gate)) || !aligned(args.router_norm) ||
+        (d.dense != 0 && (!given(args.dense_norm) || !given(args.router_norm)))) {
         return int(cudaErrorInvalidValue);
     }
     if (d.T == 0) {

@@ -24,7 +24,7 @@ struct ManyTile {
 
 // Returns the router's weights of an output; of one that is not there those of another, whose products nobody reads.
 __device__ __forceinline__ const float4 *router_row(const MoeRouteArgs &a, int output) {
-    const bool shared = output == a.dims.n_expert && a.dims.shared();
+    const bool shared = output == a.dims.n_expert && a.dims.gated();
     const float *row = shared ? a.shared_gate : a.router + (output < a.dims.n_expert ? output * a.dims.E : 0);
     return reinterpret_cast<const float4 *>(row);
 }

@@ -45,12 +45,14 @@ struct OneSquares {
 // A warp packs a chunk of the block's row. The others find the norm's scale with it.
 __device__ __forceinline__ void pack_one(const RouteParams &p, TileShared &s) {
     const int64_t E = p.a.dims.E;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, chunk = gridDim.x - 1 - blockIdx.x;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const auto [chunk, dense] = Packer(p.a.dims);
     float v[OWN], w[OWN];
     OneSquares squares(p.a);
     const float *x = p.a.x + blockIdx.y * E;
-    uint8_t *out = p.of<uint8_t>(p.at.rows) + blockIdx.y * row_record(E) + chunk * chunk_bytes(1);
-    load_values(w, p.a.norm, chunk * CHUNK + lane * OWN, E);
+    uint8_t *out = p.of<uint8_t>(p.at.rows) + (first_row(p.a.dims, dense) + blockIdx.y) * row_record(E) +
+                   chunk * chunk_bytes(1);
+    load_values(w, dense ? p.a.dense_norm : p.a.norm, chunk * CHUNK + lane * OWN, E);
     wait_for_previous();
     squares.load();
     load_values(v, x, chunk * CHUNK + lane * OWN, E);

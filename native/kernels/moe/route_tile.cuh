@@ -165,25 +165,32 @@ __device__ bool is_last(uint32_t *counter, int n, bool &last) {
     return last;
 }
 
+// Packs a chunk of row `row` of a launch, a dense layer's or the experts', with a warp: the values times a scale.
+__device__ __forceinline__ void pack_values(const RouteParams &p, int row, int64_t chunk, float (&own)[OWN],
+                                            float scale, bool dense, bool wide) {
+    const int64_t E = p.a.dims.E;
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        own[i] *= scale;
+    }
+    uint8_t *record = p.of<uint8_t>(p.at.rows) + (first_row(p.a.dims, dense) + row) * row_record(E);
+    pack_chunk(record + chunk * chunk_bytes(1), 1, 0, wide, own, largest(own), lane);
+    for (int i = 0; p.a.values != nullptr && !dense && i < OWN; i++) {
+        if (const int64_t k = chunk * CHUNK + lane * OWN + i; k < E) {
+            p.a.values[row * E + k] = own[i];
+        }
+    }
+}
+
 // Packs row `row` of a launch, which is v [E] times a scale, with a warp: the blocks of a tile share its chunks.
 __device__ __forceinline__ void pack_row(const RouteParams &p, int row, const float *v, float scale,
                                          bool wide = false) {
     const int64_t E = p.a.dims.E;
-    const int lane = threadIdx.x % WARP;
     for (int64_t chunk = gridDim.x - 1 - blockIdx.x; chunk < chunks_of(E); chunk += gridDim.x) {
         float own[OWN];
-        load_values(own, v, chunk * CHUNK + lane * OWN, E);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            own[i] *= scale;
-        }
-        uint8_t *record = p.of<uint8_t>(p.at.rows) + row * row_record(E);
-        pack_chunk(record + chunk * chunk_bytes(1), 1, 0, wide, own, largest(own), lane);
-        for (int i = 0; p.a.values != nullptr && i < OWN; i++) {
-            if (const int64_t k = chunk * CHUNK + lane * OWN + i; k < E) {
-                p.a.values[row * E + k] = own[i];
-            }
-        }
+        load_values(own, v, chunk * CHUNK + threadIdx.x % WARP * OWN, E);
+        pack_values(p, row, chunk, own, scale, false, wide);
     }
 }
 

@@ -31,6 +31,19 @@ struct RouteParams {
     }
 };
 
+// Of few rows the blocks behind the router's pack a chunk each: of the experts' rows, or of those of a dense layer, which are as
+// many.
+struct Packer {
+    int chunk;
+    bool dense;
+
+    __device__ explicit Packer(const MoeDims &d) : chunk(int(gridDim.x) - 1 - int(blockIdx.x)), dense(false) {
+        const int chunks = int(chunks_of(d.E));
+        dense = chunk >= chunks;
+        chunk -= dense ? chunks : 0;
+    }
+};
+
 struct TileShared {
     float squares[TILE_ROWS][WARPS];
     float dots[OUTPUTS][HALVES][TILE_ROWS];

@@ -32,10 +32,11 @@
 //                        or rows, sum        exchange              ahead of a mixture and behind it, and of prompts; a mixture
 //                                                                  is moe_route, moe_up, moe_down, moe_sum_prompt
 //                        logits              gather                each rank sends those of its rows to the last one
-//   and its mixture (4), beside an FFN
-//                        norms, router       moe_route             the router's norm is another
-//                        experts             moe_up, moe_down
-//                        sums, norms         moe_post              of the FFN too; residual, scale and packed, as rowmm_parts_post
+//   and its mixture (4), with the FFN beside it
+//                        norms, router       moe_route             the router's norm is another, and so is the FFN's
+//                        experts, FFN        moe_up, moe_down
+//                        sums, norms         moe_post              residual, scale and packed, as rowmm_parts_post
+//   of experts that the host computes, the FFN has its own three launches, and moe_post_sums adds its parts up
 //   once a step          plan                attention_plan        which block of attention does what, for all layers
 //   a draft has besides  its input           nextn_pack            looks embeddings up, norms both halves, packs
 //                        eh_proj, norm       rowmm_parts, rowmm_parts_rms
@@ -362,32 +363,34 @@ protected:
                 made(normed, Form::packed) = t[1];
             }
         };
-        ggml_tensor *parts = partials(n.in[1]), *weight = packs ? norm.w : nullptr;
-        if (n.in.size() > 2) { // beside a mixture
-            const Node &mixture = plain.at(n.in[2]);
-            const Moe &w = *std::get<const Moe *>(part(mixture, "H").params);
-            MoePostArgs a{};
-            a.dims = dims_of(stage().device, w, n.T);
+        ggml_tensor *weight = packs ? norm.w : nullptr;
+        if (n.part("Y") < 0) {
+            RowmmPackArgs a{};
             a.eps = eps;
             a.post_scale = by;
-            ggml_tensor *routed = nullptr, *y = nullptr, *scales = nullptr;
-            if (w.in_ram || counts(w) != nullptr) { // a node of ggml has no room for the counts too
-                y = routed_experts(mixture);
-            } else {
-                routed = route(mixture, w, rows_of_mixture(mixture));
-                y = down(w, routed, n.T);
-                scales = w.down_scale;
-            }
-            leave(ops::moe_post(ctx,
-                                {parts, routed, y, dense(n.in[0]), part(n, "B").w[0], part(n, "C").w[0],
-                                 post.w[0], weight, scales},
-                                a));
+            leave(ops::rowmm_parts_post(ctx, {post.w[0], partials(n.in[1]), flat(n.in[0]), weight}, a));
             return;
         }
-        RowmmPackArgs a{};
+        const Node &mixture = part(n, "Y");
+        const Moe &w = *std::get<const Moe *>(part(mixture, "H").params);
+        ggml_tensor *x = dense(n.in[0]), *of_dense = part(n, "B").w[0], *of_experts = part(n, "C").w[0];
+        MoePostArgs a{};
         a.eps = eps;
         a.post_scale = by;
-        leave(ops::rowmm_parts_post(ctx, {post.w[0], parts, flat(n.in[0]), weight}, a));
+        if (n.part("U") < 0) { // their sums are apart
+            a.dims = dims_of(stage().device, w, n.T);
+            ggml_tensor *parts = partials(n.in[1]), *sums = flat(n.in[2]);
+            leave(ops::moe_post_sums(ctx, {parts, sums, x, of_dense, of_experts, post.w[0], weight}, a));
+            return;
+        }
+        const Node &products = part(n, "U");
+        const Ffn beside = {products.w[0], products.w[1], part(n, "D").w[0]};
+        a.dims = dims_of(stage().device, w, n.T, &beside);
+        ggml_tensor *routed = route(mixture, w, a.dims, x, part(n, "X").w[0]);
+        ggml_tensor *of_places = down(w, a.dims, beside, routed);
+        leave(ops::moe_post(
+            ctx, {routed, of_places, x, of_dense, of_experts, post.w[0], weight, w.down_scale, counts(w)},
+            a));
     }
 
     // ---- ranks ----
@@ -607,17 +610,18 @@ protected:
 
     // Which experts the rows x {E, T} of a mixture have, and what these read, for the launches behind. The router may have a norm
     // of its own.
-    ggml_tensor *route(const Node &n, const Moe &w, ggml_tensor *x) {
+    ggml_tensor *route(const Node &n, const Moe &w, const MoeDims &dims, ggml_tensor *x,
+                       ggml_tensor *dense_norm = nullptr) {
         const Node &norm = part(n, "P");
         MoeRouteArgs a{};
-        a.dims = dims_of(stage().device, w, n.T);
+        a.dims = dims;
         a.eps = std::get<float>(norm.params);
         const bool own_norm = n.part("Q") >= 0;
         a.router_scale = own_norm ? std::get<float>(part(n, "F").params) : 0.0f;
         return (w.in_ram ? ops::moe_route_values
                          : ops::moe_route)(ctx,
                                            {x, norm.w[0], stage().rowmm_scratch, w.router, w.shared_gate,
-                                            own_norm ? part(n, "Q").w[0] : nullptr},
+                                            own_norm ? part(n, "Q").w[0] : nullptr, dense_norm},
                                            a)
             .node;
     }
@@ -627,38 +631,38 @@ protected:
         give.dims = dims_of(stage().device, w, T);
         return host_experts(expand(ops::ram_give(ctx, {routed}, give)), nullptr, w, T);
     }
-    ggml_tensor *up(const Moe &w, ggml_tensor *routed, int64_t T) {
+    ggml_tensor *up(const Moe &w, const MoeDims &dims, const Ffn &shared, ggml_tensor *routed) {
         MoeMatmulArgs a{};
-        a.dims = dims_of(stage().device, w, T);
+        a.dims = dims;
         a.activation = w.activation;
         ggml_tensor *gate = w.gate_up != nullptr ? w.gate_up : w.gate;
         const ExpertSlots *slots = plain.cache.slots_of(w);
         ggml_tensor *of_gate = offsets(slots, gate),
                     *of_up = w.up == nullptr ? of_gate : offsets(slots, w.up);
-        return ops::moe_up(ctx, {routed, gate, w.up, w.shared.gate, w.shared.up, of_gate, of_up}, a);
+        return ops::moe_up(ctx, {routed, gate, w.up, shared.gate, shared.up, of_gate, of_up}, a);
     }
     ggml_tensor *rows_of_mixture(const Node &n) {
         ggml_tensor *x = flat(n.in[0]);
         return ggml_is_contiguous(x) ? x : ggml_cont(ctx, x);
     }
 
-    ggml_tensor *down(const Moe &w, ggml_tensor *routed, int64_t T) {
+    ggml_tensor *down(const Moe &w, const MoeDims &dims, const Ffn &shared, ggml_tensor *routed) {
         MoeMatmulArgs a{};
-        a.dims = dims_of(stage().device, w, T);
+        a.dims = dims;
         ggml_tensor *of_down = offsets(plain.cache.slots_of(w), w.down);
-        return ops::moe_down(ctx, {routed, up(w, routed, T), w.down, w.shared.down, of_down}, a);
+        return ops::moe_down(ctx, {routed, up(w, dims, shared, routed), w.down, shared.down, of_down}, a);
     }
 
     // The mixture of experts of x {E, T}, without a residual.
     ggml_tensor *routed_experts(const Node &n) {
         const Moe &w = *std::get<const Moe *>(part(n, "H").params);
-        ggml_tensor *routed = route(n, w, rows_of_mixture(n));
+        MoeSumArgs sum{};
+        sum.dims = dims_of(stage().device, w, n.T);
+        ggml_tensor *routed = route(n, w, sum.dims, rows_of_mixture(n));
         if (w.in_ram) {
             return experts_of_host(w, routed, n.T);
         }
-        MoeSumArgs sum{};
-        sum.dims = dims_of(stage().device, w, n.T);
-        ggml_tensor *y = down(w, routed, n.T);
+        ggml_tensor *y = down(w, sum.dims, w.shared, routed);
         return ops::moe_sum_prompt(ctx, {routed, y, nullptr, nullptr, nullptr, w.down_scale, counts(w)}, sum);
     }
 
@@ -666,7 +670,7 @@ protected:
     void mixture(const Node &n, Val y) {
         const Moe &w = *std::get<const Moe *>(part(n, "H").params);
         const MoeDims dims = dims_of(stage().device, w, n.T);
-        ggml_tensor *x = rows_of_mixture(n), *routed = route(n, w, x);
+        ggml_tensor *x = rows_of_mixture(n), *routed = route(n, w, dims, x);
         ggml_tensor *experts, *sums = nullptr;
         if (w.in_ram) {
             // The shared expert is the device's. It lies between the way to the host and the host's part, which so runs
@@ -676,7 +680,8 @@ protected:
         } else {
             MoeMatmulArgs of_dims{};
             of_dims.dims = dims;
-            ggml_tensor *h = up(w, routed, n.T), *of_down = offsets(plain.cache.slots_of(w), w.down);
+            ggml_tensor *h = up(w, dims, w.shared, routed),
+                        *of_down = offsets(plain.cache.slots_of(w), w.down);
             const int32_t shared_type = dims.shared() ? w.shared.down->type : w.down->type;
             if (!plain.prefill() && moe_ends_at_once(dims, w.down->type, shared_type)) {
                 // It polls for what up leaves, so no launch comes between (common/overlap.cuh).

@@ -5,6 +5,7 @@
 #include "matmul/layout.h"
 #include "matmul/quantised.h"
 #include "moe/moe.h"
+#include "ops/moe.h"
 
 #include <algorithm>
 #include <atomic>
@@ -80,6 +81,19 @@ const Pattern NORMED_MIXTURE = {
       {{Op::add,
         "",
         {{Op::norm, "B", {{Op::matmul, "M"}}}, {Op::norm, "C", {{Op::routed_experts, "Y"}}}}}}}}};
+// The same where the dense layer reads the same rows as the experts, normed by weights of its own.
+const Pattern NORMED_BESIDE = [] {
+    const auto up = [](int32_t out) { return Pattern{Op::matmul, "U", {{Op::norm, "X", {any("x")}}}, out}; };
+    return Pattern{Op::add,
+                   "S",
+                   {any("x"),
+                    {Op::norm,
+                     "A",
+                     {{Op::add,
+                       "",
+                       {{Op::norm, "B", {{Op::matmul, "D", {{Op::glu, "G", {up(0), up(1)}}}}}},
+                        {Op::norm, "C", {{Op::routed_experts, "Y", {any("x")}}}}}}}}}};
+}();
 // A convolution over a block's rows.
 const Pattern CONVOLVED = {Op::block_conv, "C", {{Op::matmul, "M"}, part(Op::matmul, "A", 0)}};
 
@@ -178,11 +192,13 @@ bool one_of_partials(const Target &t, const Match &m) {
     const Node &product = node(t, m, "M");
     return product.w.size() == 1 && t.leaves_partials(product.w);
 }
-bool sum_of_partials(const Target &t, const Match &m) {
+bool packed_behind(const Target &t, const Match &m) {
     const std::vector<int32_t> readers = t.graph.readers(m["N"].node);
-    return one_of_partials(t, m) && !rows_for_mixture(t, m) &&
-           std::all_of(readers.begin(), readers.end(),
+    return std::all_of(readers.begin(), readers.end(),
                        [&](int32_t r) { return has(t.graph.nodes[size_t(r)].op, TAKES_PACKED); });
+}
+bool sum_of_partials(const Target &t, const Match &m) {
+    return one_of_partials(t, m) && !rows_for_mixture(t, m) && packed_behind(t, m);
 }
 bool convolved_partials(const Target &t, const Match &m) {
     return one_of_partials(t, m) && t.convolves(node(t, m, "C"));
@@ -200,6 +216,24 @@ bool mixture_of_partials(const Target &t, const Match &m) {
 }
 bool mixture_and_norm(const Target &t, const Match &m) {
     return mixture_of_partials(t, m) && sum_of_partials(t, m);
+}
+// The dense layer becomes the shared expert of the mixture's launches.
+bool dense_in_mixture(const Target &t, const Match &m) {
+    const auto eps = [&](const Node &n) { return std::get<float>(n.params); };
+    const auto of = [&](const char *name) { return eps(node(t, m, name)); };
+    const Node &up = node(t, m, "U"), &down = node(t, m, "D"), &mixture = node(t, m, "Y");
+    if (!t.gpu || !t.step() || up.w.size() != 2 || down.w.size() != 1) {
+        return false;
+    }
+    const Moe &moe = *std::get<const Moe *>(t.graph.nodes[size_t(mixture.part("H"))].params);
+    const Device &device = t.graph.cache.stages()[mixture.stage].device;
+    return takes_dense(device, moe, {up.w[0], up.w[1], down.w[0]}) &&
+           std::get<Activation>(node(t, m, "G").params) == moe.activation && rowmm_adds_up(down.n[0]) &&
+           down.n[0] <= MOE_POST_E && of("A") == of("B") && of("A") == of("C") &&
+           of("X") == eps(t.graph.nodes[size_t(mixture.part("P"))]);
+}
+bool dense_in_mixture_packed(const Target &t, const Match &m) {
+    return dense_in_mixture(t, m) && packed_behind(t, m);
 }
 bool one_packed(const Target &t, const Match &m) {
     const Node &product = node(t, m, "M");
@@ -356,6 +390,14 @@ std::vector<Rule> table() {
             "the same, where there is no residual", "",
             {Op::norm, "N", {{Op::matmul, "M"}}},
             Op::add_norm, "N", {{"M"}}, {{"M"}, {"N"}}},
+        {"mixture_with_dense_packed", dense_in_mixture_packed, Bits::device,
+            "a dense layer is the shared expert beside it; all norms behind both in one launch", "",
+            {Op::norm, "N", {{Op::scale, "F", {NORMED_BESIDE}}}},
+            Op::add_normed, "F", {{"x"}}, {{"F"}, {"N"}}},
+        {"mixture_with_dense", dense_in_mixture, Bits::device,
+            "the same, where the norm that follows is another device's, or what follows is no norm", "",
+            NORMED_BESIDE,
+            Op::add_normed, "S", {{"x"}}, {{"S"}}},
         {"add_normed_scaled", post_and_norm, Bits::device,
             "adds the partial sums up, norms, adds the residual and packs the norm that follows, in one launch", "",
             {Op::norm, "N", {{Op::scale, "F", {NORMED_PRODUCT}}}},
@@ -369,7 +411,7 @@ std::vector<Rule> table() {
             NORMED_PRODUCT,
             Op::add_normed, "S", {{"x"}, {"M"}}, {{"S"}}},
         {"mixture_normed_packed", mixture_and_norm, Bits::device,
-            "adds up a dense layer and the experts beside it; all norms behind them in one launch", "",
+            "the same, of experts that the host computes: adds up the dense layer beside them", "",
             {Op::norm, "N", {{Op::scale, "F", {NORMED_MIXTURE}}}},
             Op::add_normed, "F", {{"x"}, {"M"}, {"Y"}}, {{"F"}, {"N"}}},
         {"mixture_normed", mixture_of_partials, Bits::device,

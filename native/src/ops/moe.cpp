@@ -131,30 +131,40 @@ namespace {
 struct LargestUnits {
     int64_t up = 0, down = 0;
 
-    explicit LargestUnits(const Moe &moe) {
+    explicit LargestUnits(const Moe &moe, const Ffn &shared) {
         const bool own = !moe.in_ram;
         const auto most = [](int64_t &unit, std::initializer_list<const ggml_tensor *> weights) {
             for (const ggml_tensor *w : weights) {
                 unit = std::max(unit, w == nullptr ? 0 : int64_t(fragment_bytes(w->type)));
             }
         };
-        most(up, {own ? moe.gate : nullptr, own ? moe.up : nullptr, own ? moe.gate_up : nullptr,
-                  moe.shared.gate, moe.shared.up});
-        most(down, {own ? moe.down : nullptr, moe.shared.down});
+        most(up, {own ? moe.gate : nullptr, own ? moe.up : nullptr, own ? moe.gate_up : nullptr, shared.gate,
+                  shared.up});
+        most(down, {own ? moe.down : nullptr, shared.down});
     }
 };
 
 } // namespace
 
-MoeDims dims_of(const Device &device, const Moe &w, int64_t T) {
-    const int64_t shared = w.shared_gate == nullptr ? 0 : w.shared.gate->ne[1];
+MoeDims dims_of(const Device &device, const Moe &w, int64_t T, const Ffn *dense) {
+    const Ffn &shared = dense != nullptr ? *dense : w.shared;
     MoeDims dims(int32_t(T), int32_t(w.shape.n_expert), int32_t(w.shape.n_used), w.router->ne[0],
-                 w.shape.n_ff, shared);
-    const LargestUnits unit(w);
+                 w.shape.n_ff, shared.gate == nullptr ? 0 : shared.gate->ne[1]);
+    dims.dense = dense != nullptr;
+    const LargestUnits unit(w, shared);
     dims.most = moe_item_rows(limits_of(device), dims, unit.up, unit.down);
     dims.wide = moe_wide_rows(limits_of(device), dims);
     return dims;
 }
+
+namespace {
+
+std::string lack_of(const Device &device, const Moe &moe, const Ffn *dense) {
+    const LargestUnits unit(moe, dense != nullptr ? *dense : moe.shared);
+    return moe_lacks(limits_of(device), device.name, dims_of(device, moe, 1, dense), unit.up, unit.down);
+}
+
+} // namespace
 
 void check_moe(const Device &device, const char *path, const Moe &moe) {
     if (!device.gpu) {
@@ -168,17 +178,22 @@ void check_moe(const Device &device, const char *path, const Moe &moe) {
                  path, w->name, type_name(w->type), remedy);
         }
     }
-    const LargestUnits unit(moe);
-    const std::string lack =
-        moe_lacks(limits_of(device), device.name, dims_of(device, moe, 1), unit.up, unit.down);
-    if (!lack.empty()) {
+    if (const std::string lack = lack_of(device, moe, nullptr); !lack.empty()) {
         fail(LUCE_E_UNSUPPORTED, "%s: %s: %s", path, lack.c_str(), remedy);
     }
+}
+
+bool takes_dense(const Device &device, const Moe &moe, const Ffn &dense) {
+    return device.gpu && !moe.in_ram && moe.shared.gate == nullptr && is_packed(dense.gate) &&
+           is_packed(dense.up) && is_packed(dense.down) && lack_of(device, moe, &dense).empty();
 }
 
 #else
 
 void check_moe(const Device &, const char *, const Moe &) {}
+bool takes_dense(const Device &, const Moe &, const Ffn &) {
+    return false;
+}
 
 #endif
 

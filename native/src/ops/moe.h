@@ -11,6 +11,7 @@
 namespace luce {
 
 struct Device;
+struct Ffn;
 struct Moe;
 
 // What a GPU's rows bring to the host: what moe_route_values leaves.
@@ -24,9 +25,12 @@ void cpu_ram_experts(const RamExpertsArgs &args, int ith,
 
 // E_UNSUPPORTED names what the device has no kernel for, of a mixture in the file at `path`. A CPU can run all of them.
 void check_moe(const Device &device, const char *path, const Moe &moe);
+// Says whether a step's launches of a mixture take a dense layer for its shared expert.
+bool takes_dense(const Device &device, const Moe &moe, const Ffn &dense);
 
 #ifdef LUCE_USE_CUDA
-MoeDims dims_of(const Device &device, const Moe &moe, int64_t T); // those of a mixture over T rows
+// Those of a mixture over T rows, in a step maybe with a dense layer for its shared expert.
+MoeDims dims_of(const Device &device, const Moe &moe, int64_t T, const Ffn *dense = nullptr);
 
 // Returns the bytes of what route leaves of all rows, launch after launch. Then come the rows' values, where they are left.
 int64_t moe_all_routed_bytes(const MoeDims &all);
@@ -155,9 +159,13 @@ template <class Row, class A> void routes(Row &op, A &a) {
     op.in(FIELD(router), {E, experts});
     op.in(FIELD(shared_gate), {E}).maybe();
     op.in(FIELD(router_norm), {E}).maybe();
+    op.in(FIELD(dense_norm), {E}).maybe();
     takes_dims(op, a.dims);
     op.params(FIELD(eps), FIELD(router_scale));
-    op.derive([](auto &args) { args.overlap = 1; });
+    op.derive([](auto &args) {
+        args.overlap = 1;
+        args.dims.dense = args.dense_norm != nullptr;
+    });
     op.room(FIELD(routed), [](const auto &args) { return moe_all_routed_bytes(args.dims); });
     op.runs(nullptr, route_blocks);
 }
@@ -182,7 +190,7 @@ inline const auto &moe_up = row<MoeMatmulArgs>("moe_up", [](auto &op, auto &a) {
     op.in(FIELD(first.offsets), {experts}).maybe();
     op.in(FIELD(second.offsets), {experts}).maybe();
     takes_dims(op, a.dims);
-    op.params(FIELD(activation));
+    op.params(FIELD(activation), FIELD(dims.dense));
     op.derive([](auto &args) { args.overlap = 1; });
     op.room(FIELD(out), [](const auto &args) { return args.dims.places() * args.dims.h_row() * 4; });
     op.runs(nullptr, up_blocks);
@@ -195,6 +203,7 @@ inline const auto &moe_down = row<MoeMatmulArgs>("moe_down", [](auto &op, auto &
     op.in(FIELD(shared_first), {N, E}).maybe();
     op.in(FIELD(first.offsets), {experts}).maybe();
     takes_dims(op, a.dims);
+    op.params(FIELD(dims.dense));
     op.derive([](auto &args) { args.overlap = 1; });
     op.room(FIELD(out), [](const auto &args) { return args.dims.places() * args.dims.E * 4; });
     op.room(FIELD(records), [](const auto &args) { return moe_all_record_bytes(args.dims); });
@@ -241,22 +250,19 @@ inline const auto &moe_sum = row<MoeSumArgs>("moe_sum", [](auto &op, auto &a) {
     sums_up(op, a);
     op.room(FIELD(packed), [](const auto &args) { return rowmm_op_bytes(args.dims.T, args.dims.E); });
 });
-// Of a step's mixture beside a dense layer, which comes first in its graph: experts of the host are computed beside it.
-inline const auto &moe_post = row<MoePostArgs>("moe_post", [](auto &op, auto &a) {
-    op.launch(FIELD(parts));
-    op.in(FIELD(routed), {ANY}).maybe();
+template <class Row, class A> void norms_both(Row &op, A &a) {
     op.in("y", ArgForm::f32, {ANY, ANY}, [](auto &args, const ggml_tensor &, uint8_t *at) {
         args.y = reinterpret_cast<const float *>(at); // places of E, or sums {E, T}
     });
     op.in(FIELD(residual), {E, T});
-    op.in(FIELD(dense_norm), {E});
-    op.in(FIELD(experts_norm), {E});
+    op.in(FIELD(dense_post), {E});
+    op.in(FIELD(experts_post), {E});
     op.in(FIELD(post), {E});
     op.in(FIELD(norm), {E}).maybe();
-    op.in(FIELD(scales), {experts}).maybe();
+}
+template <class Row, class A> void leaves_both(Row &op, A &a) {
     takes_dims(op, a.dims);
     op.params(FIELD(eps), FIELD(post_scale));
-    op.derive([](auto &args) { args.overlap = 1; });
     op.known(E, a.dims.E);
     op.known(T, a.dims.T);
     op.out(FIELD(out), {E, T});
@@ -264,6 +270,25 @@ inline const auto &moe_post = row<MoePostArgs>("moe_post", [](auto &op, auto &a)
         return args.norm == nullptr ? 0 : rowmm_op_bytes(args.dims.T, args.dims.E);
     });
     op.runs(nullptr, cuda::moe_post);
+}
+// Of a step's mixture beside a dense layer, which is the shared expert of its launches.
+inline const auto &moe_post = row<MoePostArgs>("moe_post", [](auto &op, auto &a) {
+    op.in(FIELD(routed), {ANY});
+    norms_both(op, a);
+    op.in(FIELD(scales), {experts}).maybe();
+    op.in(FIELD(counts), {experts}).maybe();
+    op.derive([](auto &args) {
+        args.overlap = 1;
+        args.dims.dense = 1;
+    });
+    leaves_both(op, a);
+});
+// Of one whose sums are made elsewhere. The dense layer comes first in its graph: experts of the host are computed beside it.
+inline const auto &moe_post_sums = row<MoePostArgs>("moe_post_sums", [](auto &op, auto &a) {
+    op.launch(FIELD(parts));
+    norms_both(op, a);
+    op.derive([](auto &args) { args.overlap = 1; });
+    leaves_both(op, a);
 });
 #endif
 

@@ -61,6 +61,8 @@ MODELS = {
     "host-unshared": Model(replace(SHARED, n_ff_shared=0), cpu_experts=3, params=HEAD),
     "gemma4": Model(GEMMA, seed=GEMMA_SEED),
     "gemma4-experts": Model(replace(GEMMA, n_embd_per_layer=0), kind="Q8_0"),  # In F32 a golden has them.
+    "gemma4-host": Model(replace(GEMMA, n_embd_per_layer=0), cpu_experts=2, kind="Q8_0"),
+    "gemma4-host-layers": Model(GEMMA, cpu_experts=2, kind="Q8_0"),
     "gemma4-dense": Model(
         replace(GEMMA, v_is_k=True, n_shared_kv=0, n_expert=0), params=HEAD, seed=GEMMA_DENSE_SEED,
         assistant=replace(tiny_gemma4.ASSISTANT, window=40, n_embd=256, n_ff=128, n_head_kv_swa=1, n_embd_out=256)),
@@ -74,8 +76,8 @@ ON_CPU = {"host_experts", "experts_glu", "add_shared", "norm_rope", "norm_rope_k
 NEEDED = {"mixture", "mixture_shared", "mixture_in_ram", "mixture_in_ram_shared", "routed_experts"}
 ON_GPU = NEEDED | {
     "heads_open", "heads_plain", "heads_plain_k", "queries", "queries_committed", "add_normed", "add_normed_packed",
-    "add_normed_scaled", "mixture_normed", "mixture_normed_packed", "add_convolved", "heads", "heads_kv", "norm_rope",
-    "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer", "draft_input", "matmul_first", "add_norm_partials",
+    "add_normed_scaled", "mixture_with_dense", "mixture_with_dense_packed", "mixture_normed", "mixture_normed_packed",
+    "add_convolved", "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer", "draft_input", "matmul_first", "add_norm_partials",
     "norm_partials", "matmul_add",
 }  # fmt: skip
 # A GPU needs them where it has a part of each matrix (engine/test_ranks.py).

@@ -86,12 +86,14 @@ struct Mixture {
     const char *name;
     int n_expert, n_used;
     int64_t E, FF, FF_shared;
+    bool dense = false; // the shared expert is a dense layer, in a step
 };
 inline const Mixture MIXTURES[] = {
     {"35b-a3b", 256, 8, 2048, 512, 512},
     {"gemma4 26B-A4B", 128, 8, 2816, 704, 0},
     {"122b-a10b", 256, 8, 3072, 1024, 1024},
     {"397b-a17b", 512, 10, 4096, 1024, 1024},
+    {"step of gemma4 26B-A4B", 128, 8, 2816, 704, 2112, true},
 };
 inline constexpr int64_t VOCABULARY = 248320;
 

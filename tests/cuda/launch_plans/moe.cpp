@@ -20,6 +20,15 @@ MoeMatmulArgs experts(const MoeDims &dims, int type) {
     return a;
 }
 
+MoeDims dims_of(const Mixture &m) {
+    MoeDims dims = {1, m.n_expert, m.n_used, m.E, m.FF, m.FF_shared};
+    dims.dense = m.dense;
+    return dims;
+}
+int most_rows(const MoeDims &dims) {
+    return dims.dense != 0 ? ROWMM_MAX_ROWS : dims.rows_at_once();
+}
+
 // Each warp has a ring of its own, of one slot or more. If half of a multiprocessor's slots are on their way at any time, memory that
 // answers within a microsecond is kept busy by so many bytes; few rows that make fewer blocks than that are another matter.
 bool in_flight(const Card &card, const LaunchPlan &plan, const MatmulParams &p, int64_t declared, int most) {
@@ -34,11 +43,10 @@ void check_products_of_experts(const Card &card, const MoeDims &dims, int type, 
     expect(set_params(p, experts(dims, type), up), "matrices of " + what);
     const int log_parts = p.experts.log_parts;
     LaunchPlan plan;
-    const int items = p.n_shared + p.max_items;
     if (up && dims.T == 1 && plan_up_one(device, p, plan)) {
         expect_runs(card, plan, ONE_OWN, what);
         expect((plan.shared + ONE_OWN + device.shared_reserved) * SMALL_BLOCKS_SM <= device.shared_sm, "three at once of " + what);
-        expect(plan.x == items * p.tasks, "a block for each task of " + what);
+        expect(plan.x == p.tasks_of(p.max_items), "a block for each task of " + what);
         expect_waves("up of one row", card, plan.x, blocks_at_once(card, plan, ONE_OWN, SMALL_BLOCKS_SM), false, what);
     } else if (many_rows(dims)) {
         const bool wide = wide_rows(dims);
@@ -47,7 +55,7 @@ void check_products_of_experts(const Card &card, const MoeDims &dims, int type, 
         expect_runs(card, plan, own, what);
         expect(p.slots <= MAX_SLOTS, "slots of " + what);
         expect_of("experts of many rows", card, in_flight(card, plan, p, own, wide ? 1 : BLOCKS_SM), "too few bytes in flight", what);
-        expect(plan.x == items * p.tasks, "a block for each task of " + what);
+        expect(plan.x == p.tasks_of(p.max_items), "a block for each task of " + what);
     } else {
         const bool fewest = few_rows(dims) && fewest_rows(dims);
         const int most = fewest && device.shared_sm > 100 * KiB ? SMALL_BLOCKS_SM : BLOCKS_SM; // FEWEST_BLOCKS
@@ -57,25 +65,25 @@ void check_products_of_experts(const Card &card, const MoeDims &dims, int type, 
         expect_of("experts", card, in_flight(card, plan, p, fewest ? FEWEST_OWN : BLOCK_OWN, most), "too few bytes in flight", what);
         expect_waves("experts", card, plan.x, blocks_at_once(card, plan, fewest ? FEWEST_OWN : BLOCK_OWN, most), false, what);
         expect(p.capacity >= std::min(dims.T, p.item_rows), "room for an item's rows of " + what);
-        expect(int64_t(plan.x) * MAX_TASKS >= int64_t(items) * p.tasks, "tasks that a block lists of " + what);
+        expect(int64_t(plan.x) * MAX_TASKS >= p.tasks_of(p.max_items), "tasks that a block lists of " + what);
     }
     for (const Group *g : {&p.experts, &p.shared}) {
         // All parts of K, and all outputs, are some warp's.
         expect(g->log_parts == log_parts || g == &p.shared, "parts of " + what);
         expect(g->log_across <= g->log_parts && g->log_fragments >= 0, "parts of " + what);
-        expect((p.tasks * std::max(p.steps, 1)) << g->log_fragments >= g->fragments, "outputs of " + what);
+        expect((g->tasks * std::max(p.steps, 1)) << g->log_fragments >= g->fragments, "outputs of " + what);
     }
 }
 
 void check_mixture(const Card &card, const Mixture &m, int type) {
     const DeviceLimits &device = card.limits;
-    MoeDims dims = {1, m.n_expert, m.n_used, m.E, m.FF, m.FF_shared};
+    MoeDims dims = dims_of(m);
     const int unit = fragment_bytes(type);
     const std::string name = std::string(m.name) + " in type " + std::to_string(type);
     dims.most = moe_item_rows(device, dims, unit, unit);
     const bool taken = moe_lacks(device, card.name, dims, unit, unit).empty();
     expect_of("experts", card, taken, "the mixture is refused", name);
-    for (int T = 1; taken && T <= dims.rows_at_once(); T += T < 70 ? 1 : 157) {
+    for (int T = 1; taken && T <= most_rows(dims); T += T < 70 ? 1 : 157) {
         dims.T = T;
         dims.wide = moe_wide_rows(device, dims);
         const std::string what = name + " at " + std::to_string(T) + " rows on " + card.name;
@@ -95,6 +103,9 @@ void check_mixture(const Card &card, const Mixture &m, int type) {
             check_products_of_experts(card, dims, type, up, (up ? "up of " : "down of ") + what);
         }
         expect_runs(card, plan_moe_sum(dims), KiB, "sum of " + what);
+        if (dims.E <= MOE_POST_E) {
+            expect_runs(card, plan_moe_post(dims), KiB, "post of " + what);
+        }
         if (moe_ends_at_once(dims, type, type)) {
             expect_runs(card, plan_end(dims, type, type), END_OWN, "end of " + what);
         }
@@ -105,9 +116,9 @@ Digest digest_of(const DeviceLimits &device) {
     Digest d;
     for (const Mixture &m : MIXTURES) {
         for (const int type : TYPES) {
-            MoeDims dims = {1, m.n_expert, m.n_used, m.E, m.FF, m.FF_shared};
+            MoeDims dims = dims_of(m);
             d.add(moe_lacks(device, "", dims, fragment_bytes(type), fragment_bytes(type)).empty());
-            for (int T = 1; T <= dims.rows_at_once(); T += T < 100 ? 1 : 71) {
+            for (int T = 1; T <= most_rows(dims); T += T < 100 ? 1 : 71) {
                 dims.T = T;
                 dims.wide = moe_wide_rows(device, dims);
                 for (const bool values : {false, true}) {
@@ -128,7 +139,7 @@ Digest digest_of(const DeviceLimits &device) {
                         plan = wide_rows(dims) ? plan_wide(device, p) : many_rows(dims) ? plan_many(device, p) : plan_experts(device, p);
                     }
                     d.add_plan(plan);
-                    d.add(one, p.slots, p.slot_bytes, p.row_bytes, p.capacity, p.item_rows, p.steps, p.tasks, p.experts.log_across,
+                    d.add(one, p.slots, p.slot_bytes, p.row_bytes, p.capacity, p.item_rows, p.steps, p.experts.tasks, p.experts.log_across,
                           p.experts.log_fragments, p.shared.log_across, p.shared.log_fragments);
                 }
                 d.add_plan(plan_moe_sum(dims));
@@ -175,6 +186,6 @@ void plan_moe(const Card &card) {
         expect(plan.launch.x == 73 && plan.tile_rows == (dims.T + 2) / 3, "three tiles of few rows");
     }
     if (card.capability == 90) {
-        pin(card, digest_of(device), 0x73844242912835);
+        pin(card, digest_of(device), 0x1993797fdd6c61ed);
     }
 }

@@ -234,13 +234,13 @@ __global__ void __launch_bounds__(ITEM_THREADS, 1) moe_wide_kernel(const __grid_
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ WideShared<ROWS> s;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int index = int(blockIdx.x) / p.tasks, x = int(blockIdx.x) % p.tasks;
+    const auto [number, x] = TaskAt(p, blockIdx.x);
     WarpRing<true> ring(p, shared);
     WideRows<ROWS>::init(shared);
     barrier_init_done();
     wait_for_previous();
     let_next_start();
-    const MoeItem item = many_item(p, index);
+    const MoeItem item = many_item(p, number);
     if (item.count == 0) {
         return;
     }
