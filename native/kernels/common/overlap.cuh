@@ -31,6 +31,11 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Brings the line at p to L2, ahead of a wait for what is not there yet.
+__device__ __forceinline__ void prefetch_line(const void *p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // Lets a kernel have so many bytes of dynamic shared memory on the current device. What was allowed is never lowered,
 // since another thread may be about to launch the kernel with more.
 template <typename... P> cudaError_t allow_shared(void (*kernel)(P...), size_t bytes) {

@@ -22,11 +22,6 @@ template <typename T> __device__ __forceinline__ void store_back(void *to, T fro
     __stwb(static_cast<T *>(to), from);
 }
 
-// Brings the line at p to L2.
-__device__ __forceinline__ void prefetch_line(const void *p) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
-
 // ---- of the rule in chunks ----
 
 // Computes c[16 x 8] += a[16 x 16] * b[16 x 8].

@@ -25,10 +25,13 @@ __global__ void __launch_bounds__(POST_WARPS *WARP, 1)
     float4 p[2][2];
     float v[OWN] = {}, x[OWN], w[OWN];
     load_values(w, a.post, at, K);
+    if (a.out != nullptr) {
+        prefetch_line(a.w + at); // it is read last
+    }
     wait_for_previous();
     of.fetch(p, 0);
-    of.add(p, v);
     fetch_values(x, a.x + row * a.x_row + at);
+    of.add(p, v);
     const float sum = warp_sum(there ? squares(v) : 0.0f, WARP);
     if (lane == 0) {
         of_chunks[chunk] = sum;

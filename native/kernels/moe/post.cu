@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
     if (!EXPERT) {
         of = LaneParts<2>(parts, 0, int(row), at);
     }
-    float by_dense[OWN], by_experts[OWN];
-    load_values(by_dense, a.dense_post, at, E);
-    load_values(by_experts, a.experts_post, at, E);
+    for (const float *norm : {a.dense_post, a.experts_post, a.post, a.norm}) {
+        prefetch_line(norm != nullptr ? norm + at : a.post);
+    }
     const float *weights =
         reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.routed) + p.at.weights) + row * n_used;
     const auto weight = [&](int rank) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
         of.add(first, dense);
     }
     const float *experts = reinterpret_cast<const float *>(sum.v);
-    float v[OWN], x[OWN], w[OWN];
+    float v[OWN], x[OWN], w[OWN], by_dense[OWN], by_experts[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         dense[i] = there ? dense[i] : 0.0f;
@@ -82,6 +82,8 @@ __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
     }
     fetch_values(x, a.residual + row * E + at);
     load_values(w, a.post, at, E);
+    load_values(by_dense, a.dense_post, at, E);
+    load_values(by_experts, a.experts_post, at, E);
     __syncthreads();
     const float dense_scale = post_norm(of_dense, chunks, E, a.eps),
                 experts_scale = post_norm(of_experts, chunks, E, a.eps);

@@ -12,7 +12,11 @@ struct Norm {
     float4 w[VALUES];
 
     __device__ explicit Norm(const float *norm, const MoeRouteArgs &a) : weights(norm) {
-        load(threadIdx.x, int(a.dims.E / 4));
+        const int n = int(a.dims.E / 4);
+        load(threadIdx.x, n);
+        for (int i = threadIdx.x + VALUES * THREADS; i < n; i += THREADS) {
+            prefetch_line(norm + 4 * i);
+        }
     }
     __device__ void load(int first, int n) {
 #pragma unroll

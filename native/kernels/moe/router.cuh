@@ -76,6 +76,9 @@ struct Router {
             weights = reinterpret_cast<const float4 *>(a.shared_gate);
         }
         load(0);
+        for (int j = WEIGHTS; weights != nullptr && at(j) < n; j++) {
+            prefetch_line(weights + at(j));
+        }
     }
     static __device__ int at(int j) {
         return (j * HALVES + threadIdx.x / WARP % HALVES) * WARP + threadIdx.x % WARP;

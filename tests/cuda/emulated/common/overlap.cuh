@@ -9,6 +9,7 @@ namespace luce {
 
 inline void let_next_start() {}
 inline void wait_for_previous() {}
+inline void prefetch_line(const void *) {}
 
 template <typename... P> cudaError_t allow_shared(void (*)(P...), size_t) {
     return cudaSuccess;

@@ -13,7 +13,6 @@ inline float pick(bool c, float a, float b) {
 template <typename T> void store_back(void *to, T from) {
     memcpy(to, &from, sizeof(from));
 }
-inline void prefetch_line(const void *) {}
 
 inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emulated::mma_16x8x16<__nv_bfloat162>(c, {a[0], a[1], a[2], a[3], b0, b1},
