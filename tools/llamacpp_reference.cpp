@@ -1,9 +1,10 @@
-// What llama.cpp makes of two things that its programs do not tell: the drafts of an assistant, and a tower's rows.
+// What llama.cpp makes of three things that its programs do not tell: a model's logits, the drafts of an assistant, and a tower's rows.
 //
+//     llamacpp_reference logits MODEL                  of the tokens on stdin: F32 logits behind each on stdout
 //     llamacpp_reference drafts TARGET ASSISTANT N     of each line of tokens on stdin: N drafts behind the last of them
 //     llamacpp_reference rows MMPROJ WIDTH HEIGHT      of F32 pixels on stdin (height, width, 3): F32 rows on stdout
 //
-// tools/make_llamacpp_goldens.py builds it against the libraries of the archive and runs it.
+// tools/make_llamacpp_reference.py builds it against the libraries of the archive and runs it.
 
 #include <cstdio>
 #include <cstdlib>
@@ -35,12 +36,34 @@ llama_model *load(const char *path) {
     return model;
 }
 
-int drafts(const char *target, const char *assistant, int n) {
+llama_context_params context_params(uint32_t n_ctx) {
     llama_context_params params = llama_context_default_params();
-    params.n_ctx = params.n_batch = params.n_ubatch = 512;
+    params.n_ctx = params.n_batch = params.n_ubatch = n_ctx;
     params.n_threads = params.n_threads_batch = 1;
     params.type_k = params.type_v = GGML_TYPE_F32;
     params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    return params;
+}
+
+int logits(const char *path) {
+    llama_model *model = load(path);
+    llama_context *ctx = llama_init_from_model(model, context_params(1024));
+    require(ctx != nullptr, "the context");
+    common_batch batch(ctx);
+    int n = 0;
+    for (llama_token token; std::cin >> token; ++n) {
+        batch.add(token, static_cast<llama_pos>(n), 0, true);
+    }
+    require(llama_process(ctx, LLAMA_PROCESS_TYPE_DECODE, batch.get()) == 0, "the tokens");
+    const size_t n_vocab = static_cast<size_t>(llama_vocab_n_tokens(llama_model_get_vocab(model)));
+    for (int i = 0; i < n; ++i) {
+        require(std::fwrite(llama_get_logits_ith(ctx, i), sizeof(float), n_vocab, stdout) == n_vocab, "writing logits");
+    }
+    return 0;
+}
+
+int drafts(const char *target, const char *assistant, int n) {
+    llama_context_params params = context_params(512);
     llama_context *ctx = llama_init_from_model(load(target), params);
     require(ctx != nullptr, "the target's context");
     params.ctx_type = LLAMA_CONTEXT_TYPE_MTP;
@@ -110,7 +133,11 @@ int rows(const char *mmproj, int width, int height) {
 
 int main(int argc, char **argv) {
     llama_backend_init();
-    const std::string what = argc == 5 ? argv[1] : "";
+    const std::string what = argc > 1 ? argv[1] : "";
+    if (what == "logits" && argc == 3) {
+        return logits(argv[2]);
+    }
+    require(argc == 5, "reading the arguments");
     if (what == "drafts") {
         return drafts(argv[2], argv[3], std::atoi(argv[4]));
     }

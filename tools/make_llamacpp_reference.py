@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/llamacpp-reference.npz: what llama.cpp, of the archive that luce's ggml is of, makes of tiny
-models, F32: drafts of Gemma 4's assistants, and rows of Qwen's vision tower. It needs a build of it with its mtmd and
-common libraries, and a compiler:
+models, F32: logits of Gemma 4's models, drafts of its assistants, and rows of Qwen's vision tower. It needs a build of
+it with its mtmd and common libraries, and a compiler:
 
     source=$(python tools/fetch_ggml.py --peer)
     cmake -G Ninja -S $source -B BUILD -DCMAKE_BUILD_TYPE=Release
@@ -9,7 +9,8 @@ common libraries, and a compiler:
     python tools/make_llamacpp_reference.py --source $source --build BUILD
 
 For each of PAIRS by its place i `prompts-i` has prompts (n, length), filled up with -1, and `drafts-i` (n, 4) what
-llama.cpp's own driver drafts behind them, by greatest chance. `rows-i` are those of GRIDS[i], of the pixels that luce
+llama.cpp's own driver drafts behind them, by greatest chance. For each of MODELS `logits-NAME` has its logits at SOME of
+the positions that the golden of transformers has, and `greedy-NAME` its choices where that text goes on. `rows-i` are those of GRIDS[i], of the pixels that luce
 has: llama.cpp's own preparation would put black bars beside an image.
 """
 
@@ -26,13 +27,16 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support")) 
 import numpy as np
 import tiny_gemma4
 import tiny_vision
-from tiny_gemma4 import ASSISTANT_SEED, CASES, PAIRS
+from tiny_gemma4 import ASSISTANT_SEED, CASES, LONG_CASES, PAIRS
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "tests" / "goldens" / "llamacpp-reference.npz"
 GRIDS = [(64, 64), (96, 64), (32, 288), (160, 128)]  # sizes of images that need no stretching: width, height
 LENGTHS = (2, 5, 11, 12, 13, 14, 20, 25, 33, 40, 52, 64)  # Windows are of 9 to 15.
 N_DRAFTS = 4
+SOME = slice(None, None, 7)
+# It loads no others with embeddings of each layer: layers may share K and V with the last ones of their kind alone.
+MODELS = [name for name in CASES | LONG_CASES if not name.startswith("per-layer")]
 SEED = 5
 
 
@@ -63,6 +67,18 @@ def drafts(program: Path, folder: Path, i: int) -> dict[str, np.ndarray]:
     return {f"prompts-{i}": prompts, f"drafts-{i}": made}
 
 
+def logits(program: Path, folder: Path, name: str) -> dict[str, np.ndarray]:
+    config, seed = (CASES | LONG_CASES)[name]
+    golden = np.load(OUT.with_name(f"gemma4-{name}.npz"))
+    model = tiny_gemma4.write(folder / "target.gguf", config, tiny_gemma4.layout(config, seed))
+    prompt = golden["prompt"]
+    text = " ".join(str(token) for token in [*prompt, *golden["greedy"][:-1]])
+    done = subprocess.run([program, "logits", model], input=text.encode(), capture_output=True, check=True)
+    found = np.frombuffer(done.stdout, np.float32).reshape(-1, config.n_vocab)
+    greedy = found[len(prompt) - 1 :].argmax(-1).astype(np.int32)
+    return {f"logits-{name}": found[golden["at"][SOME]], f"greedy-{name}": greedy}
+
+
 def rows(program: Path, folder: Path, i: int) -> np.ndarray:
     c, (width, height) = tiny_vision.TINY, GRIDS[i]
     mmproj = tiny_vision.write(folder / "mmproj.gguf", c, tiny_vision.layout(c, tiny_vision.weights(c, SEED)))
@@ -84,6 +100,8 @@ def main() -> None:
         for i in range(len(PAIRS)):
             made |= drafts(program, folder, i)
             print(f"{PAIRS[i][0]}: {len(set(made[f'drafts-{i}'].ravel().tolist()))} different drafts")
+        for each in MODELS:
+            made |= logits(program, folder, each)
         made |= {f"rows-{i}": rows(program, folder, i) for i in range(len(GRIDS))}
     np.savez_compressed(OUT, **made)
     print(f"{OUT}: {OUT.stat().st_size} bytes")

@@ -23,6 +23,9 @@ from luce.native import Sequence as Timeline
 from luce.native.structs import Penalties, Sampling
 
 BOUND = 2e-3  # Logits with F32 weights and f32 KV may be off by so much.
+# Those of llama.cpp: its GELU on a CPU reads a table of F16 values, which moves them by 0.054 at most from transformers'.
+LLAMACPP_BOUND = 0.06
+LLAMACPP = dict(np.load(GOLDENS / "llamacpp-reference.npz"))
 CHUNK = 256
 
 
@@ -105,6 +108,20 @@ def test_long_prompts_agree_with_transformers(
     sequence.reset()
     errors.append(np.abs(drive.chain_logits(sequence, prompt, 64)[golden["at"]] - golden["logits"]).max())
     check(sequence, golden, float(max(errors)), device)
+
+
+@pytest.mark.parametrize("case", [name.removeprefix("logits-") for name in LLAMACPP if name.startswith("logits-")])
+def test_llama_cpp_agrees(case: str, golden: dict[str, np.ndarray], sequence: Timeline, device: str) -> None:
+    """Of the same files (tools/make_llamacpp_reference.py); where a file says no cap, llama.cpp's is 30."""
+    config, _ = (CASES | LONG_CASES)[case]
+    expected, greedy = LLAMACPP[f"logits-{case}"], LLAMACPP[f"greedy-{case}"]
+    found = drive.chain_logits(sequence, golden["prompt"], 40)[golden["at"][::7]]
+    found = found if config.softcap else 30 * np.tanh(found / 30)
+    assert np.abs(found - expected).max() <= LLAMACPP_BOUND + (0 if device == "cpu" else drive.CUDA_BOUND)
+    assert greedy.tolist() == golden["greedy"].tolist()
+    if device == "cpu":
+        sequence.reset()
+        assert drive.greedy(sequence, golden["prompt"], len(greedy)) == greedy.tolist()
 
 
 # F32 experts in one tensor, quantised ones apart, and types that ggml multiplies.
