@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""luce beside llama.cpp on one file, in one run: prefill, plain decoding, drafting with the NextN head and
-with a DFlash drafter.
+"""luce beside llama.cpp on one file, in one run: prefill, plain decoding, drafting with the NextN head or
+Gemma 4's assistant, and with a DFlash drafter.
 
 Prefill is --n-prompt random tokens into an empty context: in luce to the choice of the next token, in
 llama-bench to the logits. Decoding of luce and llama-server starts when the first new token is out, after a
@@ -13,7 +13,7 @@ Medians over rounds, quartiles in brackets (of fewer than four rounds: least and
 
 llama.cpp is that of the source archive of luce's ggml: `--build DIR` builds it there, `--bin DIR` takes a
 folder with llama-bench and llama-server. llama-server drafts N tokens (draft-mtp) for every mtp:N of --modes,
-and for the modes of dflash the blocks of the same drafter's file (draft-dflash), which it verifies as chains:
+by the assistant's file where --draft names one, and for the modes of dflash the blocks of the same drafter's file (draft-dflash), which it verifies as chains:
 it has no trees. Its drafts are accepted where they are right. `--synthetic` adds rows in which it accepts
 drafts by chance (--spec-synth-len), whatever they say: its cost at an acceptance that these weights do not
 have, with tokens that mean nothing. luce accepts its drafts where they are right, so such rows are compared
@@ -24,6 +24,8 @@ by time a round. With several --temp luce's modes run at each, and llama-server 
     python bench/peer_llamacpp.py oracle-35b-a3b-0.8.gguf --cpu-experts 8 --bin peer/bin --modes plain,mtp:2
     python bench/peer_llamacpp.py oracle-27b-0.8.gguf --draft oracle-27b-drafter-0.9033.gguf --bin peer/bin \
         --modes plain,dflash,dflash:22 --temp 0,0.7 --top-k 20 --top-p 0.95
+    python bench/peer_llamacpp.py oracle-gemma4-31b.gguf --draft oracle-gemma4-31b-assistant-0.8.gguf \
+        --bin peer/bin --modes plain,mtp:1,mtp:2,mtp:3,mtp:4
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ from luce.bench.run import (
 )
 from luce.bench.summary import five_digits, quartiles, summarise
 from luce.decode.engine import Engine
+from luce.errors import Error
 from luce.files.probe import probe
 from luce.native import File
 from luce.native import Sequence as Timeline
@@ -207,7 +210,8 @@ def bench_row(turns: Turns) -> Row:
 class Configuration:
     """Says how a llama-server is loaded: as luce's mode drafts, but without trees. `forced` is the mean
     accepted length, with the target's token, at which it accepts drafts by chance; with None it accepts them
-    where they are right. `drafter` is the file of a DFlash drafter, and `drafts` how many a round has."""
+    where they are right. `drafter` is the file of a DFlash drafter or an assistant, and `drafts` how many a round
+    has."""
 
     mode: Mode
     forced: float | None = None
@@ -221,7 +225,7 @@ class Configuration:
 
     @property
     def options(self) -> list[str]:
-        kind = ["--spec-type", "draft-dflash" if self.drafter else "draft-mtp"]
+        kind = ["--spec-type", f"draft-{self.mode.spec}"]
         drafts = [*kind, "--spec-draft-n-max", str(self.drafts)]
         forced = ["--spec-synth-len", str(self.forced)]
         return [
@@ -245,18 +249,20 @@ def forced_length(value: float, drafts: int) -> float | None:
 
 
 def configurations(
-    modes: Sequence[Mode], synthetic: Sequence[float], drafter: tuple[Path, int] | None = None
+    modes: Sequence[Mode], synthetic: Sequence[float], drafter: tuple[Path, int | None] | None = None
 ) -> list[Configuration]:
     """Returns how llama-server is loaded, once for each way that llama.cpp has. `drafter` is the file of a
-    DFlash drafter, and how many drafts a block of it has."""
+    DFlash drafter, and how many drafts a block of it has, or that of an assistant and None."""
+    file, block = drafter or (None, 0)
     found = []
     for mode in modes:
         if mode.name == PLAIN:
             one = Configuration(mode)
         elif mode.gamma:
-            one = Configuration(Mode(f"mtp:{mode.gamma}", "mtp", mode.gamma), drafts=mode.gamma)
-        elif mode.spec == "dflash" and drafter:
-            one = Configuration(Mode("dflash", "dflash"), None, drafter[1], drafter[0])
+            assistant = file if block is None else None
+            one = Configuration(Mode(f"mtp:{mode.gamma}", "mtp", mode.gamma), None, mode.gamma, assistant)
+        elif mode.spec == "dflash" and block:
+            one = Configuration(Mode("dflash", "dflash"), None, block, file)
         else:
             continue
         lengths = [forced_length(value, one.drafts) for value in synthetic] if one.drafts else []
@@ -330,13 +336,15 @@ def sampled(modes: Sequence[Mode], temps: Sequence[float], luce: Mapping[str, Ro
     return found
 
 
-def block_of(drafter: Path) -> int:
-    """Returns how many drafts a block of a DFlash drafter's file has."""
+def block_of(drafter: Path) -> int | None:
+    """Returns how many drafts a block of a DFlash drafter's file has, and None where it is an assistant."""
     with File(drafter) as file:
-        facts = probe(file).dflash
-    if facts is None or facts.block_size is None:
-        raise llamacpp.PeerError(f"{drafter} is no DFlash drafter of a known block size")
-    return facts.block_size - 1
+        facts = probe(file)
+    if facts.kind == "assistant":
+        return None
+    if facts.dflash is None or facts.dflash.block_size is None:
+        raise llamacpp.PeerError(f"{drafter} is neither an assistant nor a DFlash drafter of a known block size")
+    return facts.dflash.block_size - 1
 
 
 def measure(args: argparse.Namespace) -> tuple[str, Row]:
@@ -412,8 +420,13 @@ def checked_modes(text: str, draft: Path | None) -> list[Mode]:
         raise ValueError("--modes needs plain, which the others are compared with")
     if any(mode.spec == "dflash" for mode in modes) and draft is None:
         raise ValueError("modes of dflash need a drafter: --draft names it")
-    if draft is not None and not {mode.spec for mode in modes} & {"dflash", "auto"}:
-        raise ValueError("--draft names a DFlash drafter, and no mode is dflash or auto")
+    if draft is not None:
+        assistant = block_of(draft) is None
+        kind, spec = ("an assistant", "mtp") if assistant else ("a DFlash drafter", "dflash")
+        if not {mode.spec for mode in modes} & {spec, "auto"}:
+            raise ValueError(f"--draft names {kind}, and no mode is {spec} or auto")
+        if assistant and any(mode.spec == "dflash" for mode in modes):
+            raise ValueError("--draft names an assistant, and a mode is dflash")
     return modes
 
 
@@ -444,7 +457,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--modes", default="plain,mtp:2,mtp:3", help="plain, mtp:N, dflash, dflash:N and auto (luce alone)"
     )
-    parser.add_argument("--draft", type=Path, help="file of the DFlash drafter of both")
+    parser.add_argument("--draft", type=Path, help="file of the DFlash drafter, or the assistant, of both")
     parser.add_argument(
         "--cpu-experts", type=int, default=0, metavar="N",
         help="keep the experts of N layers in host memory, on both sides",
@@ -467,7 +480,7 @@ def arguments() -> argparse.Namespace:
     try:
         args.modes = checked_modes(args.modes, args.draft)
         args.synthetic = checked_lengths(args.synthetic, args.modes)
-    except ValueError as error:
+    except (ValueError, Error, llamacpp.PeerError) as error:
         parser.error(str(error))
     if args.n_gen < 2:
         parser.error("--n-gen: decoding starts after the first token, so at least 2")
@@ -479,7 +492,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    name = "peer-dflash" if args.draft else "peer"
+    name = "peer"
+    if args.draft:
+        name += "-assistant" if block_of(args.draft) is None else "-dflash"
     llamacpp.compare(Path(__file__).stem, name, args, measure, markdown, TIMING)
 
 

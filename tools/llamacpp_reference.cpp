@@ -57,7 +57,8 @@ int logits(const char *path) {
     require(llama_process(ctx, LLAMA_PROCESS_TYPE_DECODE, batch.get()) == 0, "the tokens");
     const size_t n_vocab = static_cast<size_t>(llama_vocab_n_tokens(llama_model_get_vocab(model)));
     for (int i = 0; i < n; ++i) {
-        require(std::fwrite(llama_get_logits_ith(ctx, i), sizeof(float), n_vocab, stdout) == n_vocab, "writing logits");
+        require(std::fwrite(llama_get_logits_ith(ctx, i), sizeof(float), n_vocab, stdout) == n_vocab,
+                "writing logits");
     }
     return 0;
 }

@@ -26,6 +26,7 @@ from peer_llamacpp import (
 )
 from peer_programs import PROGRAM, SERVER
 
+from luce.bench import oracle_gemma4
 from luce.bench.oracle_drafter import make_drafter
 from luce.bench.oracle_model import SHAPES, Rule, make_oracle
 from luce.bench.run import Case, Record, parse_modes
@@ -84,8 +85,8 @@ def programs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, oracle: Path, programs: Path, device: str):
-    def run(*options: str) -> None:
-        given = [str(oracle), "--bin", str(programs), "--device", device, "--threads", "1", "--n-gen", "21"]
+    def run(*options: str, model: Path = oracle) -> None:
+        given = [str(model), "--bin", str(programs), "--device", device, "--threads", "1", "--n-gen", "21"]
         given += ["--n-prompt", "64", *options]
         monkeypatch.setattr(sys, "argv", ["peer_llamacpp.py", *given])
         peer_llamacpp.main()
@@ -195,6 +196,39 @@ def test_a_dflash_drafter_drafts_on_both_sides(
     assert asked == [[], ["-md", str(drafter), *block["options"][2:]]], "it is loaded once for both modes"
 
 
+@pytest.fixture
+def assisted(programs: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Returns an oracle of Gemma 4's shape and its assistant. llama-server says what the oracle does."""
+    model, assistant, shape = tmp_path / "oracle-gemma4-mini.gguf", tmp_path / "assistant.gguf", "gemma4-mini"
+    rule = oracle_gemma4.make_oracle(model, shape)
+    oracle_gemma4.make_assistant(assistant, model, shape)
+    (programs / "perm.json").write_text(json.dumps(rule.perm.tolist()))
+    return model, assistant
+
+
+def test_an_assistant_drafts_on_both_sides(
+    command, assisted: tuple[Path, Path], programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, assistant = assisted
+    options = ("--rounds", "1", "--draft", str(assistant))
+    command(*options, "--modes", "plain,mtp:1,mtp:2", "--save", str(tmp_path / "rows"), model=model)
+    result = json.loads(capsys.readouterr().out)
+    (path,) = (tmp_path / "rows").iterdir()
+    assert "-peer-assistant-oracle-gemma4-mini-" in path.name
+    assert "--draft assistant.gguf" in result["command"]
+    assert [(row["mode"], row["wrong_tokens"]) for row in result["luce"]] == [("plain", 0), ("mtp:1", 0), ("mtp:2", 0)]
+    assert all(row["drafted"] > row["accepted"] > 0 for row in result["luce"][1:])
+    assert [row["luce"] for row in result["ratios"]] == ["plain", "plain", "mtp:1", "mtp:2"]
+    servers = [json.loads(line) for line in (programs / "calls").read_text().splitlines()]
+    asked = [call[call.index("--no-webui") + 1 :] for call in servers if call[0] == "llama-server"]
+    drafts = ["-md", str(assistant), "--spec-type", "draft-mtp", "--spec-draft-n-max"]
+    assert asked == [[], [*drafts, "1"], [*drafts, "2"]]
+    for modes, said in (("plain", "no mode is mtp or auto"), ("plain,mtp:1,dflash", "a mode is dflash")):
+        with pytest.raises(SystemExit) as ended:
+            command(*options, "--modes", modes, model=model)
+        assert ended.value.code == 2 and f"--draft names an assistant, and {said}" in capsys.readouterr().err
+
+
 def test_the_short_prompt_is_that_of_bench_oracle(oracle: Path) -> None:
     with File(oracle) as file:
         task = peer_llamacpp.task_of(file.kv, 64, 32, 10)
@@ -264,7 +298,7 @@ def test_a_row_sums_the_rounds() -> None:
         (["--modes", "plain,fast"], "'fast' is not plain, mtp"),
         (["--modes", "plain", "--synthetic", "2"], "--synthetic needs an mtp:N"),
         (["--modes", "plain,dflash"], "modes of dflash need a drafter: --draft names it"),
-        (["--modes", "plain,mtp:2", "--draft", "x.gguf"], "no mode is dflash or auto"),
+        (["--modes", "plain,mtp:2", "--draft", "x.gguf"], "x.gguf"),
         (["--temp", "0.7"], "invalid temperatures value: '0.7'"),
         (["--synthetic", "4.5"], "rounds of 3 drafts accept 1 to 4 tokens"),
         (["--synthetic", "nan"], "rounds of 3 drafts accept 1 to 4 tokens"),
