@@ -13,8 +13,9 @@ Medians over rounds, quartiles in brackets (of fewer than four rounds: least and
 
 llama.cpp is that of the source archive of luce's ggml: `--build DIR` builds it there, `--bin DIR` takes a
 folder with llama-bench and llama-server. llama-server drafts N tokens (draft-mtp) for every mtp:N of --modes,
-by the assistant's file where --draft names one, and for the modes of dflash the blocks of the same drafter's file (draft-dflash), which it verifies as chains:
-it has no trees. Its drafts are accepted where they are right. `--synthetic` adds rows in which it accepts
+by the assistant's file where --draft names one, and for the modes of dflash the blocks of the same drafter's
+file (draft-dflash), which it verifies as chains: it has no trees. Its drafts are accepted where they are right.
+`--synthetic` adds rows in which it accepts
 drafts by chance (--spec-synth-len), whatever they say: its cost at an acceptance that these weights do not
 have, with tokens that mean nothing. luce accepts its drafts where they are right, so such rows are compared
 by time a round. With several --temp luce's modes run at each, and llama-server greedily.

@@ -9,9 +9,9 @@ it with its mtmd and common libraries, and a compiler:
     python tools/make_llamacpp_reference.py --source $source --build BUILD
 
 For each of PAIRS by its place i `prompts-i` has prompts (n, length), filled up with -1, and `drafts-i` (n, 4) what
-llama.cpp's own driver drafts behind them, by greatest chance. For each of MODELS `logits-NAME` has its logits at SOME of
-the positions that the golden of transformers has, and `greedy-NAME` its choices where that text goes on. `rows-i` are those of GRIDS[i], of the pixels that luce
-has: llama.cpp's own preparation would put black bars beside an image.
+llama.cpp's own driver drafts behind them, by greatest chance. For each of MODELS `logits-NAME` has its logits at SOME
+of the positions that the golden of transformers has, and `greedy-NAME` its choices where that text goes on. `rows-i`
+are those of GRIDS[i], of the pixels that luce has: llama.cpp's own preparation would put black bars beside an image.
 """
 
 from __future__ import annotations

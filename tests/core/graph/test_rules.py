@@ -77,8 +77,8 @@ NEEDED = {"mixture", "mixture_shared", "mixture_in_ram", "mixture_in_ram_shared"
 ON_GPU = NEEDED | {
     "heads_open", "heads_plain", "heads_plain_k", "queries", "queries_committed", "add_normed", "add_normed_packed",
     "add_normed_scaled", "mixture_with_dense", "mixture_with_dense_packed", "mixture_normed", "mixture_normed_packed",
-    "add_convolved", "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer", "draft_input", "matmul_first", "add_norm_partials",
-    "norm_partials", "matmul_add",
+    "add_convolved", "heads", "heads_kv", "norm_rope", "norm_rope_kv", "gated_attend", "gated_norm", "delta_layer",
+    "draft_input", "matmul_first", "add_norm_partials", "norm_partials", "matmul_add",
 }  # fmt: skip
 # A GPU needs them where it has a part of each matrix (engine/test_ranks.py).
 OF_RANKS = {"rank_experts", "rank_experts_shared"}
