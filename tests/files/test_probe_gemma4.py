@@ -17,6 +17,7 @@ from luce.convert.weight_types import is_matrix
 from luce.errors import FileError
 from luce.files.probe import _layers, probe, what_it_holds
 from luce.native import File
+from luce.native.structs import EngineParams
 
 KIB = 1024
 
@@ -54,6 +55,19 @@ def test_the_layout_has_as_many_tensors_as_published_files(name, tensors):
 def test_keys_and_values_of_a_position_are_those_of_layers_that_have_them(facts_of, name, of_global, of_sliding):
     found = facts_of(PUBLISHED[name]).layers
     assert (found.kv_bytes_per_position, found.kv_bytes_per_position_swa) == (of_global, of_sliding)
+
+
+@pytest.mark.parametrize(("name", "of_a_token"), [("26B-A4B", 20 * KIB), *deeper(("31B", 80 * KIB))])
+def test_a_plan_of_a_longer_context_has_cells_of_global_layers_alone(native, tmp_path, name, of_a_token):
+    """Sliding layers have as many cells whatever the context is: less than for 3 windows and a chunk."""
+    c = PUBLISHED[name]
+    with File(hollow(tmp_path / "hollow.gguf", replace(c, n_vocab=384)), native) as file:
+        short, long = (
+            file.plan_memory("cpu", EngineParams(n_ctx=n, n_chunk=1024, n_rows=8, kv_type="f16")).kv
+            for n in (32 * KIB, 100 * KIB)
+        )
+    assert long - short == 68 * KIB * of_a_token
+    assert short - 32 * KIB * of_a_token < (3 * c.window + 1024) * 10 * of_a_token
 
 
 def test_what_the_31b_is(facts_of):
