@@ -76,6 +76,7 @@ PUBLISHED = {
     "31B": replace(_LARGE, sliding=_EVERY_6TH * 10, n_embd=5376, n_ff=21504, n_head=32, n_head_kv=4, n_head_kv_swa=16),
     "26B-A4B": replace(_LARGE, sliding=_EVERY_6TH * 5, n_embd=2816, n_ff=2112, n_head=16, n_head_kv=2, n_head_kv_swa=8,
                        n_expert=128, n_expert_used=8, n_ff_expert=704),
+    "12B": replace(_LARGE, sliding=_EVERY_6TH * 8, n_embd=3840, n_ff=15360, n_head=16, n_head_kv=1, n_head_kv_swa=8),
     "E4B": replace(_SMALL, sliding=_EVERY_6TH * 7, n_embd=2560, n_ff=10240, n_head_kv=2, n_shared_kv=18),
     "E2B": replace(_SMALL, sliding=_EVERY_5TH * 7, n_embd=1536, n_ff=6144, n_head_kv_swa=1, n_shared_kv=20,
                    n_ff_shared_kv=12288),
