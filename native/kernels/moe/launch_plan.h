@@ -181,6 +181,24 @@ inline int share_out(MatmulParams &p, int within, int steps = 1) {
     return p.tasks_of(p.max_items);
 }
 
+// Gives a dense layer so many parts of K to a warp that all tasks are done at once, or where that cannot be, that a task takes no
+// longer than one of the experts. Returns how many tasks there are at most.
+inline int share_dense(MatmulParams &p, int within, int fit) {
+    int most = 0;
+    for (; most < within; most++) {
+        share_out(p, p.shared, most, p.steps);
+        if (p.tasks_of(p.max_items) <= fit) {
+            return p.tasks_of(p.max_items);
+        }
+    }
+    share_out(p, p.shared, most, p.steps);
+    while (most > 0 && p.tasks_of(p.max_items) > fit &&
+           p.shared.chunks >> p.shared.log_across > p.experts.chunks >> p.experts.log_across) {
+        share_out(p, p.shared, --most, p.steps);
+    }
+    return p.tasks_of(p.max_items);
+}
+
 // Plans a launch of up or down: how many blocks it has, how many steps a task has, and what is in shared memory. The params
 // say what there is to multiply, and get the rest here. In what order sums are added, they say alone.
 inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
@@ -192,7 +210,9 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
     // Code for multiprocessors of 100 KB, or from before 9.0, has registers for two (FEWEST_BLOCKS).
     const bool three = fewest && device.shared_sm > 100 * 1024 && device.bulk_copies;
     int per_sm = three ? SMALL_BLOCKS_SM : BLOCKS_SM;
-    while (per_sm > 1 && room(per_sm) < LEAST_SLOTS * slot) {
+    // Rows of a dense layer are long: beside many of them two blocks with a unit for a warp each are there, rather than one with two.
+    const auto least = [&] { return p.dims.dense != 0 && few && per_sm == BLOCKS_SM ? 1 : LEAST_SLOTS; };
+    while (per_sm > 1 && room(per_sm) < least() * slot) {
         per_sm--;
     }
     const int at_once = per_sm * device.multiprocessors;
@@ -203,23 +223,24 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
         // blocks. And a few blocks may have none: eight rows have 260 tasks of two steps. Its plans of two to
         // eight rows, which were measured, are the same where 3.1 to 30% may come second and 1.6 to 13% have none.
         const int fit = at_once + at_once / 25;
+        // A dense layer is wide, and its tasks are no part of this.
+        const auto planned = [&] {
+            return p.tasks_of(p.max_items) - (p.dims.dense != 0 ? p.tasks_of(0) : 0);
+        };
+        tasks = planned();
         while (within < all && tasks > fit) {
-            if (p.dims.dense != 0) { // it is wide, and its blocks begin before the others know their experts
-                share_out(p, p.shared, within + 1);
-                tasks = p.tasks_of(p.max_items);
-            }
-            if (tasks > fit) {
-                tasks = share_out(p, ++within);
-            }
+            share_out(p, ++within);
+            tasks = planned();
         }
         if (tasks > fit) {
             while (p.steps < MAX_STEPS && tasks > fit &&
-                   share_out(p, all, 2 * p.steps) > at_once - at_once / 10) {
+                   (share_out(p, all, 2 * p.steps), planned()) > at_once - at_once / 10) {
                 p.steps *= 2;
-                tasks = p.tasks_of(p.max_items);
+                tasks = planned();
             }
-            tasks = share_out(p, all, p.steps);
+            share_out(p, all, p.steps);
         }
+        tasks = p.dims.dense != 0 ? share_dense(p, within, fit) : p.tasks_of(p.max_items);
     } else {
         if (share_out(p, all) >= device.multiprocessors << p.log_matrices) {
             within = all;

@@ -186,6 +186,6 @@ void plan_moe(const Card &card) {
         expect(plan.launch.x == 73 && plan.tile_rows == (dims.T + 2) / 3, "three tiles of few rows");
     }
     if (card.capability == 90) {
-        pin(card, digest_of(device), 0x1993797fdd6c61ed);
+        pin(card, digest_of(device), 0x75efb101d5bb29c7);
     }
 }
