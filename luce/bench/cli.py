@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from luce.bench.run import Case, Mode, Record
 from luce.bench.serve_cli import serve_bench
 from luce.bench.summary import summarise
 from luce.cli.command import MAX_U32, CtrlC, FilePath, Finite, Listed
-from luce.cli.options import DRAFT_DEVICE, EXPERTS, HEAD, MODEL, RUN, given, options, sampling
+from luce.cli.options import DRAFT_DEVICE, EXPERTS, HEAD, MODEL, RUN, SPLIT, given, options, sampling
 from luce.cli.terminal import Display
 from luce.data import BOX
 from luce.decode.engine import Engine
@@ -74,7 +75,7 @@ bench.add_command(serve_bench)
 @click.option("--limit", type=click.IntRange(1, 164), help="Run only the first so many problems.")
 @click.option("--unsafe-check", is_flag=True, help="Check answers without a sandbox, with the limits alone.")
 @click.option("--no-check", is_flag=True, help="Do not run the answers.")
-@options(TEMPERATURES, rounds_option(1), RUN, DRAFT_DEVICE, OUTPUT_OPTIONS, PLOT)
+@options(TEMPERATURES, rounds_option(1), RUN, SPLIT, DRAFT_DEVICE, OUTPUT_OPTIONS, PLOT)
 def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: Any) -> None:
     """Run the 164 HumanEval problems: speed, acceptance, pass@1, and answers that equal plain's.
 
@@ -121,7 +122,7 @@ def humaneval(limit: int | None, unsafe_check: bool, no_check: bool, **flags: An
 @options(MODEL_OPTIONS, DRAFTS_OPTION, MODE_OPTIONS)
 @click.option("--class", "group", metavar="NAME", help="Run only the prompts of this class.")
 @click.option("--limit", type=click.IntRange(1), help="Run only the first so many prompts.")
-@options(TEMPERATURES, rounds_option(3), RUN, DRAFT_DEVICE, OUTPUT_OPTIONS, PLOT)
+@options(TEMPERATURES, rounds_option(3), RUN, SPLIT, DRAFT_DEVICE, OUTPUT_OPTIONS, PLOT)
 def prompts(source: str, group: str | None, limit: int | None, **flags: Any) -> None:
     """Run the prompts of a file (JSONL: prompt, and if wanted id, class, chat), or else the built-in ones.
 
@@ -249,7 +250,7 @@ def _require_of_assistant(shape: str, modes: list[Mode], accept: Acceptance) -> 
     show_default=True,
     help="Give each so many tokens.",
 )
-@options(MODE_OPTIONS, TEMPERATURES, rounds_option(3), RUN, DRAFT_DEVICE, EXPERTS, OUTPUT_OPTIONS, PLOT)
+@options(MODE_OPTIONS, TEMPERATURES, rounds_option(3), RUN, SPLIT, DRAFT_DEVICE, EXPERTS, OUTPUT_OPTIONS, PLOT)
 def oracle(
     shape: str,
     kind: str,
@@ -382,7 +383,7 @@ def oracle(
     show_default=True,
     help="Measure each so many times.",
 )
-@options(RUN, OUTPUT_OPTIONS, PLOT)
+@options(RUN, SPLIT, OUTPUT_OPTIONS, PLOT)
 def run_sweep(
     rows: list[int], contexts: list[int] | None, gammas: list[int] | None, steps: int, **flags: Any
 ) -> None:
@@ -411,6 +412,7 @@ def run_sweep(
             raise ArgumentError(f"{needed}: the model was trained for {trained}")
         display.spin("loading the model")
         asked = sweep.engine_options(contexts, rows, gammas, steps, flags["threads"], flags["kv_type"])
+        asked = replace(asked, split=flags["split"])
         engine = opened.enter_context(Engine.open(files, asked, loading(display, ctrl_c)))
         sequence = opened.enter_context(engine.native.sequence())
         found = []
@@ -447,7 +449,7 @@ def run_sweep(
     show_default=True,
     help="Decode so many sequences together.",
 )
-@options(sampling(), RUN, DRAFT_DEVICE, OUTPUT_OPTIONS, PLOT)
+@options(sampling(), RUN, SPLIT, DRAFT_DEVICE, OUTPUT_OPTIONS, PLOT)
 def run_batch(counts: list[int], **flags: Any) -> None:
     """Measure sequences that decode together, on luce's own prompts: tokens a second of all and of each.
 

@@ -34,6 +34,7 @@ def settings_of(flags: dict[str, Any]) -> Settings:
         flags["threads"],
         flags.get("cpu_experts"),
         flags.get("expert_slots"),
+        flags["split"],
     )
 
 

@@ -19,6 +19,7 @@ from luce.cli.options import (
     Option,
     idle_draft_device,
     idle_sampling,
+    idle_split,
     idle_threads,
     names_assistant,
     sampling,
@@ -130,7 +131,7 @@ def require(flags: dict[str, Any]) -> None:
             raise click.UsageError(f"--draft names {what}, and no mode is {own} or auto")
     if flags.get("draft_device") and "modes" in flags and not specs & {"mtp", "dflash", "auto"}:
         raise click.UsageError("--draft-device is where drafters lie, and no mode has one")
-    if problem := (idle_draft_device(flags) if "draft_device" in flags else None):
+    if problem := idle_split(flags) or (idle_draft_device(flags) if "draft_device" in flags else None):
         raise click.UsageError(problem)
     if problem := (idle_sampling(flags) if "top_k" in flags else None) or idle_threads(flags):
         raise click.UsageError(problem)

@@ -22,6 +22,7 @@ from luce.errors import ArgumentError, ContextFull
 from luce.native.structs import Sampling
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, Options, Plain, Plan
+from luce.planning.split import Split
 
 PLAIN = "plain"
 WARM_UP_TOKENS = 32
@@ -135,6 +136,7 @@ class Settings:
     threads: int | None = None
     cpu_experts: int | Literal["auto"] | None = None
     expert_slots: int | Literal["auto"] | None = None
+    split: Split | None = None
 
     def at(self, temperature: float | None) -> Sampling:
         """Returns how tokens are sampled at a temperature; None means that of these settings."""
@@ -169,6 +171,7 @@ def mode_plan(
         sequences=sequences,
         cpu_experts=settings.cpu_experts,
         expert_slots=settings.expert_slots,
+        split=settings.split,
         spec=mode.spec,
         gamma=mode.gamma,
         budget=mode.budget,

@@ -22,7 +22,7 @@ from luce.bench.serve import (
     turn_of,
 )
 from luce.cli.command import MAX_U32
-from luce.cli.options import DRAFT_DEVICE, RUN, given, names_assistant, options
+from luce.cli.options import DRAFT_DEVICE, RUN, SPLIT, given, names_assistant, options
 from luce.cli.terminal import Display
 from luce.data import BOX
 from luce.errors import ArgumentError, about
@@ -95,7 +95,7 @@ LEAST = 100  # A conversation's last prompt has at least so many tokens.
     help="Let its last prompt have so many tokens; if no number is given, fewer where the model's context has less "
     "room.",
 )
-@options(MODEL_OPTIONS, DRAFT_OPTION, RUN, DRAFT_DEVICE, OUTPUT_OPTIONS)
+@options(MODEL_OPTIONS, DRAFT_OPTION, RUN, SPLIT, DRAFT_DEVICE, OUTPUT_OPTIONS)
 def serve_bench(**flags: Any) -> None:
     """Measure first tokens, streams beside each other, and a conversation, over HTTP (needs luce[serve]).
 
@@ -122,7 +122,7 @@ def serve_bench(**flags: Any) -> None:
         with about(model):
             require_supported(files.facts)
         tokenizer, trained = files.tokenizer, files.facts.context_length or MAX_U32
-        chosen = files.plan(Options(threads=flags["threads"]))
+        chosen = files.plan(Options(threads=flags["threads"], split=flags["split"]))
         device = chosen.device if len(names_of(chosen.device)) > 1 else _native.default().device(files.device).name
     needed = _needed(flags, trained)
     if flags["turns"] and min(turn_lengths(flags["turns"], flags["length"])) < (least := len(turn_of(tokenizer))):
@@ -175,6 +175,8 @@ def _measure(flags: dict[str, Any], modes: list[str], ctx: int, tokenizer: Token
         for name in ("device", "draft_device", "threads", "kv_type", "mtp_gguf", "draft"):
             if flags[name] is not None and mode in of_use.get(name, (mode,)):
                 words += [f"--{name.replace('_', '-')}", str(flags[name])]
+        if (split := flags["split"]) is not None:
+            words += ["--split", split if split == "tensor" else ",".join(map(str, split)) or "auto"]
         with luce_server(flags["gguf"] or BOX, *words) as server:
             client = Client(server.url, tokenizer)
             client.complete(client.tokens(32), 16)  # This warms up.

@@ -133,8 +133,8 @@ DRAFTS = ["--mtp-gamma 2 --spec off", "--mtp-gguf h --spec off", "--draft d --sp
           "--tree-budget 5 --spec off"]  # fmt: skip
 THREADS = ["--threads 2 --device cuda", "--threads 1 --device cuda:7"]
 FORMS = ["--json --csv", "--csv --md", "--commit abc"]
-BENCH = ["--mtp-gguf h --modes plain", "--draft-device cpu --modes plain", "--draft d --modes plain", *SAMPLES,
-         *FORMS, "--plot x.svg", *THREADS]  # fmt: skip
+BENCH = ["--split tensor --device cpu", "--mtp-gguf h --modes plain", "--draft-device cpu --modes plain",
+         "--draft d --modes plain", *SAMPLES, *FORMS, "--plot x.svg", *THREADS]  # fmt: skip
 IGNORED += [
     (command, words.split()[0], f"{before}{words}")
     for command, before, several in (
@@ -146,9 +146,11 @@ IGNORED += [
         ("bench humaneval", "", BENCH),
         ("bench prompts", "", BENCH),
         ("bench batch", "", BENCH),
-        ("bench oracle", "", ["--draft-device cpu --modes plain", *SAMPLES, *FORMS, "--plot x.svg", *THREADS]),
-        ("bench sweep", "", [*FORMS, "--plot x.svg", *THREADS]),
-        ("bench serve", "--modes off ", ["--mtp-gguf h", "--draft d", "--draft-device cpu", *FORMS, *THREADS]),
+        ("bench oracle", "", ["--split auto --device cpu", "--draft-device cpu --modes plain", *SAMPLES, *FORMS,
+                              "--plot x.svg", *THREADS]),
+        ("bench sweep", "", ["--split 1,1 --device cpu", *FORMS, "--plot x.svg", *THREADS]),
+        ("bench serve", "--modes off ", ["--split 1,1 --device cpu", "--mtp-gguf h", "--draft d", "--draft-device cpu",
+                                         *FORMS, *THREADS]),
     )
     for words in several
 ]
