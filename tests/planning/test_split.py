@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import cut_models
 import op_run
 import pytest
 
 from luce.decode.engine import Engine
+from luce.decode.request import Request
 from luce.errors import ArgumentError, OutOfMemory
 from luce.native import Library
 from luce.native.structs import Device
@@ -104,3 +106,24 @@ def test_a_device_that_lacks_memory_is_named_with_what_it_lacks(native: Library,
         assert not way.fits and [each.parts <= each.free for each in way.memory.devices] == [True, False]
 
 
+@pytest.mark.parametrize("device", [PAIR, "fake:0+fake:1"])
+def test_a_model_that_no_device_holds_alone_runs_on_two(native: Library, device: str, tmp_path: Path) -> None:
+    path, _ = cut_models.files(tmp_path, "dense")
+    asked = Options(ctx=512, spec="off", threads=1, chunk=256)
+    request = Request((5, 9, 8, 6), 8, ignore_eos=True)
+
+    def text(where: str) -> tuple[int, ...]:
+        with Files(path, device=where) as files, Engine.open(files, asked) as engine:
+            *_, last = engine.generate(request)
+        return last.tokens
+
+    with op_run.pretended_devices(native, {"fake:0": 900 * MIB}), Files(path, device="fake:0") as files:
+        needed = files.memory(files.plan(asked)).total
+    with op_run.pretended_devices(native, {"fake:0": needed * 9 // 10, "fake:1": needed * 9 // 10}):
+        for alone in ("fake:0", "fake:1"):
+            with Files(path, device=alone) as files:
+                assert not files.memory(files.plan(asked)).fits
+        with Files(path, device=device) as files:
+            assert files.memory(files.plan(asked)).fits
+        found = text(device)
+    assert len(found) == 8 and (device != PAIR or found == text("cpu"))
