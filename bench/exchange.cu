@@ -1,10 +1,13 @@
-// What it takes two GPUs to add halves of a row to each other: what a matrix split between them would cost, twice a layer.
+// What it takes two GPUs to add their parts of rows to each other, twice a layer of a model shared out by `--split tensor`, and that no
+// value is lost, torn or taken for one of another exchange.
 //
-// Each GPU has the sums of its half of the products, (rows, width) F32. A kernel writes them into the other's memory, says
-// so by a number there, waits for the other's, and adds both in the order of the GPUs. All exchanges of a step are launched
-// one after the other in one graph on each GPU, with nothing between. Prints the microseconds of one, the median over the runs.
+// All exchanges of a step are launched one after the other in one graph on each GPU, by the kernel of steps (kernels/exchange) with
+// nothing between. Each step has other parts, whose sums are exact. Prints the microseconds of one, the median over the runs, and
+// how many sums were wrong.
 //
-//   nvcc -O3 -arch=native -o exchange bench/exchange.cu && ./exchange
+//   nvcc -std=c++17 -O3 -fmad=false -arch=native -Inative/kernels -o exchange bench/exchange.cu native/kernels/exchange/exchange.cu
+#include "exchange/exchange.h"
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -12,49 +15,64 @@
 
 #include <cuda_runtime.h>
 
-static constexpr int EXCHANGES = 128, RUNS = 21, THREADS = 256, WIDTH = 5120;
+using namespace luce;
 
-static void must(cudaError_t error) {
-    if (error != cudaSuccess) {
-        fprintf(stderr, "exchange: %s\n", cudaGetErrorString(error));
+static constexpr int EXCHANGES = 128, RUNS = 41, THREADS = 256, BLOCKS = 264, WIDTH = 5120;
+
+static void must(int error) {
+    if (error != 0) {
+        fprintf(stderr, "exchange: %s\n", cudaGetErrorString(cudaError_t(error)));
         exit(1);
     }
 }
 
-struct Half {
-    float *sums; // (rows, width), this GPU's
-    float *other; // (2, rows, width) here, which the other GPU writes
-    float *there; // the other GPU's `other`
-    unsigned *said, *say; // (blocks) here, and there
-    float *out; // (rows, width)
-    int first; // whether this one's halves come first
-};
-
-// A block exchanges its part, so that blocks need not wait for each other. A number counts all exchanges so far.
-__global__ void __launch_bounds__(THREADS) exchange(Half h, int n, int turn, const unsigned *run) {
-    const int at = blockIdx.x * THREADS + threadIdx.x, place = (turn & 1) * n + at;
-    const unsigned number = *run * EXCHANGES + turn + 1;
-    const float mine = at < n ? h.sums[at] : 0;
-    if (at < n) {
-        __stcg(h.there + place, mine);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence_system();
-        *(volatile unsigned *) (h.say + blockIdx.x) = number;
-        while (*(volatile unsigned *) (h.said + blockIdx.x) < number) {
-        }
-        __threadfence_system();
-    }
-    __syncthreads();
-    if (at < n) {
-        const float theirs = __ldcv(h.other + place);
-        h.out[at] = h.first ? mine + theirs : theirs + mine;
-    }
+// A whole number below a million or so, by rank, exchange, place and run.
+__device__ static float made(unsigned rank, unsigned exchange, unsigned i, unsigned run) {
+    unsigned h = (i * 2654435761u) ^ (exchange * 40503u + rank * 97u + run * 7919u) * 2246822519u;
+    h ^= h >> 15;
+    return float(int(h % 2000001u) - 1000000);
 }
 
+struct Rank {
+    float *parts, *out, *x; // (EXCHANGES, rows, width), the same, (rows, width)
+    void *box;
+    int32_t *counts;
+    unsigned *run, *wrong;
+    cudaStream_t stream;
+    cudaEvent_t began, ended;
+};
+
+__global__ void begin(Rank r, int n, unsigned rank) {
+    for (int64_t i = blockIdx.x * THREADS + threadIdx.x; i < int64_t(EXCHANGES) * n; i += BLOCKS * THREADS) {
+        r.parts[i] = made(rank, unsigned(i / n), unsigned(i % n), *r.run);
+    }
+}
+__global__ void check(Rank r, int n) {
+    for (int64_t i = blockIdx.x * THREADS + threadIdx.x; i < int64_t(EXCHANGES) * n; i += BLOCKS * THREADS) {
+        const unsigned exchange = unsigned(i / n), at = unsigned(i % n);
+        if (r.out[i] != r.x[at] + (made(0, exchange, at, *r.run) + made(1, exchange, at, *r.run))) {
+            atomicAdd(r.wrong, 1u);
+        }
+    }
+}
 __global__ void next(unsigned *run) {
     ++*run;
+}
+
+static cudaGraphExec_t captured(const Rank (&ranks)[2], int own, int rows, int32_t *failure, int64_t most) {
+    const Rank &r = ranks[own];
+    const int n = rows * WIDTH;
+    cudaGraph_t graph;
+    cudaGraphExec_t made;
+    must(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < EXCHANGES; i++) {
+        ExchangeArgs a{WIDTH, rows, r.x, r.parts + int64_t(i) * n, r.out + int64_t(i) * n, {}};
+        a.ranks = {own, 2, i % 2, r.counts, failure, {ranks[0].box, ranks[1].box}, most, most};
+        must(cuda::exchange(a, r.stream));
+    }
+    must(cudaStreamEndCapture(r.stream, &graph));
+    must(cudaGraphInstantiate(&made, graph, 0));
+    return made;
 }
 
 int main() {
@@ -67,63 +85,69 @@ int main() {
         fprintf(stderr, "exchange: it takes two GPUs that reach each other\n");
         return 1;
     }
-    for (int rows : {1, 4, 8, 16}) {
-        const int n = rows * WIDTH, blocks = (n + THREADS - 1) / THREADS;
-        Half half[2]{};
-        cudaStream_t stream[2];
-        cudaGraphExec_t graph[2];
-        unsigned *run[2];
+    constexpr int64_t MOST = 64 * WIDTH;
+    const size_t box_bytes = size_t(exchange_box_bytes(2, MOST, MOST));
+    Rank ranks[2]{};
+    int32_t *failure;
+    must(cudaHostAlloc(&failure, sizeof(int32_t), cudaHostAllocPortable));
+    *failure = 0;
+    for (int d = 0; d < 2; d++) {
+        Rank &r = ranks[d];
+        must(cudaSetDevice(d));
+        must(cudaDeviceEnablePeerAccess(1 - d, 0));
+        must(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
+        must(cudaEventCreate(&r.began));
+        must(cudaEventCreate(&r.ended));
+        must(cudaMalloc(&r.parts, EXCHANGES * MOST * sizeof(float)));
+        must(cudaMalloc(&r.out, EXCHANGES * MOST * sizeof(float)));
+        must(cudaMalloc(&r.x, MOST * sizeof(float)));
+        must(cudaMalloc(&r.box, box_bytes));
+        must(cudaMalloc(&r.counts, EXCHANGE_COUNTS * sizeof(int32_t)));
+        must(cudaMalloc(&r.run, sizeof(unsigned)));
+        must(cudaMalloc(&r.wrong, sizeof(unsigned)));
+        must(cudaMemset(r.x, 0, MOST * sizeof(float)));
+        must(cudaMemset(r.box, EXCHANGE_NOTHING, box_bytes));
+        must(cudaMemset(r.counts, 0, EXCHANGE_COUNTS * sizeof(int32_t)));
+        must(cudaMemset(r.run, 0, sizeof(unsigned)));
+        must(cudaMemset(r.wrong, 0, sizeof(unsigned)));
+        must(cudaDeviceSynchronize());
+    }
+    unsigned all_wrong = 0;
+    for (int rows : {1, 3, 4, 8, 16, 64, 16, 1}) {
+        const int n = rows * WIDTH;
+        cudaGraphExec_t step[2];
         for (int d = 0; d < 2; d++) {
             must(cudaSetDevice(d));
-            const cudaError_t already = cudaDeviceEnablePeerAccess(1 - d, 0);
-            if (already != cudaErrorPeerAccessAlreadyEnabled) {
-                must(already);
-            }
-            cudaGetLastError();
-            must(cudaStreamCreateWithFlags(&stream[d], cudaStreamNonBlocking));
-            must(cudaMalloc(&half[d].sums, n * sizeof(float)));
-            must(cudaMalloc(&half[d].other, 2 * n * sizeof(float)));
-            must(cudaMalloc(&half[d].out, n * sizeof(float)));
-            must(cudaMalloc(&half[d].said, blocks * sizeof(unsigned)));
-            must(cudaMalloc(&run[d], sizeof(unsigned)));
-            must(cudaMemset(half[d].sums, 0, n * sizeof(float)));
-            must(cudaMemset(half[d].said, 0, blocks * sizeof(unsigned)));
-            must(cudaMemset(run[d], 0, sizeof(unsigned)));
-            must(cudaDeviceSynchronize());
-            half[d].first = d == 0;
-        }
-        for (int d = 0; d < 2; d++) {
-            half[d].there = half[1 - d].other;
-            half[d].say = half[1 - d].said;
-        }
-        for (int d = 0; d < 2; d++) {
-            must(cudaSetDevice(d));
-            cudaGraph_t made;
-            must(cudaStreamBeginCapture(stream[d], cudaStreamCaptureModeThreadLocal));
-            for (int turn = 0; turn < EXCHANGES; turn++) {
-                exchange<<<blocks, THREADS, 0, stream[d]>>>(half[d], n, turn, run[d]);
-            }
-            next<<<1, 1, 0, stream[d]>>>(run[d]);
-            must(cudaStreamEndCapture(stream[d], &made));
-            must(cudaGraphInstantiate(&graph[d], made, 0));
+            step[d] = captured(ranks, d, rows, failure, MOST);
         }
         std::vector<float> ms(RUNS);
         for (float &each : ms) {
-            cudaEvent_t begin, end;
-            must(cudaSetDevice(0));
-            must(cudaEventCreate(&begin));
-            must(cudaEventCreate(&end));
-            must(cudaGraphLaunch(graph[1], stream[1])); // it waits for the first one, which is timed from its start
-            must(cudaEventRecord(begin, stream[0]));
-            must(cudaGraphLaunch(graph[0], stream[0]));
-            must(cudaEventRecord(end, stream[0]));
-            must(cudaEventSynchronize(end));
-            must(cudaStreamSynchronize(stream[1]));
-            must(cudaEventElapsedTime(&each, begin, end));
+            for (int d = 0; d < 2; d++) {
+                must(cudaSetDevice(d));
+                next<<<1, 1, 0, ranks[d].stream>>>(ranks[d].run);
+                begin<<<BLOCKS, THREADS, 0, ranks[d].stream>>>(ranks[d], n, unsigned(d));
+                must(cudaStreamSynchronize(ranks[d].stream)); // a step begins when all of the step before has ended
+            }
+            for (int d : {1, 0}) { // that one waits for the other, which is timed from its start
+                must(cudaSetDevice(d));
+                must(cudaEventRecord(ranks[d].began, ranks[d].stream));
+                must(cudaGraphLaunch(step[d], ranks[d].stream));
+                must(cudaEventRecord(ranks[d].ended, ranks[d].stream));
+                check<<<BLOCKS, THREADS, 0, ranks[d].stream>>>(ranks[d], n);
+            }
+            for (int d = 0; d < 2; d++) {
+                must(cudaStreamSynchronize(ranks[d].stream));
+            }
+            must(cudaEventElapsedTime(&each, ranks[0].began, ranks[0].ended));
         }
         std::nth_element(ms.begin(), ms.begin() + RUNS / 2, ms.end());
-        printf("%d rows of %d: %.2f us an exchange, %.3f ms for %d of them\n", rows, WIDTH,
-               1e3 * ms[RUNS / 2] / EXCHANGES, ms[RUNS / 2], EXCHANGES);
+        unsigned wrong[2];
+        for (int d = 0; d < 2; d++) {
+            must(cudaMemcpy(&wrong[d], ranks[d].wrong, sizeof(unsigned), cudaMemcpyDeviceToHost));
+            all_wrong += wrong[d];
+        }
+        printf("%2d rows of %d: %.2f us an exchange, %.3f ms for %d of them; %u and %u sums wrong so far\n", rows, WIDTH,
+               1e3 * ms[RUNS / 2] / EXCHANGES, ms[RUNS / 2], EXCHANGES, wrong[0], wrong[1]);
     }
-    return 0;
+    return all_wrong != 0 || *failure != 0;
 }

@@ -24,7 +24,7 @@ struct Rank {
         args.failure = failure.p;
         args.values = args.step_values = values;
         for (int i = 0; i < n; i++) {
-            boxes.emplace_back(std::vector<uint8_t>(size_t(exchange_box_bytes(n, values, values)), 0xff));
+            boxes.emplace_back(std::vector<uint8_t>(size_t(exchange_box_bytes(n, values, values)), EXCHANGE_NOTHING));
             args.boxes[i] = boxes.back().p;
         }
     }
@@ -36,52 +36,48 @@ struct Rank {
     size_t place(int owner, int sender) const {
         return size_t(args.slot * (n - 1) + (sender < owner ? sender : sender - 1));
     }
-    // Where values of a sender are: in a row, or in pairs with numbers.
+    // Where values of a sender are, of a prompt and of a step, and its blocks' numbers.
     size_t rows_at(int owner, int sender) const { return place(owner, sender) * size_t(values) * 4; }
-    size_t pairs_at(int owner, int sender) const {
-        return 2 * size_t(n - 1) * size_t(values) * 4 + place(owner, sender) * size_t(args.step_values) * 8;
+    size_t step_at(int owner, int sender) const {
+        return 2 * size_t(n - 1) * size_t(values) * 4 + place(owner, sender) * size_t(args.step_values) * 4;
     }
     size_t numbers_at(int sender) const {
-        return 2 * size_t(n - 1) * size_t(values * 4 + args.step_values * 8) +
+        return 2 * size_t(n - 1) * size_t(values + args.step_values) * 4 +
                size_t(sender) * EXCHANGE_BLOCKS * 4;
-    }
-    static std::vector<uint32_t> numbered(const Floats &part, uint32_t number) {
-        std::vector<uint32_t> words;
-        for (const float v : part) {
-            uint32_t bits;
-            memcpy(&bits, &v, sizeof(bits));
-            words.insert(words.end(), {bits, number});
-        }
-        return words;
     }
     // What the others have sent, but for one of them.
     void arrive(const std::vector<Floats> &parts, int count, int but = -1) {
-        std::vector<uint8_t> box(boxes[0].n, 0xff);
+        std::vector<uint8_t> box(boxes[0].n, EXCHANGE_NOTHING);
         for (int other = 0; other < n; other++) {
             const uint32_t number = uint32_t(count + (other == but ? 0 : 1));
             const std::vector<uint32_t> numbers(EXCHANGE_BLOCKS, number);
             memcpy(&box[numbers_at(other)], numbers.data(), numbers.size() * 4);
             if (other != rank) {
                 const Floats &part = parts[size_t(other)];
-                const std::vector<uint32_t> words = numbered(part, number);
                 memcpy(&box[rows_at(rank, other)], part.data(), part.size() * 4);
-                memcpy(&box[pairs_at(rank, other)], words.data(), args.step_values > 0 ? words.size() * 4 : 0);
+                memcpy(&box[step_at(rank, other)], part.data(), args.step_values > 0 && other != but ? part.size() * 4 : 0);
             }
         }
         boxes[size_t(rank)].set(box);
     }
-    // Whether `blocks` blocks have sent the part to all others, or to one, in this form, and no more.
-    bool sent(const Floats &part, int count, int64_t blocks, bool in_pairs, int to = -1) const {
+    // Whether a step has sent the part to all others and no more, and has left nothing of theirs.
+    bool sent_step(const Floats &part, int count) const { return sent(part, count, 0) && nothing_left(); }
+    bool nothing_left() const {
+        const std::vector<uint8_t> box = boxes[size_t(rank)].get();
+        return std::all_of(box.begin() + ptrdiff_t(2 * size_t(n - 1) * size_t(values) * 4), box.begin() + ptrdiff_t(numbers_at(0)),
+                           [](uint8_t byte) { return byte == EXCHANGE_NOTHING; });
+    }
+    // Whether `blocks` blocks with numbers, or blocks of a step, have sent the part to all others, or to one, and no more.
+    bool sent(const Floats &part, int count, int64_t blocks, int to = -1) const {
         bool well = true;
         for (int other = 0; other < n; other++) {
             if (other == rank) {
                 continue;
             }
             const std::vector<uint8_t> box = boxes[size_t(other)].get();
-            std::vector<uint8_t> wanted(box.size(), 0xff);
-            if (in_pairs) {
-                const std::vector<uint32_t> words = numbered(part, uint32_t(count + 1));
-                memcpy(&wanted[pairs_at(other, rank)], words.data(), words.size() * 4);
+            std::vector<uint8_t> wanted(box.size(), EXCHANGE_NOTHING);
+            if (blocks == 0) {
+                memcpy(&wanted[step_at(other, rank)], part.data(), part.size() * 4);
             } else {
                 const std::vector<uint32_t> numbers(size_t(blocks), uint32_t(count + 1));
                 memcpy(&wanted[rows_at(other, rank)], part.data(), to < 0 || other == to ? part.size() * 4 : 0);
@@ -117,6 +113,32 @@ std::vector<Floats> random_parts(int n, size_t values) {
     return parts;
 }
 
+// A NaN whose bits say that nothing is there.
+float not_here() {
+    const uint32_t bits = ~0u;
+    float v;
+    memcpy(&v, &bits, sizeof(v));
+    return v;
+}
+
+// It is sent as another one.
+void check_not_a_number() {
+    const std::vector<Floats> parts = {Floats(64, not_here()), Floats(64, 1)};
+    const Device<float> x(Floats(64, 1)), part(parts[0]), out(64);
+    Rank here(2, 0, 64, 3);
+    here.arrive(parts, 3);
+    must(cuda::exchange({64, 1, x.p, part.p, out.p, here.args}, stream));
+    must(cudaStreamSynchronize(stream));
+    const uint32_t bits = ~0u >> 1;
+    Floats sent(64);
+    for (float &v : sent) {
+        memcpy(&v, &bits, sizeof(v));
+    }
+    const Floats got = out.get();
+    expect(here.sent_step(sent, 3) && std::all_of(got.begin(), got.end(), [](float v) { return std::isnan(v); }),
+           "a NaN that would say that nothing is there is sent as another");
+}
+
 void check_rows(int n, int rank, int T, int E, int count, bool step) {
     const size_t values = size_t(T) * size_t(E);
     const std::vector<Floats> parts = random_parts(n, values);
@@ -131,9 +153,10 @@ void check_rows(int n, int rank, int T, int E, int count, bool step) {
     const std::string name = "exchange of " + std::to_string(T) + " rows of " + std::to_string(E) + ", rank " +
                              std::to_string(rank) + " of " + std::to_string(n);
     expect(same_bits(out.get(), sum_of(x, parts)), name);
-    const int64_t all = (int64_t(values) + (step ? 255 : 1023)) / (step ? 256 : 1024),
-                  blocks = std::min<int64_t>(all, EXCHANGE_BLOCKS);
-    expect(here.sent(parts[size_t(rank)], count, blocks, step) && here.failure.get()[0] == 0, name + ", what it sends");
+    const int64_t blocks = std::min<int64_t>((int64_t(values) + 1023) / 1024, EXCHANGE_BLOCKS);
+    const Floats &own = parts[size_t(rank)];
+    expect((step ? here.sent_step(own, count) : here.sent(own, count, blocks)) && here.failure.get()[0] == 0,
+           name + ", what it sends");
 }
 
 void check_norm(int n, int rank, int T, int64_t K, int64_t N, int count) {
@@ -175,7 +198,7 @@ void check_norm(int n, int rank, int T, int64_t K, int64_t N, int count) {
                              std::to_string(rank) + " of " + std::to_string(n);
     expect(same_bits(copy.get(), sum), name + ", sums");
     expect(out.get() == wanted.get(), name + ", packed");
-    expect(here.sent(parts[size_t(rank)], count, T * ((N + 255) / 256), true), name + ", what it sends");
+    expect(here.sent_step(parts[size_t(rank)], count), name + ", what it sends");
 }
 
 void check_gather(int n, int rank, int T, int64_t V, int count) {
@@ -204,7 +227,7 @@ void check_gather(int n, int rank, int T, int64_t V, int count) {
                              std::to_string(rank) + " of " + std::to_string(n);
     expect(covered == V && same_bits(out.get(), rank == last ? all : none), name);
     const int64_t blocks = std::min<int64_t>((most + 1023) / 1024, EXCHANGE_BLOCKS);
-    expect(here.sent(parts[size_t(rank)], count, blocks, false, last) && here.failure.get()[0] == 0,
+    expect(here.sent(parts[size_t(rank)], count, blocks, last) && here.failure.get()[0] == 0,
            name + ", what it sends");
 }
 
@@ -231,6 +254,7 @@ void check_exchange(bool) {
     check_norm(2, 0, 1, 512, 5120, 3);
     check_norm(2, 1, 4, 2304, 1024, 4);
     check_norm(4, 2, 17, 512, 384, 5); // the last chunk is a half
+    check_not_a_number();
     check_gather(2, 0, 1, 1024, 0);
     check_gather(2, 1, 3, 1024, 5);
     for (const int rank : {0, 1, 2}) {

@@ -39,21 +39,15 @@ __global__ void __launch_bounds__(THREADS) exchange_kernel(const __grid_constant
 __global__ void __launch_bounds__(STEP_THREADS) exchange_step_kernel(const __grid_constant__ ExchangeArgs a) {
     let_next_start();
     const int64_t i = int64_t(blockIdx.x) * STEP_THREADS + threadIdx.x;
-    const bool there = i < a.T * a.E / 2;
-    const Meeting meeting(a.ranks, int(blockIdx.x));
+    const Meeting meeting(a.ranks);
     wait_for_previous();
-    const uint32_t number = meeting.next();
-    if (there) {
+    if (i < a.T * a.E / 2) {
         const float2 own = __ldcg(reinterpret_cast<const float2 *>(a.part) + i);
-        meeting.send(i, own, number);
+        meeting.send(i, own);
         const float2 y =
             a.x != nullptr ? __ldcg(reinterpret_cast<const float2 *>(a.x) + i) : float2{0.0f, 0.0f};
-        const float2 sum = meeting.sum(i, own, number);
+        const float2 sum = meeting.sum(i, own);
         reinterpret_cast<float2 *>(a.out)[i] = a.x != nullptr ? float2{y.x + sum.x, y.y + sum.y} : sum;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        meeting.reached(number);
     }
 }
 
@@ -62,9 +56,9 @@ __global__ void __launch_bounds__(STEP_THREADS) exchange_step_kernel(const __gri
 int cuda::exchange(const ExchangeArgs &a, void *stream) {
     const int64_t n = a.T * a.E, of_step = (n / 2 + STEP_THREADS - 1) / STEP_THREADS,
                   all = (n / 4 + THREADS - 1) / THREADS;
-    const bool step = n <= a.ranks.step_values && of_step <= EXCHANGE_BLOCKS;
+    const bool step = n <= a.ranks.step_values;
     const int64_t blocks = step ? of_step : all < BLOCKS ? all : BLOCKS;
-    if (a.E % 4 != 0 || n < 0 || n > a.ranks.values || !can_meet(a.ranks, blocks) || !aligned(a.x) ||
+    if (a.E % 4 != 0 || n < 0 || n > a.ranks.values || !can_meet(a.ranks) || !aligned(a.x) ||
         !given(a.part) || !given(a.out)) {
         return int(cudaErrorInvalidValue);
     }

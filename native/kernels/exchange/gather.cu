@@ -50,7 +50,7 @@ int cuda::gather(const GatherArgs &a, void *stream) {
     // One grid for all ranks: a block meets those that have the same number.
     const int64_t most = a.T * most_output_rows(a.V, n_ranks), all = (most / 4 + THREADS - 1) / THREADS,
                   blocks = all < EXCHANGE_BLOCKS ? all : EXCHANGE_BLOCKS;
-    if (most > a.ranks.values || !can_meet(a.ranks, blocks)) {
+    if (most > a.ranks.values || !can_meet(a.ranks)) {
         return int(cudaErrorInvalidValue);
     }
     if (a.T == 0) {

@@ -17,26 +17,28 @@ __device__ inline unsigned long long nanoseconds() {
     return now;
 }
 
-// Two values, each with a number beside it. Eight bytes of these are written and read at once.
-struct NumberedPair {
-    uint32_t x, number_x, y, number_y;
+// Two values' bits on their way through a box, which has NOT_HERE in the place of each until it arrives.
+constexpr uint32_t NOT_HERE = ~0u; // bits of a NaN, which is sent as another one
+struct SentPair {
+    uint32_t x, y;
+
+    __device__ bool here() const { return x != NOT_HERE && y != NOT_HERE; }
 };
-__device__ __forceinline__ void store_pair(NumberedPair *to, const NumberedPair &p) {
+__device__ __forceinline__ uint32_t sent_bits(float v) {
+    const uint32_t bits = __float_as_uint(v);
+    return bits == NOT_HERE ? NOT_HERE >> 1 : bits;
+}
+__device__ __forceinline__ void store_pair(SentPair *to, const SentPair &p) {
 #ifdef __CUDA_ARCH__
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(p.x), "r"(p.number_x),
-                 "r"(p.y), "r"(p.number_y)
-                 : "memory");
+    asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(p.x), "r"(p.y) : "memory");
 #else
     *to = p;
 #endif
 }
-__device__ __forceinline__ NumberedPair load_pair(const NumberedPair *from) {
-    NumberedPair p;
+__device__ __forceinline__ SentPair load_pair(const SentPair *from) {
+    SentPair p;
 #ifdef __CUDA_ARCH__
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(p.x), "=r"(p.number_x), "=r"(p.y), "=r"(p.number_y)
-                 : "l"(from)
-                 : "memory");
+    asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(p.x), "=r"(p.y) : "l"(from) : "memory");
 #else
     p = *from;
 #endif
@@ -45,9 +47,9 @@ __device__ __forceinline__ NumberedPair load_pair(const NumberedPair *from) {
 
 struct Meeting {
     const ExchangeRanks &a;
-    int block;
+    int block; // of those that have a number
 
-    __device__ Meeting(const ExchangeRanks &ranks, int of_block) : a(ranks), block(of_block) {}
+    __device__ explicit Meeting(const ExchangeRanks &ranks, int of_block = 0) : a(ranks), block(of_block) {}
 
     // Which of a box's places of values `owner` has for what `sender` sends.
     __device__ int64_t place(int owner, int sender) const {
@@ -57,15 +59,15 @@ struct Meeting {
     __device__ float4 *values(int owner, int sender) const {
         return static_cast<float4 *>(a.boxes[owner]) + place(owner, sender) * (a.values / 4);
     }
-    __device__ NumberedPair *pairs(int owner, int sender) const {
-        return reinterpret_cast<NumberedPair *>(static_cast<float4 *>(a.boxes[owner]) +
-                                                2 * (a.n_ranks - 1) * (a.values / 4)) +
+    __device__ SentPair *pairs(int owner, int sender) const {
+        return reinterpret_cast<SentPair *>(static_cast<float4 *>(a.boxes[owner]) +
+                                            2 * (a.n_ranks - 1) * (a.values / 4)) +
                place(owner, sender) * (a.step_values / 2);
     }
     __device__ volatile uint32_t *number(int owner, int sender) const {
         return reinterpret_cast<volatile uint32_t *>(static_cast<float4 *>(a.boxes[owner]) +
                                                      2 * (a.n_ranks - 1) *
-                                                         (a.values / 4 + a.step_values / 2)) +
+                                                         (a.values / 4 + a.step_values / 4)) +
                sender * EXCHANGE_BLOCKS + block;
     }
     // The number of this exchange. The one ahead has written it.
@@ -108,25 +110,26 @@ struct Meeting {
         return all;
     }
 
-    // ---- a pair of values a thread: a number each ----
+    // ---- a pair of values a thread ----
 
-    __device__ void send(int64_t i, const float2 &v, uint32_t n) const {
+    __device__ void send(int64_t i, const float2 &v) const {
         for (int to = 0; to < a.n_ranks; to++) {
             if (to != a.rank) {
-                store_pair(pairs(to, a.rank) + i, {__float_as_uint(v.x), n, __float_as_uint(v.y), n});
+                store_pair(pairs(to, a.rank) + i, {sent_bits(v.x), sent_bits(v.y)});
             }
         }
     }
-    __device__ float2 sum(int64_t i, const float2 &own, uint32_t n) const {
+    __device__ float2 sum(int64_t i, const float2 &own) const {
         float2 all = {};
         for (int rank = 0; rank < a.n_ranks; rank++) {
             float2 v = own;
             if (rank != a.rank) {
-                NumberedPair p;
+                SentPair *from = pairs(a.rank, rank) + i, p;
                 await(rank, [&] {
-                    p = load_pair(pairs(a.rank, rank) + i);
-                    return p.number_x == n && p.number_y == n;
+                    p = load_pair(from);
+                    return p.here();
                 });
+                store_pair(from, {NOT_HERE, NOT_HERE});
                 v = {__uint_as_float(p.x), __uint_as_float(p.y)};
             }
             all = rank == 0 ? v : float2{all.x + v.x, all.y + v.y};
@@ -153,10 +156,10 @@ private:
     }
 };
 
-// Says whether ranks are as a launch of so many blocks takes them.
-inline bool can_meet(const ExchangeRanks &a, int64_t blocks) {
+// Says whether ranks are as launches take them.
+inline bool can_meet(const ExchangeRanks &a) {
     return a.n_ranks >= 2 && a.n_ranks <= MAX_RANKS && a.rank >= 0 && a.rank < a.n_ranks && a.slot >= 0 &&
-           a.slot <= 1 && blocks <= EXCHANGE_BLOCKS && a.values % 4 == 0 && a.step_values % 4 == 0;
+           a.slot <= 1 && a.values % 4 == 0 && a.step_values % 4 == 0;
 }
 
 } // namespace luce

@@ -17,42 +17,34 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     let_next_start();
     const PairPlace place(a, layout);
     const PairParts<AHEAD> of(parts, 0, place.row, place.at);
-    const Meeting meeting(ranks, int(blockIdx.y * gridDim.x + blockIdx.x));
+    const Meeting meeting(ranks);
     const float *residual = a.x + place.row * a.x_row + place.at;
     const int64_t at = (place.row * a.K + place.at) / 2;
     float *square = place.square(a);
     const float2 w = *reinterpret_cast<const float2 *>(a.w + place.at);
     found(of.bits() | address_bits(square) | address_bits(residual) | place.bits());
     wait_for_previous();
-    const uint32_t number = meeting.next();
     float2 x[AHEAD];
     of.fetch(x);
     const float2 y = fetch_pair(residual), own = of.sum(x, {of.zero(y.x), of.zero(y.y)});
-    if (place.there) {
-        meeting.send(at, own, number);
-    }
     float2 v = {};
     if (place.there) {
-        v = meeting.sum(at, own, number);
+        meeting.send(at, own);
+        v = meeting.sum(at, own);
         v.x = y.x + v.x;
         v.y = y.y + v.y;
     }
-    place.pack_normed(v, w, square, [&] {
-        if (threadIdx.x == 0) {
-            meeting.reached(number);
-        }
-    });
+    place.pack_normed(v, w, square);
 }
 
 } // namespace
 
 int cuda::exchange_norm(const ExchangeNormArgs &args, void *stream) {
     const RowmmPackArgs &a = args.pack;
-    const int64_t blocks = a.T * chunks_of(a.K);
     if (a.T < 0 || a.T > ROWMM_MAX_ROWS || a.K <= 0 || a.parts == nullptr || a.parts->n_weights != 1 ||
         a.parts->T != a.T || a.parts->weights[0].N != a.K || !rowmm_adds_up(a.K) || !given(a.out) ||
         !given(a.copy) || !given(a.w) || !given(a.x) || a.x_row % 4 != 0 ||
-        a.T * a.K > args.ranks.step_values || !can_meet(args.ranks, blocks)) {
+        a.T * a.K > args.ranks.step_values || !can_meet(args.ranks)) {
         return int(cudaErrorInvalidValue);
     }
     if (a.T == 0) {

@@ -115,15 +115,12 @@ struct PairPlace {
                row * int(chunks_of(a.K)) + chunk;
     }
     // Ends a norm: keeps two values of the block's row, packs all times the norm's weights, and leaves the sum of their squares.
-    // `met` is called when all threads have come so far.
-    template <class Met>
-    __device__ __forceinline__ void pack_normed(float2 v, float2 w, float *square_at, Met met) const {
+    __device__ __forceinline__ void pack_normed(float2 v, float2 w, float *square_at) const {
         __shared__ float4 values[CHUNK / 4], normed[CHUNK / 4];
         leave(values, v);
         leave(normed, {v.x * w.x, v.y * w.y});
         keep(v);
         __syncthreads();
-        met();
         if (warp == 0) {
             pack(normed);
         } else if (warp == 1) {
@@ -134,9 +131,6 @@ struct PairPlace {
                 *square_at = sum;
             }
         }
-    }
-    __device__ __forceinline__ void pack_normed(float2 v, float2 w, float *square_at) const {
-        pack_normed(v, w, square_at, [] {});
     }
 };
 

@@ -91,9 +91,9 @@ void Exchange::allocate(const std::deque<Stage> &stages) {
     for (size_t rank = 0; rank < counts.size(); rank++) {
         const Device &device = stages[rank].device;
         devices_.insert(&device);
-        buffers_.push_back(reach ? luce::allocate(device, size_t(box_bytes_), WHAT)
-                                 : pinned(device, size_t(box_bytes_), WHAT));
-        table_[rank] = int64_t(uintptr_t(ggml_backend_buffer_get_base(buffers_.back().get())));
+        box_buffers_.push_back(reach ? luce::allocate(device, size_t(box_bytes_), WHAT)
+                                     : pinned(device, size_t(box_bytes_), WHAT));
+        table_[rank] = int64_t(uintptr_t(ggml_backend_buffer_get_base(box_buffers_.back().get())));
         buffers_.push_back(luce::allocate(device, ggml_nbytes(counts[rank]), WHAT));
         place(counts[rank], buffers_.back());
     }
@@ -104,6 +104,9 @@ void Exchange::allocate(const std::deque<Stage> &stages) {
 }
 
 void Exchange::reset() const {
+    for (const Buffer &box : box_buffers_) {
+        ggml_backend_buffer_clear(box.get(), EXCHANGE_NOTHING);
+    }
     for (const Buffer &buffer : buffers_) {
         ggml_backend_buffer_clear(buffer.get(), 0);
     }

@@ -38,7 +38,7 @@ private:
     Context tensors_;
     int64_t box_bytes_;
     std::vector<int64_t> table_; // what `boxes` points to
-    std::vector<Buffer> buffers_;
+    std::vector<Buffer> box_buffers_, buffers_; // boxes, and all else
     std::set<const Device *> devices_;
     Event ended_; // where the first rank's stream was behind the last step
 };

@@ -400,8 +400,7 @@ protected:
     const Node *packs_behind(const Node &part) const {
         const Target target = {plain, gpu, nullptr};
         const Node &product = plain.at(part.in[0]), *own = nullptr;
-        if (product.op != Op::matmul || !target.leaves_partials(product.w) ||
-            part.T * chunks_of(part.n[0]) > EXCHANGE_BLOCKS) {
+        if (product.op != Op::matmul || !target.leaves_partials(product.w)) {
             return nullptr;
         }
         for (const int32_t sum : plain.readers(index_of(part))) {
