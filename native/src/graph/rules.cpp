@@ -227,7 +227,7 @@ bool dense_in_mixture(const Target &t, const Match &m) {
     }
     const Moe &moe = *std::get<const Moe *>(t.graph.nodes[size_t(mixture.part("H"))].params);
     const Device &device = t.graph.cache.stages()[mixture.stage].device;
-    return takes_dense(device, moe, {up.w[0], up.w[1], down.w[0]}) &&
+    return mixture.part("Q") >= 0 && takes_dense(device, moe, {up.w[0], up.w[1], down.w[0]}) &&
            std::get<Activation>(node(t, m, "G").params) == moe.activation && rowmm_adds_up(down.n[0]) &&
            down.n[0] <= MOE_POST_E && of("A") == of("B") && of("A") == of("C") &&
            of("X") == eps(t.graph.nodes[size_t(mixture.part("P"))]);

@@ -750,7 +750,9 @@ void Step::check_exchange() const {
 // A step was enqueued in part, and has ended.
 void Step::mend_exchange() const {
     const auto runs = [](const Stage &stage) { return works(stage.device); };
-    if (cache_.exchange() != nullptr && std::all_of(cache_.stages().begin(), cache_.stages().end(), runs)) {
+    // Where a rank has not answered, whoever waits for that step has yet to be told.
+    if (cache_.exchange() != nullptr && cache_.exchange()->failed() < 0 &&
+        std::all_of(cache_.stages().begin(), cache_.stages().end(), runs)) {
         cache_.exchange()->reset();
     }
 }
