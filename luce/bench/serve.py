@@ -1,7 +1,8 @@
 """Loads a server and measures it: its first tokens, streams beside each other, a conversation that grows.
 
 Prompts are random tokens. A cold first token follows a prompt that was never read; a warm one follows the
-same prompt and some tokens more, as a turn's new message is. Streams are so many requests at once, each with a
+same prompt and some tokens more, as a turn's new message is. Both count from when a request that is written is
+sent. Streams are so many requests at once, each with a
 prompt of its own: what counts are all new tokens over the time from the first request to the last token. What is
 named decoding are those after each one's first, over the time from the first of these to the last token: one server
 still reads prompts in that time and another has read all of them. What is named together are those that came while all
@@ -109,13 +110,12 @@ class Client:
         body = {"prompt": list(prompt), "max_tokens": n, "temperature": 0, "stream": True, "ignore_eos": True,
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True},
                 "timings_per_token": True, "cache_prompt": True}  # fmt: skip
+        written = json.dumps(body)  # That is a client's own time: 3 ms of 30,000 tokens.
         connection = http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_S)
         asked, first, tokens, timings = time.perf_counter(), 0.0, 0, dict[str, Any]()
         arrivals = list[tuple[float, int]]()
         try:
-            connection.request(
-                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
-            )
+            connection.request("POST", "/v1/completions", written, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
                 raise Error(f"the server says {response.status}: {response.read(2000).decode()}")
