@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from luce.decode.engine import Engine
-from luce.decode.events import Event, Failed, Finished, State
+from luce.decode.events import Event, Failed, Finished, Prefilled, State
 from luce.decode.generation import Generation, Prefixes
 from luce.decode.loop import Loop
 from luce.decode.request import Request
@@ -43,6 +43,9 @@ class Cache(Prefixes, Protocol):
 
     def free_pages(self, n: int) -> None:
         """Makes n pages free, as far as kept beginnings hold them."""
+
+    def free_place(self) -> None:
+        """Makes a place free for the next beginning, behind the first token of a prompt."""
 
     def free_ahead(self, n: int) -> None:
         """Makes n pages free for the next prompt, behind an answer, where nobody misses them soon."""
@@ -225,6 +228,8 @@ class Scheduler:
         except Exception:
             self._jobs |= over  # They end with the others.
             raise
+        if self._cache and any(isinstance(each, Prefilled) and each.done == each.total for _, each in events):
+            self._cache.free_place()
         if self._cache and over:
             self._cache.free_ahead(min(self._two_turns(1), self._engine.info.n_pages // 8))
         if self._lost and any(isinstance(each, Failed) and isinstance(each.error, DeviceError) for _, each in events):

@@ -212,9 +212,8 @@ class PrefixCache:
             self._add(kept)
             if self._disk and tokens.min() >= 0:  # Names of rows of images are of this process alone.
                 self._unsaved.append(kept)
-            if self._engine.info.n_checkpoints >= SPARE:
-                # It frees a place for the next one: what leaves is copied beside the steps up to then.
-                self._free_slot(kept)
+            if any(n_past < at for at in self._asked[sequence].kept):
+                self._spare_slot(kept)  # What leaves is copied beside the steps up to there.
 
     # ---- what the scheduler asks
 
@@ -239,6 +238,11 @@ class PrefixCache:
         self._reading = None
         self._take(kept, reading)
         return True
+
+    def free_place(self) -> None:
+        """Makes a place on the device free for the next checkpoint, where there are many. It comes behind a prompt's first
+        token, which would wait for what the copy takes of the host else."""
+        self._spare_slot(max(self._on_device(), key=lambda kept: (kept.met, len(kept.tokens)), default=None))
 
     def free_pages(self, n: int) -> None:
         """Makes n pages free, as far as checkpoints hold them. Those go first whose pages no one else has."""
@@ -405,6 +409,11 @@ class PrefixCache:
         on_device = self._on_device()
         if len(on_device) >= self._engine.info.n_checkpoints:
             self._leave_device(min((kept for kept in on_device if kept is not newest), key=self._worth))
+
+    def _spare_slot(self, newest: Kept | None) -> None:
+        """Makes that room ahead of the need for it, where places are many."""
+        if self._engine.info.n_checkpoints >= SPARE:
+            self._free_slot(newest)
 
     def _leave_device(self, kept: Kept) -> None:
         """Moves it to host memory, if it is worth its bytes there."""

@@ -17,9 +17,9 @@ from serving import HANG_S, until
 from luce.bench.serve import Answered
 from luce.bench.serve import conversation as conversation_of_bench
 from luce.decode.engine import Engine
-from luce.decode.events import Failed, Finished
+from luce.decode.events import Failed, Finished, Prefilled
 from luce.decode.request import Request
-from luce.decode.scheduler import Job, Scheduler
+from luce.decode.scheduler import Job, Scheduler, put_all
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
 from luce.native.structs import PAGE
@@ -238,6 +238,27 @@ def test_what_leaves_for_the_next_prompt_leaves_behind_an_answer(marked, copied)
     assert any(len(kept.tokens) == 30720 and kept.on_device for kept in cache._kept)
     scheduler.close()
     cache.close()
+
+
+def test_nothing_leaves_for_the_next_checkpoint_ahead_of_a_first_token(marked, monkeypatch):
+    """All places on the device are taken. A first token is told before a beginning leaves for the next prompt's."""
+    engine, happened = PaperEngine(marked, 8192, 1, 8, 2048), list[str]()
+    cache, to_host = PrefixCache(engine, marked, 1 << 40), PaperLine.to_host
+    monkeypatch.setattr(PaperLine, "to_host", lambda line: (happened.append("left"), to_host(line)))
+    monkeypatch.setattr(cache, "fetch", lambda prompt, wait: (happened.append("begun"), True)[1])
+
+    def tell(jobs):
+        events = sum(jobs.values(), [])
+        happened.extend("first" for each in events if isinstance(each, Prefilled) and each.done == each.total)
+        put_all(jobs)
+
+    scheduler = Scheduler(engine, cache, hand_over=tell)
+    prompts = [(33 + n, *range(33, 133)) * 4 for n in range(12)]
+    replayed(scheduler, [prompts])
+    scheduler.close()
+    cache.close()
+    each = " ".join(happened).split("begun")[1:]
+    assert [prompt.split() for prompt in each] == [["first"]] * 7 + [["first", "left"]] * 5
 
 
 # Prompts that begin alike, by the parts that they are made of.
