@@ -126,7 +126,8 @@ class PrefixCache:
         self._asked = dict[Sequence, Asked]()  # These prompts run now.
         self._unsaved: list[Kept] = []
         self._held: Kept | None = None  # A sequence is resumed from it now, so it is not evicted.
-        self._reader = ThreadPoolExecutor(1, "luce-cache-read")
+        self._beside = ThreadPoolExecutor(1, "luce-cache")  # It reads files, and frees host memory.
+        self._beside.submit(int).result()  # Memory for the thread may lack later.
         self._reading: tuple[Kept, Future[Checkpoint]] | None = None
         self._done = 0  # It was DiskCache.done when files were looked for last.
         self._prompts = 0
@@ -229,7 +230,7 @@ class PrefixCache:
             if kept is None or kept.checkpoint is not None:
                 return True
             try:
-                self._reading = kept, self._reader.submit(self._read, kept)
+                self._reading = kept, self._beside.submit(self._read, kept)
             except OutOfMemory:  # What resumes it may find more.
                 return True
         kept, reading = self._reading
@@ -240,8 +241,8 @@ class PrefixCache:
         return True
 
     def free_place(self) -> None:
-        """Makes a place on the device free for the next checkpoint, where there are many. It comes behind a prompt's first
-        token, which would wait for what the copy takes of the host else."""
+        """Makes a place on the device free for the next checkpoint, where there are many. It comes behind a first
+        token, which the begin of a copy would hold up."""
         self._spare_slot(max(self._on_device(), key=lambda kept: (kept.met, len(kept.tokens)), default=None))
 
     def free_pages(self, n: int) -> None:
@@ -286,7 +287,7 @@ class PrefixCache:
     def close(self, seconds: float = CLOSE_S) -> None:
         """Closes all checkpoints but the files. Those that wait for it are written before, what saves most
         first, as far as so many seconds are enough."""
-        self._reader.shutdown()
+        self._beside.shutdown()
         if self._disk:
             waiting = [kept for kept in self._unsaved if kept.checkpoint and kept in self._kept]
             waiting.sort(key=self._worth, reverse=True)
@@ -372,7 +373,7 @@ class PrefixCache:
 
     def _loaded(self, kept: Kept) -> Checkpoint:
         """Returns the checkpoint of a file, which is evicted where it is damaged."""
-        reading = self._reader.submit(self._read, kept)
+        reading = self._beside.submit(self._read, kept)
         self._take(kept, reading)
         return reading.result()
 
@@ -417,11 +418,11 @@ class PrefixCache:
 
     def _leave_device(self, kept: Kept) -> None:
         """Moves it to host memory, if it is worth its bytes there."""
-        kept.on_device = False
         try:
             worth_a_copy = not kept.longer or MOVED * kept.saves >= len(kept.tokens)
             if kept.checkpoint and (self._is_pinned(kept) or (worth_a_copy and self._fit_host(kept))):
                 kept.checkpoint.to_host()
+                kept.on_device = False
                 return
         except Error:  # Host memory lacks.
             pass
@@ -446,9 +447,12 @@ class PrefixCache:
         return total <= self._host_bytes
 
     def _free(self, kept: Kept) -> None:
-        """Frees its memory; what is in a file too stays there."""
-        if kept.checkpoint:
+        """Frees its memory; what is in a file too stays there. Who runs needs what is on the device, and waits for no
+        host memory."""
+        if kept.checkpoint and kept.on_device:
             kept.checkpoint.close()
+        elif kept.checkpoint:
+            self._beside.submit(kept.checkpoint.close)
         kept.checkpoint, kept.on_device = None, False
         if kept.path is None:
             self._evict(kept)

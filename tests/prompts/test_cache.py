@@ -463,3 +463,20 @@ def test_a_prompt_becomes_an_array_once(opened, tokenizer, monkeypatch):
             asked_for = cache._asked[sequence].tokens
             assert asked_for is asked.key
         assert cache._kept and all(np.shares_memory(kept.tokens, asked.key) for kept in cache._kept)
+
+
+def test_who_runs_waits_for_no_host_memory_that_is_freed(opened, tokenizer, monkeypatch):
+    """It has room for one beginning: the next one that leaves the device takes the place of the first."""
+    engine = opened(n_checkpoints=1)
+    cache = PrefixCache(engine, tokenizer, 1 << 30)
+    close = Checkpoint.close
+    held = Gate(close)
+    monkeypatch.setattr(Checkpoint, "close", lambda self: (close if self.info.on_device else held)(self))
+    with engine.sequence() as sequence:
+        for n in range(4):
+            cache._host_bytes = 1 << 30 if n < 2 else max(kept.size for kept in cache._kept)
+            read(cache, sequence, words(n, 600))
+        assert held.entered.wait(HANG_S) and not held.opened.is_set()
+    assert {place: count for place, (count, _) in cache.sizes().items()} == {"device": 1, "host": 1, "disk": 0}
+    held.opened.set()
+    cache.close()

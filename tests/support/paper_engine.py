@@ -31,7 +31,8 @@ class PaperEngine:
 
     @property
     def info(self):
-        taken = len(set().union(*(line.pages for line in self.lines)))
+        lines = list(self.lines)  # The cache closes some in a thread of its own.
+        taken = len(set().union(*(line.pages for line in lines)))
         return SimpleNamespace(**self.sizes, pages_free=self.sizes["n_pages"] - taken)
 
     def generation(self, request, cancelled, prefixes):

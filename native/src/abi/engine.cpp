@@ -459,7 +459,9 @@ luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence)
 
 luce_status luce_checkpoint_close(luce_checkpoint *checkpoint) {
     return guarded([&] {
-        locked(g_checkpoints.get(checkpoint), [](Checkpoint &c) { c.close(); }); // others may hold it still
+        std::vector<HostMemory> memory; // freed behind the engine's lock
+        locked(g_checkpoints.get(checkpoint),
+               [&](Checkpoint &c) { memory = c.close(); }); // others may hold it
         g_checkpoints.remove(checkpoint);
     });
 }

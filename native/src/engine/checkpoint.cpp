@@ -12,6 +12,7 @@
 #include <cstring>
 #include <mutex>
 #include <system_error>
+#include <utility>
 
 namespace luce {
 namespace {
@@ -367,7 +368,7 @@ void Checkpoint::let_steps_wait() const {
     }
 }
 
-void Checkpoint::close() {
+std::vector<HostMemory> Checkpoint::close() {
     if (leaving_) {
         leaving_->stop();
         copying_.get(); // it reads what is given back here, and ends behind the portion that it copies now
@@ -378,7 +379,7 @@ void Checkpoint::close() {
     }
     arriving_ = false;
     release_device();
-    host_.clear();
+    return std::exchange(host_, {});
 }
 
 void Checkpoint::check_open() const {

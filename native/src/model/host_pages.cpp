@@ -56,7 +56,12 @@ HostPages::HostPages(const Device &device, size_t size, const char *what) : devi
 HostPages::~HostPages() {
 #ifdef LUCE_USE_CUDA
     if (pinned_ && works(device_)) {
-        cuda::unpin(data_);
+        try {
+            make_current(device_); // any thread may free it
+            cuda::unpin(data_);
+        } catch (const Error &) {
+            // a device that has failed takes nothing back
+        }
     }
 #endif
     if (mapped_ != nullptr && (!pinned_ || works(device_))) { // a GPU that failed may still be given it
