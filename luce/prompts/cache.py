@@ -75,13 +75,12 @@ class Kept:
 @dataclass
 class Asked:
     """A prompt that is read: its tokens, (n,) int32, where chunks have to end, and which of these places are kept. An
-    earlier one began with the first `known` tokens too, of which `again` are read again."""
+    earlier one began with `again` of the tokens too that are read."""
 
     tokens: np.ndarray
     ends: list[int]
     kept: frozenset[int]
-    known: int = 0
-    again: int = 0
+    again: int
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
@@ -157,25 +156,25 @@ class PrefixCache:
         number of its tokens."""
         self._prompts += 1
         self._asked = {each: asked for each, asked in self._asked.items() if each.is_open}
-        asked = self._asked[sequence] = self._ask(np.asarray(prompt, np.int32))
-        at = self._resume(sequence, asked)
-        asked.again = max(asked.known - at, 0)
+        tokens = np.asarray(prompt, np.int32)
+        at = self._resume(sequence, tokens)
+        self._asked[sequence] = self._ask(tokens, at)
         self.hits, self.queries = self.hits + at, self.queries + len(prompt)
         return at
 
-    def _ask(self, tokens: np.ndarray) -> Asked:
-        """Returns what a prompt asks for, and notes it."""
-        ends, kept = self._turns.cut(tokens)
+    def _ask(self, tokens: np.ndarray, at: int) -> Asked:
+        """Returns what a prompt asks for that goes on from its first tokens, and notes it."""
+        ends, kept = self._turns.cut(tokens, at)
         for pin in [pin for pin in self._pins if pin.released]:
             self._pins.remove(pin)  # Others may add some meanwhile.
         pins = (pin.at for pin in self._pins if pin.at and pin.keeps(tokens[: pin.at]))
         pinned = {at for at in pins if self._turns.goes_on(at, ends)}
         known = max((_common(tokens, each) for each in self._known), default=0)
         self._known.append(tokens)
-        return Asked(tokens, sorted(pinned.union(ends)), kept | pinned, known)
+        return Asked(tokens, sorted(pinned.union(ends)), kept | pinned, max(known - at, 0))
 
-    def _resume(self, sequence: Sequence, asked: Asked) -> int:
-        for kept in sorted(self._fitting(asked), key=lambda each: len(each.tokens), reverse=True):
+    def _resume(self, sequence: Sequence, tokens: np.ndarray) -> int:
+        for kept in sorted(self._fitting(tokens), key=lambda each: len(each.tokens), reverse=True):
             try:
                 self._restore(kept, sequence)
             except StateError:  # Its copy to host memory has failed.
@@ -225,8 +224,7 @@ class PrefixCache:
             return True
         if self._reading is None:
             tokens = np.asarray(prompt, np.int32)
-            asked = Asked(tokens, *self._turns.cut(tokens))
-            kept = max(self._fitting(asked), key=lambda each: len(each.tokens), default=None)
+            kept = max(self._fitting(tokens), key=lambda each: len(each.tokens), default=None)
             if kept is None or kept.checkpoint is not None:
                 return True
             try:
@@ -298,10 +296,10 @@ class PrefixCache:
                 kept.checkpoint.close()
         self._kept, self._unsaved = [], []
 
-    def _fitting(self, asked: Asked) -> list[Kept]:
+    def _fitting(self, tokens: np.ndarray) -> list[Kept]:
         """Returns the kept beginnings that a prompt may be resumed from."""
-        goes_on = self._turns.goes_on
-        return [kept for kept in self._kept if goes_on(len(kept.tokens), asked.ends) and kept.begins(asked.tokens)]
+        goes_on, ends = self._turns.goes_on, [] if self._turns.free else self._turns.cut(tokens)[0]
+        return [kept for kept in self._kept if goes_on(len(kept.tokens), ends) and kept.begins(tokens)]
 
     def _add(self, kept: Kept) -> None:
         begun = (each for each in self._kept if each.begins(kept.tokens))

@@ -240,6 +240,26 @@ def test_what_leaves_for_the_next_prompt_leaves_behind_an_answer(marked, copied)
     cache.close()
 
 
+def test_a_turn_is_read_in_one_pass_and_its_tail(marked, monkeypatch):
+    """It goes on behind what the last turn kept, and is cut at its own end alone."""
+    client, engine = Replayed(marked, 1), PaperEngine(marked, 32768, 1, 16, 2048, n_cut=128)
+    assert len(list(conversation_of_bench(client, "", 20, 30000, 1))) == 21
+    cache, read, sizes = PrefixCache(engine, marked), engine.prefill, list[int]()
+
+    def counted(items):
+        sizes.extend(len(item.tokens) for item in items)
+        return read(items)
+
+    monkeypatch.setattr(engine, "prefill", counted)
+    scheduler = Scheduler(engine, cache)
+    replayed(scheduler, [client.prompts])
+    scheduler.close()
+    cache.close()
+    tails = [len(prompt) % 128 for prompt in client.prompts]
+    assert [size for size in sizes if size % 128] == tails, "each has one"
+    assert len(sizes) == 6000 // 2048 + 1 + 19 + 20
+
+
 def test_nothing_leaves_for_the_next_checkpoint_ahead_of_a_first_token(marked, monkeypatch):
     """All places on the device are taken. A first token is told before a beginning leaves for the next prompt's."""
     engine, happened = PaperEngine(marked, 8192, 1, 8, 2048), list[str]()
