@@ -3,7 +3,8 @@
 It is kept at the last multiple of n_cut ahead of where a turn ends, since a conversation's next prompt goes on there,
 of the prompt's end, and of every EVERY tokens that are read. A chunk ends there, and the others are as long as who
 reads them wants, since where a prompt is cut changes no bit. A prompt goes on from any beginning of it that is kept, of
-whatever prompt that was. Where rows of an image see each other, none of these places is within an image: it is one ahead of that.
+whatever prompt that was. Where rows of an image see each other, none of these places is within an image: it is one
+ahead of that.
 
 Where the core says that cuts do change bits (n_cut is more than a page), what follows has the bits of a cold prompt
 only if that was cut at the same places, so a prompt's own tokens alone say where. Chunks end at multiples of n_chunk,
