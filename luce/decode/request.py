@@ -115,7 +115,7 @@ class Request:
         prompt's."""
         import numpy as np  # Who generates text alone does without.
 
-        found = np.array(self.prompt, np.int32)
+        found = np.fromiter(self.prompt, np.int32, len(self.prompt))
         for at, n in self.gaps:
             found[at] = _NAMES.of(int(found[at]), n)
         found.setflags(write=False)  # Who keeps beginnings of it keeps parts of this very array.

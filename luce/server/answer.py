@@ -9,10 +9,11 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import cache
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
+import msgspec
 
 from luce.decode.events import Embedded, Event, Failed, Finished, Scored, Started, Tokens
 from luce.decode.request import Compressed, Request
@@ -191,10 +192,10 @@ class Answer:
             n_vocab = self.model.tokenizer.n_vocab
             if len(ask.prompt) > self.model.info.n_ctx and ask.keep is None:
                 raise TooLong(len(ask.prompt), self.model.info.n_ctx)
-            given = np.asarray(ask.prompt)  # Numbers of more than 64 bits are compared too.
-            if given.size and not 0 <= given.min() <= given.max() < n_vocab:
-                raise Refused(400, f"a token is none of {n_vocab}", param=self._param)
-            return list(ask.prompt)
+            try:
+                return msgspec.convert(ask.prompt, _tokens_of(n_vocab))
+            except msgspec.ValidationError as error:
+                raise Refused(400, f"a token is none of {n_vocab}", param=self._param) from error
         self._placed = await self.model.seen(ask)
         ids = self._placed.tokens
         self._opening = opening_of(self.model.tokenizer, ids)
@@ -382,6 +383,12 @@ class Answer:
             "draft_n": stats.drafted,
             "draft_n_accepted": stats.accepted,
         }
+
+
+@cache
+def _tokens_of(n_vocab: int) -> Any:
+    """Returns the type of a list of tokens."""
+    return list[Annotated[int, msgspec.Meta(ge=0, lt=n_vocab)]]
 
 
 def _refused(last: Failed) -> Refused:

@@ -75,6 +75,14 @@ def test_a_prompt_that_is_echoed_keeps_its_control_tokens(server):
         assert found["choices"][0]["text"] == RAW
 
 
+def test_a_token_that_the_model_lacks_is_refused(server):
+    n_vocab = server.models.slots["box"].served.tokenizer.n_vocab
+    for token in (-1, n_vocab, 1 << 31, 1 << 70):
+        refused = server.post("/v1/completions", prompt=[5, token], max_tokens=1)
+        assert refused.status_code == 400 and refused.json()["error"]["message"] == f"a token is none of {n_vocab}"
+    assert server.post("/v1/completions", prompt=[0, n_vocab - 1], max_tokens=1).status_code == 200
+
+
 def test_pieces_of_tokens(server):
     found = server.post("/tokenize", content="é<|im_end|>x", with_pieces=True, parse_special=True).json()
     pieces = [entry["piece"] for entry in found["tokens"]]
