@@ -216,7 +216,6 @@ class Scheduler:
             self._cache.free_pages(self._pages_soon())
         happened, over = Happened(), dict[Generation, Job]()
         events = self._loop.step()
-        self.pages_free = self._engine.native.info.pages_free
         for generation, event in events:
             happened.setdefault(self._jobs[generation], []).append(event)
             if isinstance(event, (Finished, Failed)):
@@ -228,6 +227,7 @@ class Scheduler:
         except Exception:
             self._jobs |= over  # They end with the others.
             raise
+        self.pages_free = self._engine.native.info.pages_free  # It waits for a round of those that have ended.
         if self._cache and any(isinstance(each, Prefilled) and each.done == each.total for _, each in events):
             self._cache.free_place()
         if self._cache and over:

@@ -169,7 +169,9 @@ class PrefixCache:
             self._pins.remove(pin)  # Others may add some meanwhile.
         pins = (pin.at for pin in self._pins if pin.at and pin.keeps(tokens[: pin.at]))
         pinned = {at for at in pins if self._turns.goes_on(at, ends)}
-        known = max((_common(tokens, each) for each in self._known), default=0)
+        known = 0
+        for each in reversed(self._known):  # A conversation's last prompt comes first: those before it are shorter.
+            known = max(known, _common(tokens, each)) if len(each) > known else known
         self._known.append(tokens)
         return Asked(tokens, sorted(pinned.union(ends)), kept | pinned, max(known - at, 0))
 

@@ -31,6 +31,7 @@ from luce.errors import FileError, OutOfMemory
 from luce.files.tokenizer import Tokenizer
 from luce.native import Checkpoint, Engine, File
 from luce.native.structs import Cost
+from luce.prompts import cache as cache_module
 from luce.prompts.cache import PrefixCache
 from luce.prompts.disk import _HEAD, DiskCache
 
@@ -463,6 +464,16 @@ def test_a_prompt_becomes_an_array_once(opened, tokenizer, monkeypatch):
             asked_for = cache._asked[sequence].tokens
             assert asked_for is asked.key
         assert cache._kept and all(np.shares_memory(kept.tokens, asked.key) for kept in cache._kept)
+
+
+def test_a_turn_is_compared_with_the_one_before_alone(opened, tokenizer, monkeypatch):
+    """What of a prompt was read before is the whole of the last turn's, and no other prompt has more of it."""
+    cache, talk, compared, common = PrefixCache(opened(), tokenizer), words(12, 1800), [], cache_module._common
+    monkeypatch.setattr(cache_module, "_common", lambda a, b: (compared.append(len(b)), common(a, b))[1])
+    with cache._engine.sequence() as sequence:
+        for end in range(600, 1801, 200):
+            read(cache, sequence, talk[:end])
+    assert compared == list(range(600, 1800, 200))
 
 
 def test_who_runs_waits_for_no_host_memory_that_is_freed(opened, tokenizer, monkeypatch):

@@ -260,6 +260,24 @@ def test_a_turn_is_read_in_one_pass_and_its_tail(marked, monkeypatch):
     assert len(sizes) == 6000 // 2048 + 1 + 19 + 20
 
 
+def test_an_answers_end_is_told_ahead_of_all_that_waits_for_its_last_round(marked, monkeypatch):
+    """To say what is free the core waits for a GPU's round that was begun for who has ended meanwhile."""
+    happened, close = list[str](), PaperLine.close
+
+    class Asked(PaperEngine):
+        @property
+        def info(self):
+            happened.append("asked")
+            return super().info
+
+    monkeypatch.setattr(PaperLine, "close", lambda line: (happened.append("closed"), close(line)))
+    engine = Asked(marked, 1024, 1, 0, 512)
+    scheduler = Scheduler(engine, hand_over=lambda jobs: (happened.append("told"), put_all(jobs)))
+    replayed(scheduler, [[tuple(range(33, 133))]], new=3)
+    scheduler.close()
+    assert happened[happened.index("closed") :][:3] == ["closed", "told", "asked"]
+
+
 def test_nothing_leaves_for_the_next_checkpoint_ahead_of_a_first_token(marked, monkeypatch):
     """All places on the device are taken. A first token is told before a beginning leaves for the next prompt's."""
     engine, happened = PaperEngine(marked, 8192, 1, 8, 2048), list[str]()
