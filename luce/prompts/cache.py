@@ -421,7 +421,11 @@ class PrefixCache:
         try:
             worth_a_copy = not kept.longer or MOVED * kept.saves >= len(kept.tokens)
             if kept.checkpoint and (self._is_pinned(kept) or (worth_a_copy and self._fit_host(kept))):
-                kept.checkpoint.to_host()
+                try:
+                    kept.checkpoint.to_host()
+                except OutOfMemory:
+                    self._beside.submit(int).result()  # What was evicted for it is freed by then.
+                    kept.checkpoint.to_host()
                 kept.on_device = False
                 return
         except Error:  # Host memory lacks.

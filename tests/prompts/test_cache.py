@@ -476,6 +476,28 @@ def test_a_turn_is_compared_with_the_one_before_alone(opened, tokenizer, monkeyp
     assert compared == list(range(600, 1800, 200))
 
 
+def test_what_leaves_has_the_host_memory_of_what_was_evicted(opened, tokenizer, monkeypatch):
+    """That is freed in a thread of its own, which is waited for where nothing else is free."""
+    cache, close, to_host = PrefixCache(opened(n_checkpoints=1), tokenizer, 1 << 30), Checkpoint.close, Checkpoint.to_host
+    closed, found = list[Checkpoint](), list[int]()
+
+    def leave(checkpoint):
+        found.append(len(closed))
+        if len(found) == 1:
+            raise OutOfMemory("no host memory")
+        to_host(checkpoint)
+
+    with cache._engine.sequence() as sequence:
+        for n in range(3):
+            read(cache, sequence, words(n, 600))
+        cache._host_bytes = 2 * cache._kept[0].size
+        monkeypatch.setattr(Checkpoint, "to_host", leave)
+        monkeypatch.setattr(Checkpoint, "close", lambda self: (closed.append(self), close(self)))
+        read(cache, sequence, words(3, 600))
+    assert found[1:] == [1] and cache.sizes()["host"][0] == 2
+    cache.close()
+
+
 def test_who_runs_waits_for_no_host_memory_that_is_freed(opened, tokenizer, monkeypatch):
     """It has room for one beginning: the next one that leaves the device takes the place of the first."""
     engine = opened(n_checkpoints=1)
