@@ -478,8 +478,8 @@ def test_a_turn_is_compared_with_the_one_before_alone(opened, tokenizer, monkeyp
 
 def test_what_leaves_has_the_host_memory_of_what_was_evicted(opened, tokenizer, monkeypatch):
     """That is freed in a thread of its own, which is waited for where nothing else is free."""
-    cache, close, to_host = PrefixCache(opened(n_checkpoints=1), tokenizer, 1 << 30), Checkpoint.close, Checkpoint.to_host
-    closed, found = list[Checkpoint](), list[int]()
+    cache, close, to_host = PrefixCache(opened(n_checkpoints=1), tokenizer), Checkpoint.close, Checkpoint.to_host
+    cache._host_bytes, closed, found = 1 << 30, list[Checkpoint](), list[int]()
 
     def leave(checkpoint):
         found.append(len(closed))
