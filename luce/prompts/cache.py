@@ -7,8 +7,8 @@ Where room lacks, the checkpoint is evicted whose bytes save least. What it save
 be read again without it. It counts less the longer it was not met, and where its conversation has gone on.
 
 A prompt is resumed by its tokens, never by a hash, where that changes no bit (Turns.goes_on). Everything here runs in
-the engine's thread, but for pins, which any thread may set, and files, which are written and read in threads of their
-own, beside the engine's steps.
+the engine's thread, but for pins, which any thread may set. Files are written and read, and host memory of what is
+evicted is freed, in three threads beside the engine's steps.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class PrefixCache:
         self._asked = dict[Sequence, Asked]()  # These prompts run now.
         self._unsaved: list[Kept] = []
         self._held: Kept | None = None  # A sequence is resumed from it now, so it is not evicted.
-        self._beside = ThreadPoolExecutor(1, "luce-cache")  # It reads files, and frees host memory.
-        self._beside.submit(int).result()  # Memory for the thread may lack later.
+        self._reader = ThreadPoolExecutor(1, "luce-cache-read")
+        self._freer = ThreadPoolExecutor(1, "luce-cache-free")  # It waits for no file that is read.
         self._reading: tuple[Kept, Future[Checkpoint]] | None = None
         self._done = 0  # It was DiskCache.done when files were looked for last.
         self._prompts = 0
@@ -135,6 +135,8 @@ class PrefixCache:
         self.hits = self.queries = 0
         for tokens, path, size in disk.found() if disk else ():
             self._add(Kept(tokens, size, 0, path=path))
+        for thread in (self._reader, self._freer):
+            thread.submit(int).result()  # Memory for the thread may lack later.
 
     def pin(self, prompt: list[int]) -> Pin:
         """Keeps the beginning of a prompt, once one that begins so is read. Any thread may call it."""
@@ -230,7 +232,7 @@ class PrefixCache:
             if kept is None or kept.checkpoint is not None:
                 return True
             try:
-                self._reading = kept, self._beside.submit(self._read, kept)
+                self._reading = kept, self._reader.submit(self._read, kept)
             except OutOfMemory:  # What resumes it may find more.
                 return True
         kept, reading = self._reading
@@ -287,7 +289,8 @@ class PrefixCache:
     def close(self, seconds: float = CLOSE_S) -> None:
         """Closes all checkpoints but the files. Those that wait for it are written before, what saves most
         first, as far as so many seconds are enough."""
-        self._beside.shutdown()
+        self._reader.shutdown()
+        self._freer.shutdown()
         if self._disk:
             waiting = [kept for kept in self._unsaved if kept.checkpoint and kept in self._kept]
             waiting.sort(key=self._worth, reverse=True)
@@ -373,7 +376,7 @@ class PrefixCache:
 
     def _loaded(self, kept: Kept) -> Checkpoint:
         """Returns the checkpoint of a file, which is evicted where it is damaged."""
-        reading = self._beside.submit(self._read, kept)
+        reading = self._reader.submit(self._read, kept)
         self._take(kept, reading)
         return reading.result()
 
@@ -424,7 +427,7 @@ class PrefixCache:
                 try:
                     kept.checkpoint.to_host()
                 except OutOfMemory:
-                    self._beside.submit(int).result()  # What was evicted for it is freed by then.
+                    self._freer.submit(int).result()  # What was evicted for it is freed by then.
                     kept.checkpoint.to_host()
                 kept.on_device = False
                 return
@@ -456,7 +459,7 @@ class PrefixCache:
         if kept.checkpoint and kept.on_device:
             kept.checkpoint.close()
         elif kept.checkpoint:
-            self._beside.submit(kept.checkpoint.close)
+            self._freer.submit(kept.checkpoint.close)
         kept.checkpoint, kept.on_device = None, False
         if kept.path is None:
             self._evict(kept)

@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -476,26 +477,41 @@ def test_a_turn_is_compared_with_the_one_before_alone(opened, tokenizer, monkeyp
     assert compared == list(range(600, 1800, 200))
 
 
-def test_what_leaves_has_the_host_memory_of_what_was_evicted(opened, tokenizer, monkeypatch):
-    """That is freed in a thread of its own, which is waited for where nothing else is free."""
-    cache, close, to_host = PrefixCache(opened(n_checkpoints=1), tokenizer), Checkpoint.close, Checkpoint.to_host
-    cache._host_bytes, closed, found = 1 << 30, list[Checkpoint](), list[int]()
+def test_what_leaves_has_the_host_memory_of_what_was_evicted(opened, tokenizer, tmp_path, monkeypatch):
+    """That is freed in a thread of its own, which is waited for where nothing else is free. No file that is read
+    meanwhile is waited for."""
+    with opened().sequence() as sequence:
+        cache = PrefixCache(sequence.engine, tokenizer, 0, DiskCache(tmp_path, "key", 1 << 30))
+        read(cache, sequence, words(9, 600))
+        cache.close()
+    cache = PrefixCache(opened(n_checkpoints=1), tokenizer, 1 << 30, DiskCache(tmp_path, "key", 1 << 30))
+    close, to_host, read_file = Checkpoint.close, Checkpoint.to_host, Gate(DiskCache.read)
+    closed, found = list[Checkpoint](), list[int]()
+    free = Gate(lambda checkpoint: (close(checkpoint), closed.append(checkpoint)))
 
     def leave(checkpoint):
         found.append(len(closed))
-        if len(found) == 1:
+        if not closed:
+            threading.Timer(0.2, free.opened.set).start()  # Who does not wait is back long before that.
             raise OutOfMemory("no host memory")
         to_host(checkpoint)
 
-    with cache._engine.sequence() as sequence:
-        for n in range(3):
-            read(cache, sequence, words(n, 600))
-        cache._host_bytes = 2 * cache._kept[0].size
-        monkeypatch.setattr(Checkpoint, "to_host", leave)
-        monkeypatch.setattr(Checkpoint, "close", lambda self: (closed.append(self), close(self)))
-        read(cache, sequence, words(3, 600))
-    assert found[1:] == [1] and cache.sizes()["host"][0] == 2
-    cache.close()
+    try:
+        with cache._engine.sequence() as sequence:
+            for n in range(3):
+                read(cache, sequence, words(n, 600))
+            monkeypatch.setattr(DiskCache, "read", lambda *args: read_file(*args))
+            assert not cache.fetch(words(9, 600), wait=False) and read_file.entered.wait(HANG_S)
+            cache._host_bytes = 2 * cache._kept[-1].size
+            monkeypatch.setattr(Checkpoint, "to_host", leave)
+            monkeypatch.setattr(Checkpoint, "close", lambda self: (close if self.info.on_device else free)(self))
+            read(cache, sequence, words(3, 600))
+        assert found == [0, 1] and cache.sizes()["host"][0] == 2
+        assert not cache.fetch(words(9, 600), wait=False)  # It is read still.
+    finally:
+        read_file.opened.set()
+        free.opened.set()
+        cache.close()
 
 
 def test_who_runs_waits_for_no_host_memory_that_is_freed(opened, tokenizer, monkeypatch):
@@ -505,11 +521,13 @@ def test_who_runs_waits_for_no_host_memory_that_is_freed(opened, tokenizer, monk
     close = Checkpoint.close
     held = Gate(close)
     monkeypatch.setattr(Checkpoint, "close", lambda self: (close if self.info.on_device else held)(self))
-    with engine.sequence() as sequence:
-        for n in range(4):
-            cache._host_bytes = 1 << 30 if n < 2 else max(kept.size for kept in cache._kept)
-            read(cache, sequence, words(n, 600))
-        assert held.entered.wait(HANG_S) and not held.opened.is_set()
-    assert {place: count for place, (count, _) in cache.sizes().items()} == {"device": 1, "host": 1, "disk": 0}
-    held.opened.set()
-    cache.close()
+    try:
+        with engine.sequence() as sequence:
+            for n in range(4):
+                cache._host_bytes = 1 << 30 if n < 2 else max(kept.size for kept in cache._kept)
+                read(cache, sequence, words(n, 600))
+            assert held.entered.wait(HANG_S) and not held.opened.is_set()
+        assert {place: count for place, (count, _) in cache.sizes().items()} == {"device": 1, "host": 1, "disk": 0}
+    finally:
+        held.opened.set()
+        cache.close()

@@ -460,8 +460,12 @@ luce_status luce_checkpoint_make(luce_checkpoint **out, luce_sequence *sequence)
 luce_status luce_checkpoint_close(luce_checkpoint *checkpoint) {
     return guarded([&] {
         std::vector<HostMemory> memory; // freed behind the engine's lock
-        locked(g_checkpoints.get(checkpoint),
-               [&](Checkpoint &c) { memory = c.close(); }); // others may hold it
+        read(g_checkpoints.get(checkpoint), [&](Checkpoint &c) { // others may hold it
+            if (c.has_slot() || c.leaving()) { // else no step knows of it, but for memory that is kept for it
+                c.engine()->rounds().settle();
+            }
+            memory = c.close();
+        });
         g_checkpoints.remove(checkpoint);
     });
 }
