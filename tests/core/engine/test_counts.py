@@ -141,6 +141,19 @@ def test_steps_that_follow_each_other_cost_a_step_and_a_wait_each(engine: Engine
         assert cost(engine.wait()) == (0, 1)
 
 
+def test_to_close_a_checkpoint_in_host_memory_waits_for_no_step(engine: Engine) -> None:
+    """One that was on the device lets the step end first."""
+    with engine.sequence() as sequence:
+        drive.prefill(sequence, LONG)
+        on_device = sequence.checkpoint()
+        in_host = engine.load_checkpoint(on_device.save())
+        cost = Meter(engine)
+        assert cost(engine.begin([Rows(sequence, [3])])) == (1, 0)
+        assert cost(in_host.close()) == NOTHING
+        assert cost(on_device.close()) == (0, 1)
+        assert cost(engine.wait()) == NOTHING
+
+
 def test_dflash_blocks_cost_a_step_for_each_full_one(native: Library, device: str) -> None:
     model = drive.open_model(native, box_model.GGUF, device, drafter=box_model.DRAFTER)
     engine = drive.open_engine(model, n_ctx=300, n_sequences=3, blocks=1, n_top=4)
