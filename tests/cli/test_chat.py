@@ -15,7 +15,7 @@ from tiny import rewritten
 
 from luce.text.dialects import GEMMA
 
-SCRIPT = {"hello": ["<think>\nA greeting.\n</think>\n\nHello!"], "long": ["words " * 60]}
+SCRIPT = {"hello": ["<think>\nA greeting.\n</think>\n\nHello!"], "long": ["words " * 400]}
 
 
 @pytest.fixture(scope="module")
