@@ -266,7 +266,7 @@ struct Trial {
                     chosen.by_class[i] = each;
                 }
             }
-            const int columns = few_columns(CLASSES[i], N);
+            const int columns = few_tile_columns(CLASSES[i], N, K);
             if (columns > 0 && same(columns) && milliseconds(columns, CLASSES[i]) < best) {
                 chosen.few_columns[i] = columns;
             }

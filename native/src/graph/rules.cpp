@@ -72,27 +72,16 @@ Pattern normed_sum(Pattern y) {
     return {Op::norm, "N", {{Op::add, "S", {any("x"), std::move(y)}}}};
 }
 // The residual stream, and the sum of a dense layer and a mixture, each of which is normed, and so is their sum.
-const Pattern NORMED_MIXTURE = {
-    Op::add,
-    "S",
-    {any("x"),
-     {Op::norm,
-      "A",
-      {{Op::add,
-        "",
-        {{Op::norm, "B", {{Op::matmul, "M"}}}, {Op::norm, "C", {{Op::routed_experts, "Y"}}}}}}}}};
+Pattern normed_mixture(Pattern dense, Pattern experts) {
+    Pattern sum = {Op::add, "", {{Op::norm, "B", {std::move(dense)}}, {Op::norm, "C", {std::move(experts)}}}};
+    return {Op::add, "S", {any("x"), {Op::norm, "A", {std::move(sum)}}}};
+}
+const Pattern NORMED_MIXTURE = normed_mixture({Op::matmul, "M"}, {Op::routed_experts, "Y"});
 // The same where the dense layer reads the same rows as the experts, normed by weights of its own.
 const Pattern NORMED_BESIDE = [] {
     const auto up = [](int32_t out) { return Pattern{Op::matmul, "U", {{Op::norm, "X", {any("x")}}}, out}; };
-    return Pattern{Op::add,
-                   "S",
-                   {any("x"),
-                    {Op::norm,
-                     "A",
-                     {{Op::add,
-                       "",
-                       {{Op::norm, "B", {{Op::matmul, "D", {{Op::glu, "G", {up(0), up(1)}}}}}},
-                        {Op::norm, "C", {{Op::routed_experts, "Y", {any("x")}}}}}}}}}};
+    return normed_mixture({Op::matmul, "D", {{Op::glu, "G", {up(0), up(1)}}}},
+                          {Op::routed_experts, "Y", {any("x")}});
 }();
 // A convolution over a block's rows.
 const Pattern CONVOLVED = {Op::block_conv, "C", {{Op::matmul, "M"}, part(Op::matmul, "A", 0)}};

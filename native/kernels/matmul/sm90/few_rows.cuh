@@ -205,10 +205,11 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
 // ---- the host's part ----
 
 // Returns how many rows of weights a tile has, of those that there is code for: the fewest with which one wave of tiles is enough.
-// It is 0 where more are needed, or where the device, or the code, lacks wgmma.
-inline int few_columns(int64_t T, int64_t N) {
+// It is 0 where more are needed, where the device, or the code, lacks wgmma, and where K is no multiple of 64: there an H200's
+// cuBLAS had other bits.
+inline int few_tile_columns(int64_t T, int64_t N, int64_t K) {
     DeviceLimits device;
-    if (cuda::device_limits(device) != 0 || !device.wgmma) {
+    if (cuda::device_limits(device) != 0 || !device.wgmma || K % 64 != 0) {
         return 0;
     }
     for (const int columns : FEW_COLUMNS) {
