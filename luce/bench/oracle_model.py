@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes a Qwen3.5 GGUF of any real shape whose greedy continuation is known.
 
 The blocks are random quantised weights, so a step costs what the real model's costs, but their
@@ -30,11 +29,8 @@ bytes, whatever the number of threads.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -44,7 +40,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from luce.bench.acceptance import Acceptance, acceptance, parse
+from luce.bench.acceptance import Acceptance, acceptance
 from luce.bench.oracle_blocks import (
     QType,
     noise_blocks,
@@ -55,9 +51,9 @@ from luce.bench.oracle_blocks import (
     silent,
 )
 from luce.bench.oracle_tokenizer import CONTROL, add_tokenizer
-from luce.bench.oracle_tower import MARKS, TEMPLATE, make_tower
+from luce.bench.oracle_tower import MARKS, TEMPLATE
 from luce.convert.qwen35_layout import Config, add_keys, tensor_shapes
-from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, part_of
+from luce.planning.plan import part_of
 
 CHUNK = 8 << 20  # So many bytes of a tensor are made at once. A seed's weights depend on it.
 NOISE = 1e-4  # The output projections have this standard deviation.
@@ -439,52 +435,3 @@ def write_oracle(oracle: Oracle, path: Path, shape: str, progress: Callable[[int
         raise OSError(f"{path}: needs {total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
     oracle.write(path, shape, lambda done: progress(done, total))
     return oracle.rule
-
-
-def show_progress(done: int, total: int) -> None:
-    """Shows one line on stderr, where that is a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r{done / total:6.1%} ", end="", file=sys.stderr)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a model with a known greedy continuation.")
-    parser.add_argument("out", type=Path, nargs="?", help="GGUF to write; none: write nothing")
-    parser.add_argument("--shape", choices=SHAPES, default="mini")
-    parser.add_argument("--type", choices=TYPES, default="mixed", help="of the matrices")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--accept", default="0.8", help="share of right drafts, or shares by depth (default 0.8)")
-    parser.add_argument("--drafter", type=Path, help="GGUF to write with a DFlash drafter of the model")
-    parser.add_argument("--draft-accept", help="share of its right drafts, or shares by depth and rank")
-    parser.add_argument("--tower", type=Path, help="GGUF to write with a random vision tower of the model")
-    parser.add_argument("--tokens", type=int, metavar="N", help="print the N ids that follow --after")
-    parser.add_argument("--after", type=int, default=0, help="last token of the prompt")
-    args = parser.parse_args()
-    if args.draft_accept is not None and not args.drafter:
-        parser.error("--draft-accept is of --drafter")
-    try:
-        accept = parse(args.accept, "mtp", MAX_GAMMA)
-        drafts = None if args.draft_accept is None else parse(args.draft_accept, "dflash", MAX_BUDGET)
-    except ValueError as error:
-        parser.error(str(error))
-    start = time.monotonic()
-    if args.out is not None:
-        sees = args.tower is not None
-        make_oracle(args.out, args.shape, args.seed, accept, show_progress, args.type, sees=sees)
-        size = args.out.stat().st_size
-        print(f"{args.out}: {size / 2**30:.2f} GiB in {time.monotonic() - start:.1f} s", file=sys.stderr)
-    if args.tower is not None:
-        make_tower(args.tower, SHAPES[args.shape].n_embd, f"luce oracle {args.shape}", args.seed)
-    if args.drafter is not None:
-        # That module builds on this one, so it cannot be imported earlier.
-        from luce.bench.oracle_drafter import ACCEPT, make_drafter
-
-        rule = Rule(SHAPES[args.shape].n_vocab, args.seed)
-        make_drafter(args.drafter, SHAPES[args.shape], rule, ACCEPT if drafts is None else drafts)
-    if args.tokens is not None:
-        rule = Rule(SHAPES[args.shape].n_vocab, args.seed, accept)
-        print(*rule.continuation(args.after, args.tokens))
-
-
-if __name__ == "__main__":
-    main()

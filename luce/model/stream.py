@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from luce.decode.events import Event
 from luce.decode.scheduler import Job
 from luce.model.answer import Answer, Piece, Reader
+from luce.model.loaded import Loaded
 from luce.model.prompting import Asked
 
-if TYPE_CHECKING:
-    from luce.model.model import Model
+
+class Model(Protocol):
+    """What an answer has to know of the model that is asked."""
+
+    @property
+    def loaded(self) -> Loaded: ...
+    def submit(self, job: Job, admitted: bool) -> None: ...
 
 
 class Pending:

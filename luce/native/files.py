@@ -50,7 +50,7 @@ class File(Handle):
 
     @cached_property
     def kv(self) -> Metadata:
-        return Metadata(self)
+        return Metadata(self, self.info.n_kv)
 
     @cached_property
     def tensors(self) -> list[Tensor]:

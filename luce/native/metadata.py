@@ -5,12 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping
 from struct import calcsize
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from luce.errors import FileError
-
-if TYPE_CHECKING:
-    from luce.native import File
+from luce.native.library import Handle
 
 Scalar = int | float | bool | str
 Value = Scalar | list[str] | memoryview
@@ -24,11 +22,11 @@ class Metadata(Mapping[str, Value]):
     """These are a file's keys, decoded on demand. Scalars are int, float, bool or str; arrays of numbers are
     memoryviews of a copy, and arrays of strings are list[str]. Strings that are not UTF-8 raise FileError."""
 
-    def __init__(self, file: File):
+    def __init__(self, file: Handle, n_kv: int):
         self._file = file
         library = file.library
         self._index: dict[str, int] = {}
-        for index in range(file.info.n_kv):
+        for index in range(n_kv):
             kv = self._entry(index)
             self._index.setdefault(library.text(kv.name), index)
 

@@ -25,7 +25,7 @@ from luce.native.structs import Logprobs, Penalties, Sampling
 from luce.server.ask import Ask, Refused, TooLong, refuse
 from luce.server.models import Served
 from luce.server.replicas import Replica
-from luce.server.watch import Watch
+from luce.server.watch import Usage, Watch
 from luce.text.dialects import QWEN, Opening
 from luce.text.grammar import Matcher
 from luce.text.held import Held
@@ -48,22 +48,6 @@ KEEP_ALIVE = 15.0  # After so many seconds without a piece, a stream says that i
 @dataclass(frozen=True)
 class Silence:
     """Says that nothing has come for KEEP_ALIVE seconds."""
-
-
-@dataclass
-class Usage:
-    """These are the tokens of a request. `cached` counts those of its prompt that were not read again, and `again`
-    those that were, although an earlier prompt began with them too. Beside `prompt` `left_out` tokens of it were not
-    read at all; None: all are. Of its `images` as many were `encoded`: the rows of the others were kept."""
-
-    prompt: int = 0
-    cached: int = 0
-    again: int = 0
-    completion: int = 0
-    reasoning: int = 0
-    left_out: int | None = None
-    images: int = 0
-    encoded: int = 0
 
 
 class Answer:
@@ -362,7 +346,10 @@ class Answer:
             self.model.replicas.cancel(self._job)
         seconds = time.perf_counter() - self._began
         reason = error or self.reason or "gone"
-        self._watch.ended(self, reason, seconds, self._first - self._began if self._first else None)
+        first = self._first - self._began if self._first else None
+        stats = self.finished.stats if self.finished else None
+        replica = self.replica.name if self.replica and self.model.n_replicas > 1 else None
+        self._watch.ended(self.usage, stats, reason, seconds, first, self.ask.model, replica)
 
     def timings(self) -> dict[str, Any]:
         """Returns the timings as llama.cpp's server gives them."""

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple
 
-from luce.server.answer import Answer, Silence, Usage
+from luce.server.answer import Answer, Silence
 from luce.server.ask import Ask, refuse
 from luce.server.models import Served
-from luce.server.watch import Watch
+from luce.server.watch import Usage, Watch
 from luce.text.pieces import Piece, Whole
 
 MAX_ANSWERS = 2048  # A request has at most so many answers.

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from luce.decode.stats import Stats
 from luce.server.log import Log, noted
 
 if TYPE_CHECKING:
-    from luce.server.answer import Answer
     from luce.server.models import Models
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 MAX_UNKNOWN, MAX_NAME = 256, 64  # So many unknown fields are told of, with so many letters of their names.
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+@dataclass
+class Usage:
+    """These are the tokens of a request. `cached` counts those of its prompt that were not read again, and `again`
+    those that were, although an earlier prompt began with them too. Beside `prompt` `left_out` tokens of it were not
+    read at all; None: all are. Of its `images` as many were `encoded`: the rows of the others were kept."""
+
+    prompt: int = 0
+    cached: int = 0
+    again: int = 0
+    completion: int = 0
+    reasoning: int = 0
+    left_out: int | None = None
+    images: int = 0
+    encoded: int = 0
 
 
 class Watch:
@@ -87,10 +104,18 @@ class Watch:
         for _ in range(n):
             self._between.observe(seconds / n)
 
-    def ended(self, answer: Answer, reason: str, seconds: float, first: float | None) -> None:
-        """Counts an answer that is over, and tells of it in its request's line."""
-        usage, finished = answer.usage, answer.finished
-        stats = finished.stats if finished else None
+    def ended(
+        self,
+        usage: Usage,
+        stats: Stats | None,
+        reason: str,
+        seconds: float,
+        first: float | None,
+        model: str,
+        replica: str | None = None,
+    ) -> None:
+        """Counts an answer that is over, and tells of it in its request's line. The `replica` is named where its
+        model has several."""
         self._requests.labels(reason if len(reason) < 20 else "failed").inc()
         self._latency.observe(seconds)
         self._prompt.inc(usage.prompt)
@@ -101,7 +126,7 @@ class Watch:
         if record := noted():
             record.add(
                 {
-                    "model": answer.ask.model,
+                    "model": model,
                     "prompt": usage.prompt,
                     "cached": usage.cached,
                     "again": usage.again,
@@ -113,7 +138,7 @@ class Watch:
                     "reason": reason,
                 }
                 | ({} if usage.left_out is None else {"left_out": usage.left_out})
-                | ({"replica": answer.replica.name} if answer.replica and answer.model.n_replicas > 1 else {})
+                | ({} if replica is None else {"replica": replica})
                 | ({"images": usage.images, "encoded": usage.encoded} if usage.images else {})
             )
 

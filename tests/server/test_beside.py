@@ -12,9 +12,9 @@ from serving import HANG_S, Gate, serving, settings, until
 from luce.data import BOX
 from luce.files.template_process import Renderer
 from luce.files.tokenizer import Tokenizer
-from luce.server import body, lanes, models
+from luce.server import lanes, models
 from luce.server.answer import Answer
-from luce.server.api import anthropic, ollama, openai
+from luce.server.api import anthropic, body, ollama, openai
 from luce.text.grammar import Grammars
 
 SHORT = {"prompt": "import os", "max_tokens": 2}

@@ -21,8 +21,8 @@ from luce.files.tokenizer import Tokenizer
 from luce.native import File
 from luce.native.structs import Penalties, Sampling
 from luce.server.api import anthropic, ollama, openai, responses
+from luce.server.api.body import MAX_DEPTH, _typed, read
 from luce.server.ask import Refused
-from luce.server.body import MAX_DEPTH, _typed, read
 from luce.text.call_grammar import call_grammar
 from luce.text.conversation import ordered
 from luce.text.prompt import prompt_ids

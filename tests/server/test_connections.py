@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from luce.data import BOX
 from luce.errors import OutOfMemory
-from luce.server import app, connection
+from luce.server import connection, response
 from luce.server.connection import BODY_S, HEAD_S, KEEP_ALIVE_S, LINGER_S, STALL_S, connections_of
 from luce.server.log import CLOSED, Log
 from luce.server.models import Served
@@ -366,7 +366,7 @@ def test_a_client_that_goes_before_its_stream_begins_frees_its_sequence(native, 
     """It is gone when the engine has begun: nothing of the stream is ever asked for."""
     how = settings(sequences=1, ctx=50_000, checkpoints=0, spec="off")
     with serving({"endless": endless}, how) as server:
-        begun = app.Server._begun
+        begun = response.Server._begun
 
         async def and_gone(self, ask, form):
             made = await begun(self, ask, form)
@@ -374,7 +374,7 @@ def test_a_client_that_goes_before_its_stream_begins_frees_its_sequence(native, 
                 each.transport.abort()
             return made
 
-        monkeypatch.setattr(app.Server, "_begun", and_gone)
+        monkeypatch.setattr(response.Server, "_begun", and_gone)
         with closing(connect(server.url)) as client:
             streams(client)
             served = server.models.slots["endless"].served

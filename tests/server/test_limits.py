@@ -19,7 +19,7 @@ from luce.decode.loop import MAX_ROWS
 from luce.errors import FileError
 from luce.files.tokenizer import Tokenizer
 from luce.model import defaults
-from luce.server import body
+from luce.server.api import body
 from luce.server.listener import MAX_HEADERS
 
 PAGE = 256

@@ -11,7 +11,8 @@ from serving import HANG_S, serving, settings, until
 
 from luce.data import BOX
 from luce.decode.engine import Engine
-from luce.server import app, body
+from luce.server import app
+from luce.server.api import body
 from luce.server.cli import logging_to
 from luce.server.log import MAX_PATH, Log
 

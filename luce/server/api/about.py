@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -12,14 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import luce
+from luce.server.api.body import Body, asked, read
 from luce.server.api.fields import DETOKENIZE, TEMPLATE, TOKENIZE
 from luce.server.api.openai import ChatBody, chat_ask
 from luce.server.ask import Refused
-from luce.server.body import Body, asked, read, reply
-
-if TYPE_CHECKING:
-    from luce.server.app import Server
-
+from luce.server.response import Server, reply
 
 STATES = {
     "loading": "the model is being loaded: requests wait for it",

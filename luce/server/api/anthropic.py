@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from luce.server.answer import Answer
+from luce.server.api.body import Body
 from luce.server.api.fields import MESSAGES
 from luce.server.api.openai import Form, held_to, left_out, stops_of, tool_of, within
 from luce.server.ask import Ask, Message, Refused, TooLong, budget_of, continued, keep_of, refuse
 from luce.server.ask import thinking as thinking_of
-from luce.server.body import Body
 from luce.server.content import content_of, require_readable, text_of, thoughts_of, told_of
 from luce.text.conversation import call_of
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, Whole

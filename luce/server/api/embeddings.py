@@ -10,21 +10,19 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from luce.server.answer import Answer
 from luce.server.api import ollama, openai
+from luce.server.api.body import Body, asked
 from luce.server.api.fields import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from luce.server.api.openai import Form, prompts_of
 from luce.server.ask import Ask, Refused
-from luce.server.body import Body, asked, reply
+from luce.server.response import Server, reply
 from luce.server.several import Several
-
-if TYPE_CHECKING:
-    from luce.server.app import Server
 
 
 class EmbeddingsBody(Body, kw_only=True):

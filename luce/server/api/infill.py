@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from luce.server.api.body import asked
 from luce.server.api.fields import INFILL
 from luce.server.api.openai import Form, Sampled, error_body, length_of, sampled
 from luce.server.ask import Ask, Refused
-from luce.server.body import asked
+from luce.server.response import Server
 from luce.text.infill import Gap
 from luce.text.pieces import Piece, Text, Whole
-
-if TYPE_CHECKING:
-    from luce.server.app import Server
 
 STOPS = {"stop": "eos", "stop_string": "word", "length": "limit"}
 

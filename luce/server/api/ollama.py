@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -18,19 +18,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from luce.server.answer import Answer
+from luce.server.api.body import Body, asked, read
 from luce.server.api.fields import OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW
 from luce.server.api.openai import Form, held_to, length_of, penalties_of, stops_of, tools_of, within
 from luce.server.ask import Ask, Message, Refused, continued, refuse, thinking
-from luce.server.body import Body, asked, read, reply
 from luce.server.content import content_of, note_of, require_readable
 from luce.server.models import Slot
+from luce.server.response import Server, reply
 from luce.text.conversation import call_of
 from luce.text.dialects import GEMMA, QWEN
 from luce.text.infill import Gap
 from luce.text.pieces import Arguments, Call, CallBegin, CallEnd, Piece, Reasoning, Text, Whole
-
-if TYPE_CHECKING:
-    from luce.server.app import Server
 
 VERSION = "0.12.0"  # This API is that of Ollama of this version: clients ask for at least some.
 REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "calls": "stop"}

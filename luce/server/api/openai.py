@@ -12,7 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from luce.native.structs import Logprobs
-from luce.server.answer import Answer, Usage
+from luce.server.answer import Answer
+from luce.server.api.body import Body
 from luce.server.api.fields import CHAT, COMPLETIONS
 from luce.server.ask import (
     Ask,
@@ -26,8 +27,8 @@ from luce.server.ask import (
     thinking,
     typed,
 )
-from luce.server.body import Body
 from luce.server.content import content_of, require_readable, thoughts_of
+from luce.server.watch import Usage
 from luce.text.conversation import call_of
 from luce.text.infill import Gap
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, Whole

@@ -6,7 +6,7 @@ import base64
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from luce.server.answer import Answer
+from luce.server.api.body import asked
 from luce.server.api.fields import RESPONSES
 from luce.server.api.items import (
     SEALED,
@@ -37,13 +38,10 @@ from luce.server.api.openai import (
     tool_of,
 )
 from luce.server.ask import Ask, Message, Refused, continued, refuse, typed
-from luce.server.body import asked, reply
 from luce.server.lanes import beside
+from luce.server.response import Server, reply
 from luce.server.stored import Stored
 from luce.text.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, Whole
-
-if TYPE_CHECKING:
-    from luce.server.app import Server
 
 
 class ResponsesBody(Talk, kw_only=True):

@@ -1,5 +1,4 @@
-"""Reads the bodies of requests, bounded and typed, and makes those of answers. What is large is read and made
-beside the event loop (lanes.py)."""
+"""Reads the bodies of requests, bounded and typed. What is large is read beside the event loop (lanes.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
 from luce.server.api.fields import checked
 from luce.server.ask import Ask, Refused
@@ -120,7 +118,3 @@ def _require_shallow(value: Any) -> None:
             elif isinstance(each, list):  # Of tens of thousands of numbers one says how deep they are.
                 inner += each if {dict, list} & set(map(type, each)) else each[:1]
         level, depth = inner, depth + 1
-
-
-def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
