@@ -9,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))  # oracle_tower.py
+
+from oracle_tower import MARKS, TEMPLATE, make_tower
+
 from luce.bench.acceptance import parse
 from luce.bench.oracle_drafter import ACCEPT, make_drafter
 from luce.bench.oracle_model import SHAPES, TYPES, Rule, make_oracle
-from luce.bench.oracle_tower import make_tower
 from luce.planning.plan import MAX_BUDGET, MAX_GAMMA
 
 
@@ -44,8 +47,10 @@ def main() -> None:
         parser.error(str(error))
     start = time.monotonic()
     if args.out is not None:
-        sees = args.tower is not None
-        make_oracle(args.out, args.shape, args.seed, accept, show_progress, args.type, sees=sees)
+        marks, template = (MARKS, TEMPLATE) if args.tower else ((), "")
+        make_oracle(
+            args.out, args.shape, args.seed, accept, show_progress, args.type, marks=marks, template=template
+        )
         size = args.out.stat().st_size
         print(f"{args.out}: {size / 2**30:.2f} GiB in {time.monotonic() - start:.1f} s", file=sys.stderr)
     if args.tower is not None:

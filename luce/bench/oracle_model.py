@@ -51,7 +51,6 @@ from luce.bench.oracle_blocks import (
     silent,
 )
 from luce.bench.oracle_tokenizer import CONTROL, add_tokenizer
-from luce.bench.oracle_tower import MARKS, TEMPLATE
 from luce.convert.qwen35_layout import Config, add_keys, tensor_shapes
 from luce.planning.plan import part_of
 
@@ -250,7 +249,8 @@ class Oracle:
     rule: Rule
     kind: str = "mixed"  # It is one of TYPES.
     draft_head: str | None = None  # The NextN head's own output has this type, or None the target's.
-    sees: bool = False  # It has the marks and the template of a model that sees images.
+    marks: tuple[str, ...] = ()  # Its vocabulary has these control tokens besides.
+    template: str = ""  # of chats
     fd: int = -1
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -356,9 +356,9 @@ class Oracle:
         add_acceptance(w, acceptance(self.rule.accept))
         if self.rule.coverage:
             w.add_float64("oracle.coverage", self.rule.coverage)
-        add_tokenizer(w, self.rule.n_vocab, filler="Ġw", marks=MARKS if self.sees else ())
-        if self.sees:
-            w.add_chat_template(TEMPLATE)
+        add_tokenizer(w, self.rule.n_vocab, filler="Ġw", marks=self.marks)
+        if self.template:
+            w.add_chat_template(self.template)
         for t in self.tensors:
             w.add_tensor_info(t.name, t.shape, np.dtype(np.float32), t.n_bytes, raw_dtype=t.kind)
         w.write_header_to_file()
@@ -418,12 +418,13 @@ def make_oracle(
     kind: str = "mixed",
     coverage: float = 0.0,
     draft_head: str | None = None,
-    sees: bool = False,
+    marks: tuple[str, ...] = (),
+    template: str = "",
 ) -> Rule:
-    """Writes the file and returns its rule. progress: bytes that are written, of how many. kind: of TYPES. sees:
-    images, by a tower of oracle_tower.py."""
+    """Writes the file and returns its rule. progress: bytes that are written, of how many. kind: of TYPES.
+    marks: control tokens besides."""
     config = SHAPES[shape]
-    oracle = Oracle(config, Rule(config.n_vocab, seed, accept, coverage), kind, draft_head, sees)
+    oracle = Oracle(config, Rule(config.n_vocab, seed, accept, coverage), kind, draft_head, marks, template)
     return write_oracle(oracle, path, shape, progress)
 
 

@@ -5,9 +5,9 @@ import sys
 
 import peer_images
 import pytest
+from oracle_tower import MARKS, TEMPLATE, make_tower, tower_of
 
 from luce.bench.oracle_model import SHAPES, make_oracle
-from luce.bench.oracle_tower import make_tower
 from luce.native import File, Tower
 
 pytest.importorskip("PIL.Image")
@@ -32,8 +32,6 @@ def test_an_encode_that_the_log_does_not_end_is_none():
 
 @pytest.mark.parametrize("shape", ["27b", "0.8b"])
 def test_towers_of_real_models_have_their_published_shape(shape):
-    from luce.bench.oracle_tower import tower_of
-
     c = tower_of(SHAPES[shape].n_embd)
     published = {"27b": (27, 1152, 16, 4304, 5120), "0.8b": (12, 768, 12, 3072, 1024)}
     assert (c.n_layer, c.n_embd, c.n_head, c.n_ff, c.n_out) == published[shape]
@@ -41,7 +39,7 @@ def test_towers_of_real_models_have_their_published_shape(shape):
 
 @pytest.mark.long
 def test_one_run_measures_encodes_and_first_tokens(tmp_path, monkeypatch, capsys):
-    make_oracle(tmp_path / "model.gguf", "mini", sees=True)
+    make_oracle(tmp_path / "model.gguf", "mini", marks=MARKS, template=TEMPLATE)
     make_tower(tmp_path / "mmproj.gguf", SHAPES["mini"].n_embd, "luce oracle mini")
     with File(tmp_path / "mmproj.gguf") as file, Tower(file) as tower:
         assert tower.info.n_out == SHAPES["mini"].n_embd
