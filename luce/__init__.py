@@ -1,4 +1,4 @@
-"""luce runs Qwen3.5 and Qwen3.6 GGUF models by exact speculative decoding.
+"""luce runs GGUF models of Qwen3.5 to 3.8 and Gemma 4 by exact speculative decoding.
 
     with luce.load("model.gguf") as model:
         print(model.generate("def is_even(n):").text)

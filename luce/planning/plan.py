@@ -37,7 +37,6 @@ def part_of(n_vocab: int) -> int:
     return PART if n_vocab >= 2 * PART else n_vocab // 4 // 128 * 128
 
 
-
 @dataclass(frozen=True)
 class Options:
     """This is what was asked of an engine; None where nothing was said. `ctx` counts the positions of a

@@ -348,11 +348,19 @@ def test_what_adds_an_extra_names_where_luce_was_installed_from(monkeypatch, ori
     assert installing("serve") == said
 
 
-def test_a_command_whose_extra_is_missing_says_how_to_add_it(luce_):
-    with mock.patch.dict(sys.modules, {"llguidance": None}):
-        result = luce_("generate", "x", "--json-schema", "{}")
-    assert result.exit_code == 1
-    assert one_line(result) == f"Error: grammars need the package llguidance: {installing('grammar')}"
+LACKING = {  # By its extra: a package, words that need it, and what they say without it.
+    "grammar": ("llguidance", ["--json-schema", "{ }"], "grammars need the package llguidance"),
+    "hub": ("huggingface_hub", ["--hf", "owner/repo"], "the hub needs the package huggingface_hub"),
+}
+
+
+@pytest.mark.parametrize("extra", LACKING)
+def test_a_command_whose_extra_is_missing_says_how_to_add_it(luce_, extra):
+    package, words, said = LACKING[extra]
+    with mock.patch.dict(sys.modules, {package: None}):
+        result = luce_("generate", "x", *words)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert one_line(result) == f"Error: {said}: {installing(extra)}"
 
 
 def test_what_few_runs_need_is_imported_by_them_alone(command):

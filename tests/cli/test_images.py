@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 
 import numpy as np
@@ -16,6 +17,7 @@ import tiny_vision
 from checkout import GOLDENS
 from tiny_vision import IMAGE_PAD, TEXT, TINY, VISION_END, VISION_START
 
+from luce.cli.command import installing
 from luce.errors import Cancelled
 from luce.native import Tower
 
@@ -79,6 +81,13 @@ def spelled(tokens):
 def tokens_of(result):
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)["tokens"]
+
+
+def test_without_pillow_a_model_that_sees_says_how_to_add_it(generate, chat, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    said = f"Error: images need Pillow: {installing('vision')}\n"
+    for result in generate("x"), chat(stdin="/quit\n"):
+        assert (result.exit_code, result.stdout, result.stderr) == (1, "", said)
 
 
 DRAFTER = "--draft", "drafter.gguf"

@@ -50,6 +50,8 @@ def test_events_are_data(source):
     """Text is made by the end of a turn, whoever reads its events and when."""
     events = run(FakeEngine(n_chunk=3), source)
     assert len(events) > 5 and all(isinstance(event, Event) and not callable(event) for event in events)
+    held = [value for event in events for value in (event if isinstance(event, tuple) else vars(event).values())]
+    assert len(held) > 20 and not any(callable(value) for value in held)
 
 
 MOVES = {  # By what comes in which state: the states that may follow.
