@@ -37,12 +37,13 @@ from luce.bench.report import Measured, Report
 from luce.bench.run import Case, Mode, Record
 from luce.bench.serve_cli import serve_bench
 from luce.bench.summary import summarise
-from luce.cli.command import MAX_U32, CtrlC, FilePath, Finite, Listed
+from luce.cli.command import CtrlC, FilePath, Finite, Listed
 from luce.cli.options import DRAFT_DEVICE, EXPERTS, HEAD, MODEL, RUN, SPLIT, given, options, sampling
 from luce.cli.terminal import Display
 from luce.data import BOX
 from luce.decode.engine import Engine
 from luce.errors import ArgumentError, Error
+from luce.native.structs import MAX_U32
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_BUDGET, MAX_GAMMA
 from luce.speculate.prices import MAX_ROWS

@@ -11,7 +11,7 @@ import click
 from luce.bench import output
 from luce.bench.acceptance import Acceptance, parse
 from luce.bench.run import NAMES, Mode, parse_modes
-from luce.cli.command import MAX_U32, FilePath, Finite
+from luce.cli.command import FilePath, Finite
 from luce.cli.options import (
     HEAD,
     MODEL,
@@ -24,6 +24,7 @@ from luce.cli.options import (
     names_assistant,
     sampling,
 )
+from luce.native.structs import MAX_U32
 
 
 def modes_of(ctx: click.Context, param: click.Parameter, value: str) -> list[Mode]:

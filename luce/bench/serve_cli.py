@@ -21,12 +21,12 @@ from luce.bench.serve import (
     turn_lengths,
     turn_of,
 )
-from luce.cli.command import MAX_U32
 from luce.cli.options import DRAFT_DEVICE, RUN, SPLIT, given, names_assistant, options
 from luce.cli.terminal import Display
 from luce.data import BOX
 from luce.errors import ArgumentError, about
 from luce.files.tokenizer import Tokenizer
+from luce.native.structs import MAX_U32
 from luce.planning.opened import Files
 from luce.planning.plan import SPECS, Options, require_supported
 from luce.planning.split import names_of

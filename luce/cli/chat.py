@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from luce.cli import stdout
-from luce.cli.command import MAX_U32, CtrlC, Utf8, with_remedy
+from luce.cli.command import CtrlC, Utf8, with_remedy
 from luce.cli.keeping import KEEPING, idle_keeping, scorer_of
 from luce.cli.options import (
     COPIES,
@@ -47,6 +47,7 @@ from luce.images.pixels import Picture
 from luce.images.sight import Placed, Sight
 from luce.model.defaults import with_room
 from luce.model.loaded import Loaded, Settings
+from luce.native.structs import MAX_U32
 from luce.planning.opened import Files
 from luce.planning.plan import require_supported
 from luce.prompts.scorer import Scorer

@@ -22,7 +22,6 @@ from luce.cli import stdout
 from luce.cli.terminal import printable
 from luce.errors import Cancelled, Error, FileError, PipeClosed
 
-MAX_U32 = 2**32 - 1
 COMMAND = "luce.cli.command"  # A context keeps the words of the command line under this key of its meta.
 REMEDIES = {  # They say in words of the command line what helps, by Error.concerns.
     "tensor_split": "--split auto does",

@@ -15,7 +15,7 @@ import click
 import luce
 from luce import native as _native
 from luce.cli import stdout
-from luce.cli.command import MAX_U32, Commands, CtrlC, FilePath, Utf8, text_file
+from luce.cli.command import Commands, CtrlC, FilePath, Utf8, text_file
 from luce.cli.keeping import KEEPING, compressed, idle_keeping
 from luce.cli.options import (
     COPIES,
@@ -56,6 +56,7 @@ from luce.files.probe import probe
 from luce.files.tokenizer import NFC_SHRINKS
 from luce.model.defaults import with_room
 from luce.model.loaded import Loaded, Settings
+from luce.native.structs import MAX_U32
 from luce.planning.memory import fits
 from luce.planning.opened import Files
 from luce.planning.plan import Options, require_supported

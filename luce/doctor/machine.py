@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from luce.bench.origin import cpu_name
 from luce.cli.terminal import size
@@ -13,10 +12,10 @@ from luce.doctor.checks import Check
 from luce.doctor.nvidia_smi import Reading
 from luce.errors import Error, OutOfMemory
 from luce.native import Library
+from luce.native.library import CPU_INFO
 from luce.native.structs import Device
 from luce.planning import cpus
 
-CPU_INFO = Path("/proc/cpuinfo")
 NEEDED = ("avx2", "fma", "f16c")
 RAN_ON = (90,)  # Compute capabilities on which luce has run: an H100 and an H200.
 SHARE = 0.6  # A copy reaches less of what clock and bus would give; below this share something is amiss.

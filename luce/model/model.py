@@ -20,9 +20,10 @@ from luce.images.sight import FEWEST_TOKENS, MOST_TOKENS, Sight
 from luce.model.answer import Answer
 from luce.model.defaults import with_defaults
 from luce.model.loaded import Loaded, Settings
-from luce.model.options import MAX_U32, How, HowChat, HowReply, Loading, Range, require, require_known
+from luce.model.options import How, HowChat, HowReply, Loading, Range, require, require_known
 from luce.model.prompting import Asked, Message, Prompting, Schema, tool_of
 from luce.model.stream import Stream
+from luce.native.structs import MAX_U32
 from luce.planning import cpus
 from luce.planning.opened import Files
 from luce.planning.plan import MAX_BUDGET, MAX_GAMMA, MAX_THREADS, SPECS, Options, require_supported

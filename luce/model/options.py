@@ -11,13 +11,12 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from luce.errors import ArgumentError
-from luce.native.structs import Penalties, Sampling
+from luce.native.structs import MAX_U32, Penalties, Sampling
 
 if TYPE_CHECKING:
     from luce.native import Progress
 
 Image = str | bytes | PathLike[str]  # A file's path, or its bytes.
-MAX_U32 = 2**32 - 1
 MAX_LOGPROBS = 1 << 20  # No vocabulary has so many tokens.
 
 

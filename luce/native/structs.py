@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 PAGE = 256  # A KV page has so many positions, as LUCE_PAGE says.
+MAX_U32 = 2**32 - 1  # A count of luce.h holds no more.
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from luce import native as _native
-from luce.cli.command import MAX_U32, FilePath, Finite, Interrupted
+from luce.cli.command import FilePath, Finite, Interrupted
 from luce.cli.keeping import PREFILL_MODEL
 from luce.cli.options import (
     COPIES,
@@ -46,7 +46,7 @@ from luce.data import BOX
 from luce.errors import Error, UnsupportedError
 from luce.model.defaults import CORE_GPU_CHUNK, CPU_CHUNK, GPU_CHUNK
 from luce.model.loaded import Settings
-from luce.native.structs import PAGE
+from luce.native.structs import MAX_U32, PAGE
 from luce.planning.opened import Files
 from luce.server import LOOPBACK
 from luce.server.models import Models

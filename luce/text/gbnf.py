@@ -19,10 +19,9 @@ from operator import or_
 from typing import Any
 
 from luce.errors import ArgumentError
-from luce.text.pattern import Alt, AnyCase, Chars, PatternError, Repeat, Seq, characters, literal_node
+from luce.text.pattern import MAX_DEPTH, Alt, AnyCase, Chars, PatternError, Repeat, Seq, characters, literal_node
 
-MAX_DEPTH = 60  # Groups are nested at most so deep,
-MAX_RULES = 1000  # a grammar has at most so many rules,
+MAX_RULES = 1000  # A grammar has at most so many rules,
 MAX_PAIRS = 100_000  # and so many pairs of terminals that stand in the same place.
 _TOKEN = re.compile(
     r"(?P<blank>(?:\s|\#[^\n]*)+)"
