@@ -47,5 +47,23 @@ def test_rows_that_pages_name_are_recorded() -> None:
             assert name in rows, f"{page.name} names {name}"
 
 
+def test_a_row_is_the_newest_of_its_kind_or_something_cites_it() -> None:
+    """The kind is the row's name without its date and its number. Those of before are in the repository's history."""
+    rows = sorted((ROOT / "bench" / "results").iterdir())
+    newest = {}
+    for row in rows:
+        date, kind, number = re.fullmatch(r"(\d{4}-\d\d-\d\d)-(.*?)(?:-(\d+))?", row.stem).groups()
+        kind += row.suffix
+        newest[kind] = max(newest.get(kind, ("", 0, row)), (date, int(number or 1), row))
+    cited = "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("tools/**/*.py"),
+                     *ROOT.glob("tests/**/*.py"), *ROOT.glob("bench/*.py")]
+    )  # fmt: skip
+    kept = {row for *_, row in newest.values()}
+    kept |= {row for row in rows if re.search(re.escape(row.stem) + r"(?![\w-])", cited)}
+    assert [row.name for row in rows if row not in kept] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
