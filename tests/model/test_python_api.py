@@ -680,12 +680,13 @@ def test_an_option_that_there_is_not_is_a_type_error(model):
 # ---- the package
 
 DOCUMENT = ROOT / "docs" / "python-api.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.S | re.M)
+PAGES = DOCUMENT.read_text() + (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGES, re.S | re.M)
 
 
 @pytest.fixture
 def example(tmp_path):
-    """Gives example(n), which writes the document's nth example beside the model in the box as model.gguf, and a
+    """Gives example(n), which writes the pages' nth example beside the model in the box as model.gguf, and a
     tiny one that sees."""
     if importlib.util.find_spec("PIL"):
         from PIL import Image

@@ -1,12 +1,14 @@
 """Runs the clients' own SDKs against a real server, with a model that says what its script holds."""
 
 import json
+import re
 from itertools import count
 from unittest import mock
 
 import msgspec
 import pytest
 import scripted_model
+from checkout import ROOT
 from depth import deeper, deeper_but
 from said_calls import ANTHROPIC_TOOL, ARGUMENTS, FUNCTION, SCRIPTS, SYSTEM, TOOL
 from serving import each_event_alone, serving, settings
@@ -55,6 +57,14 @@ GREEDY = {"temperature": 0, "max_tokens": 400}
 
 def say(name):
     return [{"role": "user", "content": f"Please SAY {name} now"}]
+
+
+def test_the_example_of_the_servers_page(server, capsys):
+    page = (ROOT / "docs" / "server.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
+    assert "http://127.0.0.1:8080" in example and '"local"' in example
+    exec(example.replace("http://127.0.0.1:8080", server.url).replace('"local"', '"key"'), {})
+    assert capsys.readouterr().out.strip()
 
 
 # ---- /v1/chat/completions

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+import click
 import make_benchmark_table
 import make_cli_page
 import make_fit_table
 import pytest
 from checkout import ROOT
 
+from luce.cli.commands import cli
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(?:sh|console)\n(.*?)^```$", re.S | re.M)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 
 
@@ -30,10 +36,33 @@ def test_the_table_of_what_fits_is_probes_arithmetic() -> None:
     assert text == make_fit_table.made(text), "run tools/make_fit_table.py"
 
 
+def understood(words: list[str]) -> None:
+    """Raises UsageError where luce has no such command or option, or an option lacks its value."""
+    command, context = cli, click.Context(cli, info_name=words[0])
+    rest = words[1:]
+    while True:
+        _, rest, _ = command.make_parser(context).parse_args(rest)
+        if not isinstance(command, click.Group) or rest in ([], ["VALUE"]):
+            return
+        name, inner, rest = command.resolve_command(context, rest)
+        command, context = inner, click.Context(inner, info_name=name, parent=context)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "cli.md"], ids=lambda page: page.name)
+def test_commands_that_a_page_shows_are_understood(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    lines = [line.removeprefix("$ ") for block in BLOCK.findall(text) for line in block.splitlines()]
+    shown = [shlex.split(line, comments=True) for line in lines if line.startswith("luce ")]
+    named = [[*found.split(), "VALUE"] for found in re.findall(r"(?<!`)`(luce [^`]*)`", BLOCK.sub("", text))]
+    for words in [*shown, *named]:
+        if not {"COMMAND", "...", "serves"} & set(words):  # `luce serves NAME at URL` is what a server says.
+            understood(words)
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     lost = [
         (page.name, target)
-        for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+        for page in PAGES
         for target in LINK.findall(page.read_text(encoding="utf-8"))
         if not (page.parent / target).exists()
     ]
@@ -57,9 +86,8 @@ def test_a_row_is_the_newest_of_its_kind_or_something_cites_it() -> None:
         newest[kind] = max(newest.get(kind, ("", 0, row)), (date, int(number or 1), row))
     cited = "\n".join(
         path.read_text(encoding="utf-8")
-        for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("tools/**/*.py"),
-                     *ROOT.glob("tests/**/*.py"), *ROOT.glob("bench/*.py")]
-    )  # fmt: skip
+        for path in [*PAGES, *(path for of in ("tools", "tests", "bench") for path in ROOT.glob(f"{of}/**/*.py"))]
+    )
     kept = {row for *_, row in newest.values()}
     kept |= {row for row in rows if re.search(re.escape(row.stem) + r"(?![\w-])", cited)}
     assert [row.name for row in rows if row not in kept] == []
