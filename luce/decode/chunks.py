@@ -8,7 +8,7 @@ slow. What sizes take is learnt as they come; a size that was not tried is taken
 from __future__ import annotations
 
 SLOW = 1.5  # A token may take so many times what it takes at the fastest size.
-NEW = 0.5  # The newest chunk of a size counts so much, since contexts and company change.
+NEW = 0.5  # The newest chunk of a size counts so much, since contexts and batches change.
 FORGOTTEN = 64  # A size that was passed by for so many chunks is tried again.
 
 

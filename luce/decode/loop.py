@@ -49,9 +49,9 @@ class Loop:
         self._rounds_for = (1 - prefill_share) / prefill_share
         info = engine.info
         self._n_chunk, self._sizes = info.n_chunk, ChunkSizes(info.n_cut, info.n_chunk)
-        self._shares = info.n_cut < PAGE  # Else bits depend on company, and the core reads one prompt after the other.
+        self._shares = info.n_cut < PAGE  # Else bits depend on the batch: prompts are read one by one.
         self._round = 0.0  # The last round took so many seconds.
-        self._owed = 0.0  # So many seconds of rounds are due before the next pass over prompts.
+        self._due = 0.0  # So many seconds of rounds are due before the next pass over prompts.
         self._prompts_next = self._oldest_next = True
         self._running = dict[_native.Sequence, Generation]()
         self._cancelled = False
@@ -93,14 +93,14 @@ class Loop:
                 took = self._clock() - self._pipeline.read_since
                 if timed:
                     self._sizes.took(size, took)
-                self._owed = self._rounds_for * took
+                self._due = self._rounds_for * took
             else:
                 if not self._pipeline.pending:
                     self._enqueue()
                 self._land()
                 self._round = self._clock() - began
-                self._owed -= self._round
-                self._prompts_next = self._owed <= 0
+                self._due -= self._round
+                self._prompts_next = self._due <= 0
             # A first token is waited for: it does not wait for drafts behind it.
             if self._engine.ahead and not self._pipeline.pending and not self._in(State.PREFILL) and not first:
                 self._enqueue()

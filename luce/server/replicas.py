@@ -4,7 +4,7 @@ A request goes where it costs least: the tokens of its prompt that have to be re
 runs there, and BEHIND for each that it would wait for; of replicas that cost the same, to the one that was asked
 longest ago. So a conversation goes on where its beginning is kept, and a beginning that many prompts share does not
 draw them all to one replica while others are idle. Any replica gives the same tokens, since no token depends on a
-cache or on company.
+cache or on a batch.
 
 A replica whose device fails is left out. Those whose requests ran there are told so; what waited there goes to the
 others. Where all have failed, requests are tried all the same, as with one, and who succeeds takes part again.
