@@ -71,6 +71,26 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not lost
 
 
+def test_paths_that_pages_name_are_there() -> None:
+    """Those of Python may be named from its package on, and files without their ending."""
+    named = re.compile(r"`((?:luce|native|tests|tools|bench|docs|\.ci)/[\w./-]+)`")
+    shown = {(page.name, name) for page in PAGES for name in named.findall(page.read_text(encoding="utf-8"))}
+    lost = [
+        (page, name)
+        for page, name in sorted(shown)
+        if "NAME" not in name
+        and not any((folder / name).exists() or [*folder.glob(f"{name}.*")] for folder in (ROOT, ROOT / "luce"))
+    ]
+    assert lost == []
+
+
+@pytest.mark.parametrize("page", ["contributing.md", "architecture.md"])
+def test_a_page_for_developers_names_every_chapter(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    chapters = {path.parent.name for path in (ROOT / "luce").glob("*/__init__.py")}
+    assert {name for name in chapters if f"`{name}`" not in text} == set()
+
+
 def test_rows_that_pages_name_are_recorded() -> None:
     rows = {path.stem for path in (ROOT / "bench" / "results").iterdir()}
     for page in (ROOT / "docs").glob("*.md"):
