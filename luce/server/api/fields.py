@@ -164,7 +164,7 @@ CONVERSATION = (
     *harmless(TALK, "luce tells models nothing of it", {"verbosity": "low"}),
     honoured((CHAT, COMPLETIONS, MESSAGES), "prefill.keep", "Only this share of the prompt is read, above 0 and at "
              "most 1: lines that the model of `luce serve --prefill-model` chooses. It is lossy.", 0.1),
-    honoured((CHAT, COMPLETIONS, MESSAGES), "prefill.model", "The model that has to choose them, by its file's name.",
+    honoured((CHAT, COMPLETIONS, MESSAGES), "prefill.model", "The model that has to choose, by the name of its file.",
              "small.gguf"),
     *refused((RESPONSES, INFILL, *OLLAMA), f"prompts are read whole here: {CHAT} has it",
              {"prefill": ({"keep": 0.1},)}),
@@ -192,10 +192,10 @@ PROMPTS = (
              "theirs too, null for the first.", True),
     honoured((COMPLETIONS, OLLAMA_GENERATE), "suffix", "What follows the text that is written, for models "
              "that have tokens for it.", "\n    return c\n"),
-    honoured((INFILL,), "input_prefix", "The code before the place that is filled.", "def f("),
-    honoured((INFILL,), "input_suffix", "The code behind it.", "    return c\n"),
+    honoured((INFILL,), "input_prefix", "The code before the gap that is filled.", "def f("),
+    honoured((INFILL,), "input_suffix", "The code behind the gap.", "    return c\n"),
     honoured((INFILL,), "prompt", "What the place begins with.", "    c ="),
-    honoured((INFILL,), "input_extra", "Other files, each {filename, text}, before it.",
+    honoured((INFILL,), "input_extra", "Other files that stand before the code, each {filename, text}.",
              [{"filename": "a.py", "text": "x = 1\n"}]),
     honoured((TOKENIZE,), "content", "The text.", "def f("),
     *renamed((TOKENIZE,), "content", {"prompt": "def f("}),
@@ -229,7 +229,7 @@ PROMPTS = (
 LENGTH = (
     honoured((CHAT, COMPLETIONS, INFILL), "max_tokens", "At most so many tokens are written; -1: until the "
              "context is full, as without it, but for the 16 of /v1/completions.", 2, **TOKENS),
-    honoured((CHAT,), "max_completion_tokens", "As `max_tokens`, and before it.", 2, **TOKENS),
+    honoured((CHAT,), "max_completion_tokens", "As `max_tokens`; where both are given, this counts.", 2, **TOKENS),
     *renamed((CHAT, COMPLETIONS, INFILL), "max_tokens", {"n_predict": 2}, **TOKENS),
     honoured((RESPONSES,), "max_output_tokens", "At most so many tokens are written.", 2, **TOKENS),
     *renamed((RESPONSES,), "max_output_tokens",
@@ -274,9 +274,9 @@ SAMPLING = (
              bounds=(0, 1)),
     honoured(SAMPLED, "seed", "The same seed gives the same answer. -1: a random one, as without it.", 5,
              **SEED),
-    honoured(SAMPLED, "presence_penalty", "Is taken from the logits of tokens that were written.", 2.0,
+    honoured(SAMPLED, "presence_penalty", "Is taken, once, from the logits of tokens that were written.", 2.0,
              bounds=(-2, 2)),
-    honoured(SAMPLED, "frequency_penalty", "Is taken from them for each time that they were written.", 2.0,
+    honoured(SAMPLED, "frequency_penalty", "Is taken from the logits of tokens as often as they were written.", 2.0,
              bounds=(-2, 2)),
     honoured(SAMPLED, "repetition_penalty", "Divides the logits of tokens of the prompt and the answer where "
              "they are positive, else multiplies them; 1: off.", 2.0, bounds=(0.01, 100)),
@@ -458,9 +458,8 @@ TOLD = (
              "`logprobs`.", 2, whole=True, bounds=(0, 20)),
     honoured((COMPLETIONS,), "logprobs", "Lists the log-probabilities of each token, and of so many of the "
              "most probable ones at its place.", 2, whole=True, bounds=(0, 20)),
-    honoured((CHAT,), "prompt_logprobs", "Lists those of the prompt's tokens, in vLLM's form; of a stream, "
-             "in its last event.", 1, whole=True,
-             bounds=(0, 20)),
+    honoured((CHAT,), "prompt_logprobs", "Lists the log-probabilities of the prompt's tokens, in vLLM's "
+             "form; of a stream, in its last event.", 1, whole=True, bounds=(0, 20)),
     *refused((RESPONSES,), "/v1/chat/completions lists log-probabilities",
              {"top_logprobs": (2,), "logprobs": (True,)}),
     *fixed((RESPONSES,), "/v1/chat/completions lists log-probabilities", {"prompt_logprobs": (1,)}),
