@@ -312,20 +312,21 @@ def test_one_engine_in_several_threads(model: Model) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cut", ["one", "two", "drafts apart"])
+@pytest.mark.parametrize("cut", ["one", "two", "drafts apart", "ranks"])
 def test_a_hundred_engines_leak_nothing(
     cut: str, native: Library, small_gguf: Path, device: str, record_property: Callable[[str, object], None]
 ) -> None:
     """They are opened, used with drafts, a tree, a checkpoint and a failure, and closed; as many fail while
-    they are opened. In several stages their model is opened and closed with each, and on a CPU some have threads.
-    Device memory comes back to the byte on each device, host memory up to what allocators keep. On a CPU
+    they are opened. In several stages or ranks their model is opened and closed with each, and on a CPU some have
+    threads. Device memory comes back to the byte on each device, host memory up to what allocators keep. On a CPU
     no thread, no open file and not a kilobyte an engine is left."""
     several = cut != "one"
     names = two_stages(device).split(",") if several else names_of(device)[:1]
-    where, drafts = (names[0], names[1]) if cut == "drafts apart" else (",".join(names), None)
+    apart = cut == "drafts apart"
+    where = ("+" if cut == "ranks" else ",").join(names[:1] if apart else names)
 
     def opened() -> Model:
-        return drive.open_model(native, small_gguf, where, head=True, draft_device=drafts)
+        return drive.open_model(native, small_gguf, where, head=True, draft_device=names[1] if apart else None)
 
     model = opened()
 
