@@ -89,28 +89,18 @@ def experts_on_cpu(layers: int) -> list[str]:
 
 
 def llama_bench(
-    binary: Path, model: Path, n_prompt: int, n_gen: int, threads: int, device: str, *options: str
-) -> tuple[float, float]:
-    """Returns prefill tokens/s and decoded tokens/s of one run."""
-    command = [str(binary), "-m", str(model), "-p", str(n_prompt), "-n", str(n_gen), "-t", str(threads),
+    binary: Path, model: Path, lengths: Sequence[int], n_gen: int, threads: int, device: str, *options: str
+) -> tuple[dict[int, float], float]:
+    """Returns prefill tokens/s by length of the prompt, each in an empty context, and decoded tokens/s of n_gen tokens
+    (0: none, and 0.0), after a warm-up of each. The model is loaded once."""
+    command = [str(binary), "-m", str(model), "-p", ",".join(map(str, lengths)), "-n", str(n_gen), "-t", str(threads),
                "-r", "1", "-fa", "1", *placement(device, "/"), *options, "-o", "json"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
-    speed = {row["n_gen"] > 0: row["avg_ts"] for row in json.loads(done.stdout)}
-    return speed[False], speed[True]
-
-
-def llama_bench_prefill(
-    binary: Path, model: Path, lengths: Sequence[int], threads: int, device: str, *options: str
-) -> dict[int, float]:
-    """Returns prefill tokens/s by length of the prompt, each in an empty context, after a warm-up."""
-    command = [str(binary), "-m", str(model), "-p", ",".join(map(str, lengths)), "-n", "0",
-               "-t", str(threads), "-r", "1", "-fa", "1", *placement(device, "/"), *options, "-o", "json"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise PeerError(f"llama-bench ended with {done.returncode}: {done.stderr[-2000:]}")
-    return {row["n_prompt"]: row["avg_ts"] for row in json.loads(done.stdout)}
+    rows = json.loads(done.stdout)
+    decoded = [row["avg_ts"] for row in rows if row["n_gen"] > 0]
+    return {row["n_prompt"]: row["avg_ts"] for row in rows if row["n_gen"] == 0}, decoded[0] if decoded else 0.0
 
 
 def llama_batched_bench(

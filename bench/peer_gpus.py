@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +94,22 @@ def together_on(files: Files, args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def ours(args: argparse.Namespace, device: str) -> Figures:
-    """Returns what luce does on a device, or on several: "a,b" have layers each, "a+b" parts of matrices."""
-    with Files(args.model, device=device, drafter=args.draft) as files:
-        parts: list[tuple[str, Callable[[Files, argparse.Namespace], Iterator[Figures]]]] = [
-            ("prompts", prompts_of), ("decoding", decoded_by), ("together", together_on)]  # fmt: skip
-        found: Figures = {"name": "luce", "device": device}
-        for name, measured in parts:
-            began = time.perf_counter()
-            found[name] = list(measured(files, args))
-            for row in found[name]:
-                say(f"luce on {device}: {row}")
-            say(f"({time.perf_counter() - began:.0f} s)")
+    """Returns what luce does on a device, or on several: "a,b" have layers each, "a+b" parts of matrices. Where it
+    refuses the model there, its error is the row's end."""
+    parts: list[tuple[str, Callable[[Files, argparse.Namespace], Iterator[Figures]]]] = [
+        ("prompts", prompts_of), ("decoding", decoded_by), ("together", together_on)]  # fmt: skip
+    found: Figures = {"name": "luce", "device": device}
+    try:
+        with Files(args.model, device=device, drafter=args.draft) as files:
+            for name, measured in parts:
+                began, found[name] = time.perf_counter(), []
+                for row in measured(files, args):
+                    found[name].append(row)
+                    say(f"luce on {device}: {row}")
+                say(f"({time.perf_counter() - began:.0f} s)")
+    except Error as error:
+        found["error"] = str(error)
+        say(f"luce on {device}: {error}")
     return found
 
 
@@ -112,13 +118,10 @@ def theirs(args: argparse.Namespace, device: str, split: str | None) -> Figures:
     options = ["-sm", split] if split else []
     found: Figures = {"name": "llama.cpp", "device": device, "split": split}
     try:
-        speeds = llamacpp.llama_bench_prefill(
-            args.bin / "llama-bench", args.model, args.lengths, args.threads, device, *options
+        speeds, plain = llamacpp.llama_bench(
+            args.bin / "llama-bench", args.model, args.lengths, args.n_gen, args.threads, device, *options
         )
         found["prompts"] = [{"tokens": n, "prefill_tok_per_s": five_digits(v)} for n, v in speeds.items()]
-        _, plain = llamacpp.llama_bench(
-            args.bin / "llama-bench", args.model, 32, args.n_gen, args.threads, device, *options
-        )
         found["decoding"] = [{"mode": "plain", "tok_per_s": five_digits(plain)}]
         batched = llamacpp.llama_batched_bench(
             args.bin / llamacpp.BATCHED, args.model, PROMPT_TOKENS, args.n_gen, args.counts, args.threads, device,
@@ -140,8 +143,15 @@ def middle(values: list[float]) -> float:
 def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Returns all devices, as the core names them, and the result row."""
     one, several = args.devices[0], ",".join(args.devices)
-    rows = [ours(args, one), *(ours(args, several.replace(",", JOINED[split])) for split in args.split)]
-    rows += [theirs(args, one, None), theirs(args, several, "layer"), theirs(args, several, "tensor")]
+    parts = [partial(ours, args, one)]
+    parts += [partial(ours, args, several.replace(",", JOINED[split])) for split in args.split]
+    parts += [partial(theirs, args, *on) for on in ((several, "layer"), (several, "tensor"), (one, None))]
+    rows = []
+    try:
+        for part in parts:
+            rows.append(part())
+    except KeyboardInterrupt:
+        say("interrupted: the row has what was measured by then")
     command = ["bench/peer_gpus.py", args.model.name, "--devices", several, "--split", ",".join(args.split)]
     for name in ("threads", "n_gen", "rounds"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]

@@ -163,11 +163,11 @@ def take_turns(args: argparse.Namespace, task: Task) -> Turns:
         for turn in range(args.rounds):
             turns.records += islice(generations, len(modes))
             turns.prefill.append(prefill_speed(sequence, task.long))
-            prefill, decode = llamacpp.llama_bench(
-                args.bin / "llama-bench", args.model, len(task.long), task.n_gen, turns.threads, turns.device,
+            speeds, decode = llamacpp.llama_bench(
+                args.bin / "llama-bench", args.model, [len(task.long)], task.n_gen, turns.threads, turns.device,
                 *llamacpp.experts_on_cpu(args.cpu_experts),
             )  # fmt: skip
-            turns.bench_prefill.append(prefill)
+            turns.bench_prefill.append(prefill := speeds[len(task.long)])
             turns.bench_decode.append(decode)
             this = [r for r in turns.records if r.round == turn]
             ours = "".join(f"{r.mode} {r.stats.tok_per_s or 0:.1f}, " for r in this)

@@ -51,8 +51,8 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
             for _ in range(args.rounds):
                 for n in args.lengths:
                     ours[n].append(prefill_speed(sequence, tokens[:n]))
-                found = llamacpp.llama_bench_prefill(
-                    args.bin / "llama-bench", args.model, args.lengths, args.threads, where
+                found, _ = llamacpp.llama_bench(
+                    args.bin / "llama-bench", args.model, args.lengths, 0, args.threads, where
                 )
                 for n, speed in found.items():
                     peers[n].append(speed)

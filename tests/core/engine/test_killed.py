@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_process_that_is_killed_leaves_nothing(
             finally:
                 process.kill()
         assert (process.returncode, errors) == (-number, "")
-        assert until(lambda pid=process.pid: no_process(pid))
+        assert until(partial(no_process, process.pid))
         assert not {each for each in shared if each.startswith("segment") or Path(each).exists()}
         assert until(lambda: all(now >= was for now, was in zip(memory_free(native, device), before, strict=True)))
         said |= set(rest.splitlines(keepends=True))
