@@ -12,6 +12,7 @@ from pathlib import Path
 import llamacpp
 import memory_share
 import numpy as np
+import peer_contexts
 import peer_llamacpp
 import pytest
 from peer_llamacpp import (
@@ -56,6 +57,7 @@ def answer(asked):  # every round takes 50 ms and a draft 5, and accepts one dra
     rounds = (n - 1) // 2 if drafts else n - 1
     ms = rounds * (50 + 5 * drafts)
     timings = {"predicted_n": n, "predicted_ms": ms, "predicted_per_second": 1000 * (n - 1) / ms}
+    timings["prompt_per_second"] = 2.0 * len(asked["prompt"])
     if drafts:
         timings |= {"draft_n": drafts * rounds, "draft_n_accepted": n - 1 - rounds}
     return {"tokens": tokens[1:], "timings": timings}
@@ -227,6 +229,33 @@ def test_an_assistant_drafts_on_both_sides(
         with pytest.raises(SystemExit) as ended:
             command(*options, "--modes", modes, model=model)
         assert ended.value.code == 2 and f"--draft names an assistant, and {said}" in capsys.readouterr().err
+
+
+def test_long_prompts_are_read_by_both_sides(
+    oracle: Path, programs: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Each side decodes behind the same prompts, and luce in each of its modes."""
+    given = [str(oracle), "--bin", str(programs), "--device", device, "--threads", "1", "--n-gen", "21"]
+    given += ["--lengths", "300,40", "--modes", "plain,mtp:2", "--save", str(tmp_path / "rows")]
+    monkeypatch.setattr(sys, "argv", ["peer_contexts.py", *given])
+    peer_contexts.main()
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    (path,) = (tmp_path / "rows").iterdir()
+    assert "-contexts-oracle-mini-0.8-" in path.name
+    assert "--lengths 300,40 --modes plain,mtp:2" in result["command"]
+    rows = result["contexts"]
+    assert sorted((row["name"], row["context"]) for row in rows) == [
+        (name, n) for name in ("llama-server", "luce mtp:2", "luce plain") for n in (40, 300)
+    ]
+    assert all(row["wrong_tokens"] == 0 and row["prefill_tok_per_s"] > 0 < row["tok_per_s"] for row in rows)
+    peers = [row for row in rows if row["name"] == "llama-server"]
+    assert [(row["prefill_tok_per_s"], row["tok_per_s"]) for row in peers] == [(600, 20), (80, 20)]
+    calls = [json.loads(line) for line in (programs / "calls").read_text().splitlines()]
+    assert [call[0] for call in calls] == ["llama-server", "asked", "asked", "asked"]
+    assert int(calls[0][calls[0].index("-c") + 1]) >= 321
+    assert "| llama-server | 300 | 600 | 20.0 | 0 |" in shown.err
 
 
 def test_the_short_prompt_is_that_of_bench_oracle(oracle: Path) -> None:
