@@ -76,15 +76,15 @@ def together(
     """Runs all requests at once until the first of them ends. Returns None where it was cancelled."""
     loop, window = Loop(engine.native, experts=engine.experts), _Window()
     generations = [engine.generation(request, cancelled) for request in requests]
-    reading, began, ended = set(generations), 0.0, 0.0
+    reading, began, ended = set(generations), 0.0, 0.0  # A step that reads ends where the window may begin.
     try:
         for generation in generations:
             loop.add(generation)
         while loop.running == len(requests):
             measured = not reading
-            began = began if measured else clock()
             happened = loop.step()
             ended = clock()
+            began = began if measured else ended
             for generation, event in happened:
                 if isinstance(event, Failed):
                     raise event.error
