@@ -119,9 +119,8 @@ def test_differences_may_only_fall(xml: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_rows_of_before_bound_those_to_come(xml: Path) -> None:
-    """They have figures that are no longer recorded."""
     found, rows = identity_report.report([xml]), list((ROOT / "bench" / "results").glob("*-identity*.json"))
-    assert len(rows) >= 2
+    assert rows
     for row in rows:
         recorded = json.loads(row.read_text())
         assert identity_report.risen(recorded, recorded) == []
