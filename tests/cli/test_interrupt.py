@@ -90,13 +90,14 @@ def test_a_second_ctrl_c_does_not_wait_for_the_round(luce_, endless, monkeypatch
         "decode.engine.Engine.__init__",
     ],
 )
-def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place):
+@pytest.mark.parametrize("words", [["generate", "ab"], ["chat"]], ids=["generate", "chat"])
+def test_ctrl_c_while_loading_exits_130(luce_, monkeypatch, place, words):
     def interrupted(*args, **options):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("it was ignored")
 
     monkeypatch.setattr(f"luce.{place}", interrupted)
-    result = luce_("generate", "--gguf", "{}", "ab")
+    result = luce_(words[0], "--gguf", "{}", *words[1:])
     assert result.exit_code == 130 and one_line(result) == "Error: interrupted"
 
 
