@@ -156,13 +156,6 @@ def one_thread(request):
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def switched_on(native, request):
-    """Lets models on GPUs take images where tests run there, also while luce refuses that."""
-    on = not request.config.getoption("--luce-device").startswith("cpu")
-    op_run.show_gpus_images(native, on)
-
-
 @pytest.fixture
 def timed(native, untimed):
     """Opens a test's engines as users' are opened: their steps are timed."""

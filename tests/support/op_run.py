@@ -44,7 +44,6 @@ luce_status luce_thread_stages(int on, unsigned slow);
 luce_status luce_pretend_device(const char *name, uint64_t memory);
 luce_status luce_hold_copies(int32_t at);
 luce_status luce_time_steps(int on);
-luce_status luce_show_gpus_images(int32_t on);
 luce_status luce_block_towers(uint64_t bytes);
 """
 # These are ggml's blocks of 32 values. The innermost dimension of an array counts blocks.
@@ -227,12 +226,6 @@ def time_steps(native: Library, on: bool) -> None:
     """Lets engines that are opened on a CPU from now on time their steps, or take made-up costs."""
     _, lib = core(native.path)
     native.check(lib.luce_time_steps(on))
-
-
-def show_gpus_images(native: Library, on: bool) -> None:
-    """Lets models and towers that are opened on GPUs from now on take images, also where a build refuses that."""
-    _, lib = core(native.path)
-    native.check(lib.luce_show_gpus_images(on))
 
 
 @contextmanager

@@ -263,10 +263,6 @@ luce_status luce_lookup(const int32_t *tokens, uint32_t n_tokens, int32_t *draft
     });
 }
 
-luce_status luce_show_gpus_images(int32_t on) {
-    return luce::guarded([&] { luce::images_on_gpus = on != 0; });
-}
-
 luce_status luce_block_towers(uint64_t bytes) {
     return luce::guarded([&] { luce::VisionTower::block_bytes_on_cpu = bytes; });
 }

@@ -62,9 +62,6 @@ LUCE_API luce_status luce_part_devices(int32_t on);
 // that of stage `slow` sleeps ahead of all that it does. With 0 they do not.
 LUCE_API luce_status luce_thread_stages(int32_t on, uint32_t slow);
 
-// Lets models and towers that are opened on GPUs from now on take images (model/model.h).
-LUCE_API luce_status luce_show_gpus_images(int32_t on);
-
 // Towers that are opened on a CPU from now on build the graph of a GPU, whose blocks of queries take so many bytes of scores;
 // with 0 they build their own again.
 LUCE_API luce_status luce_block_towers(uint64_t bytes);

@@ -68,8 +68,7 @@ void Prompts::check_images(const PromptItem &item) const {
     const CacheParams &c = engine_.params().cache;
     const uint32_t past = item.sequence->line().n_past(), E = engine_.model().hparams().n_embd;
     if (!engine_.cache().takes_images()) {
-        fail(LUCE_E_UNSUPPORTED, "%s: %s", engine_.model().file().path().c_str(),
-             engine_.model().why_no_images());
+        fail(LUCE_E_UNSUPPORTED, "%s: %s", engine_.model().file().path().c_str(), NO_IMAGES);
     }
     uint32_t end = 0; // of the tokens that were looked at
     const auto all_text = [&](uint32_t to) {

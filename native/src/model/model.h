@@ -9,7 +9,6 @@
 #include "model/split.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <deque>
 #include <functional>
@@ -221,11 +220,8 @@ struct DrafterFile {
     const char *kind;
 };
 
-// Whether models on GPUs, and towers there, take images. A build may refuse them; tests switch them on (luce_show_gpus_images).
-constexpr bool IMAGES_ON_GPUS = true;
-extern std::atomic<bool> images_on_gpus;
-// Says why luce takes no images there.
-extern const char *const NO_IMAGES_ON_GPUS;
+constexpr char NO_IMAGES[] =
+    "the model takes no images: its rows have no three axes (rope.dimension_sections)";
 
 // Consecutive blocks of the trunk on one device: none on one that the output and the drafters have for themselves.
 struct Placement {
@@ -272,7 +268,6 @@ public:
     bool takes_images() const;
     // Whether rows of an image see each other: then a step has all of an image or none.
     bool images_are_whole() const { return hp_.image_rows == ImageRows::see_each_other; }
-    const char *why_no_images() const;
     bool has_axes() const;
     std::string device_names() const; // "cuda:0", or of several "cuda:0,cuda:1"
     const GgufFile &file() const { return *file_; }

@@ -721,17 +721,6 @@ void Model::find_kinds() {
     }
 }
 
-std::atomic<bool> images_on_gpus{IMAGES_ON_GPUS};
-
-const char *const NO_IMAGES_ON_GPUS = "luce does not take images on a GPU yet: device \"cpu\" takes them";
-
-const char *Model::why_no_images() const {
-    if (gpu() && !images_on_gpus) {
-        return NO_IMAGES_ON_GPUS;
-    }
-    return "the model takes no images: its rows have no three axes (rope.dimension_sections)";
-}
-
 bool Model::has_axes() const {
     return std::any_of(hp_.mixers.begin(), hp_.mixers.end(), [](const auto &mixer) {
         const auto *attention = std::get_if<AttentionShape>(&mixer);
@@ -740,7 +729,7 @@ bool Model::has_axes() const {
 }
 
 bool Model::takes_images() const {
-    return (!gpu() || images_on_gpus) && (has_axes() || hp_.image_rows != ImageRows::by_axes);
+    return has_axes() || hp_.image_rows != ImageRows::by_axes;
 }
 
 bool Model::has(const ggml_tensor *weight) const {

@@ -1,5 +1,7 @@
 #include "step/faults.h"
 
+#include <atomic>
+
 namespace luce {
 
 static std::atomic<int32_t> asked{int32_t(Fault::none)};
