@@ -343,7 +343,7 @@ def test_a_checkpoint_whose_copy_to_the_host_fails_is_lost_alone(native: Library
     """It fails at the state or at one of two pages. All that it held on the device is free again."""
     engine = nan_model.open_engine(model, n_ctx=600, n_checkpoints=2)
     sequence = engine.sequence()
-    drive.prefill(sequence, tokens_of(320))
+    drive.prefill(sequence, tokens_of(384))
     state, other = sequence.dump(), sequence.checkpoint()
     before = engine.info.checkpoints_free, engine.info.pages_free
     lost = sequence.checkpoint()
@@ -356,7 +356,7 @@ def test_a_checkpoint_whose_copy_to_the_host_fails_is_lost_alone(native: Library
     assert sequence.dump() == state
     other.to_host()
     sequence.resume(other)
-    assert sequence.info.n_past == 320
+    assert sequence.info.n_past == 384
 
 
 # ---- memory
