@@ -10,7 +10,8 @@ Qwen3_5ForCausalLM.
 Each file: prompt (T,), anchor; positions `at`, where k and v (layers, len(at), Hkv, D) of the context are kept; logits
 (rows, V or the drafter's own vocabulary) of the block, before what a draft adds to those of the next; path (n,), the
 greedy drafts; candidates (n, K), tokens by their logits; scores (n, K, K), behind each candidate of the depth above the
-log-softmax over those of the depth.
+log-softmax over those of the depth. Where there is a confidence head, confidence (n, K), what it says behind each: how
+likely a draft of the depth is right.
 """
 
 from __future__ import annotations
@@ -138,14 +139,19 @@ def drafts(block: Block, h: Tensor, logits: Tensor, anchor: int) -> dict[str, np
     best = torch.from_numpy(tiny_dflash2.candidates_of(logits.numpy(), case.candidates).copy())
     n, k = best.shape
     scores, path, prior, above = torch.full((n, k, k), -torch.inf), [], anchor, [anchor]
+    confidence = torch.zeros(n, k)
     for i in range(n):
         for j, token in enumerate(above):
+            if case.confidence:
+                read = torch.cat([h[i], block.w["markov_w1.weight"][token]])
+                confidence[i, j] = (block.w["conf_proj.weight"] @ read + block.w["conf_proj.bias"]).sigmoid()
             scores[i, j] = (logits[i] + block.after(token, h[i]))[best[i]].log_softmax(-1)
         summed = logits[i] + block.after(prior, h[i])
         chosen = summed.argmax() if case.markov else best[i][summed[best[i]].argmax()]
         prior, above = int(tokens[chosen]), tokens[best[i]].tolist()
         path.append(prior)
-    return {"path": np.array(path, np.int32), "candidates": tokens[best].numpy(), "scores": scores.numpy()}
+    made = {"path": np.array(path, np.int32), "candidates": tokens[best].numpy(), "scores": scores.numpy()}
+    return made | ({"confidence": confidence.numpy()} if case.confidence else {})
 
 
 def of_case(case: More) -> dict[str, np.ndarray]:

@@ -243,6 +243,49 @@ void check_lattice(int blocks, int B, int first, int K, int R, bool gated, bool 
     expect(list_good, "lists" + what);
 }
 
+void check_confidence(int blocks, int B, int first, int K, int R, int E, bool of_tokens) {
+    const int T = blocks * B, n = blocks * (B - first), entry = K * (K + 2) + 1, from_lists = K * (K + 1);
+    const Floats hidden = normals(size_t(T) * E), anchors = normals(size_t(T) * R),
+                 before = normals(size_t(T) * K * R),
+                 head = normals(size_t(E) + (of_tokens ? R : 0), 3.0f / std::sqrt(float(E + R))),
+                 bias = normals(1);
+    const StepCtl ctl = ctl_of(blocks, B, first, {greedy()});
+    Device<int32_t> lists(Ints(size_t(n) * entry, -5));
+    Device<float> dh(hidden), da(anchors), db(before), dw(head), dbias(bias), out(size_t(T) * K);
+    Device<StepCtl> control(std::vector<StepCtl>{ctl});
+    ConfidenceArgs a{};
+    a.T = T, a.K = K, a.R = R, a.E = E, a.n = int32_t(head.size()), a.entry = entry;
+    a.hidden = dh.p, a.anchors = da.p, a.before = db.p, a.head = dw.p, a.bias = of_tokens ? dbias.p : nullptr;
+    a.ctl = control.p, a.lists = lists.p, a.out = out.p;
+    must(cuda::confidence(a, stream));
+    must(cudaStreamSynchronize(stream));
+    const Ints kept = lists.get();
+    bool good = true;
+    for (int t = 0; t < T; t++) {
+        if (t % B < first) {
+            continue;
+        }
+        const bool top = t % B == first;
+        const int32_t *list = &kept[size_t(ctl.rows[t].keep) * entry];
+        for (int i = 0; i < entry; i++) {
+            const int from = i - from_lists;
+            if (from < 0 || from >= (top ? 1 : K)) {
+                good = good && list[i] == -5;
+                continue;
+            }
+            const float *of = top ? &anchors[size_t(t - first) * R] : &before[(size_t(t - 1) * K + from) * R];
+            double x = of_tokens ? bias[0] : 0;
+            for (int j = 0; j < a.n; j++) {
+                x += double(head[size_t(j)]) * (j < E ? hidden[size_t(t) * E + j] : of[j - E]);
+            }
+            float found;
+            memcpy(&found, &list[i], sizeof(found));
+            good = good && std::abs(found + std::log1p(std::exp(-x))) <= 1e-4;
+        }
+    }
+    expect(good, "confidence behind " + std::to_string(K) + " of rank " + std::to_string(R));
+}
+
 } // namespace
 
 void check_draft_block(bool all) {
@@ -257,6 +300,7 @@ void check_draft_block(bool all) {
             if (all || K != 63) {
                 check_lattice(4, 4, first, K, R, K != 16, K != 5, false);
                 check_lattice(2, 3, first, K, R, true, true, true);
+                check_confidence(3, 4, first, K, R, 96, K != 5);
             }
         }
     }

@@ -59,6 +59,7 @@ class More(Parts):
         return 16 if self.markov else self.top_k
 
 
+DEEP = replace(TARGET, n_layer=8)
 CASES: dict[str, More] = {
     "dflash2": More(base=Case(TARGET, drafter(TARGET, n_layer=3, target_layer_ids=(0, 1, 3), block_size=8), 31),
                     rank=8, taps=2, group=16, top_k=5),
@@ -72,6 +73,9 @@ CASES: dict[str, More] = {
                            sliding=(True,)), 33), rank=16, taps=2, group=128, top_k=20),
     "dflash2-from-anchor": More(base=Case(TARGET, drafter(TARGET, n_layer=1, block_size=4), 34), rank=8, taps=4,
                                 group=8, top_k=2, from_anchor=True),
+    "dflash2-eight-taps": More(
+        base=Case(DEEP, drafter(DEEP, target_layer_ids=tuple(range(8)), block_size=10, causal=(True, False)), 38),
+        rank=8, taps=8, group=64, top_k=6),
     "dspark": More(base=Case(TARGET, drafter(TARGET, n_layer=2, target_layer_ids=(1, 3), block_size=7), 35), rank=8,
                    markov=True),
     "dspark-reduced": More(
@@ -115,7 +119,7 @@ def weights(case: More) -> Weights:
         elif name.endswith("attn_sinks.weight"):  # Scores are of about this size.
             made[name] = rng.uniform(-1, 4, *shape)
         elif name.startswith("conf_proj"):
-            made[name] = rng.uniform(-0.1, 0.1, *shape)
+            made[name] = rng.uniform(-0.3, 0.3, *shape)
         elif name == "selector_hidden.weight":
             made[name] = rng.matrix(*shape)
         else:

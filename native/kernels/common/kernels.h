@@ -594,6 +594,24 @@ struct LatticeArgs {
     float *out; // [T][K][K] s_t by a and b; of a that was not chosen only where there are lists
 };
 
+// confidence says how likely a draft is right where those above it are. Behind the K tokens and [K][K] scores of lattice's
+// entry rows[t].keep lie the bits of [K] F32, by the candidate a of the row above, or the anchor alone:
+//   log(sigmoid(head . (hidden_t, before(a)) + bias))
+struct ConfidenceArgs {
+    int32_t T, K, R, E;
+    int32_t n; // weights of the head: E, or E + R
+    int32_t type; // ggml's, of the head; F32 on a GPU
+    const float *hidden; // [T][E]
+    const float *anchors; // [T][R] as LatticeArgs
+    const float *before; // [T][K][R]
+    const void *head; // [n]
+    const float *bias; // [1]; null: 0
+    const StepCtl *ctl;
+    int32_t *lists; // [entries][entry]
+    int32_t entry;
+    float *out; // [T][K]: the same
+};
+
 // Rows go to the host and their results come back through pinned memory, which the device's kernels read and write. The
 // host clears `given` before the launch, and sees it set when all of a row is there.
 struct GiveRowsArgs {
@@ -641,6 +659,7 @@ int prior_tokens(const PriorArgs &args, void *stream);
 int candidates(const CandidatesArgs &args, void *stream); // n <= TOPK_MAX_N
 int cluster_logits(const ClusterLogitsArgs &args, void *stream); // E is a multiple of 8
 int lattice(const LatticeArgs &args, void *stream);
+int confidence(const ConfidenceArgs &args, void *stream);
 const char *error_text(int error); // it puts what a launcher returned into words
 int set_device(int device); // kernels launch on the current device of the calling thread
 int current_device(); // it returns the calling thread's, or -1 after an error

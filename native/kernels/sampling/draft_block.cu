@@ -94,6 +94,32 @@ __global__ void __launch_bounds__(LATTICE_THREADS)
     }
 }
 
+// The grid is {candidates above, rows} of a warp each.
+__global__ void __launch_bounds__(WARP) confidence_kernel(const __grid_constant__ ConfidenceArgs a) {
+    let_next_start();
+    const int from = blockIdx.x, t = blockIdx.y, lane = threadIdx.x;
+    const RowCtl row = a.ctl->rows[t];
+    const int above = drafted_above(*a.ctl, t);
+    wait_for_previous();
+    if (row.keep < 0 || (above < 0 && from > 0)) {
+        return;
+    }
+    const float *of = above < 0 ? a.anchors + int64_t(a.ctl->seqs[row.seq].row0) * a.R
+                                : a.before + (int64_t(above) * a.K + from) * a.R;
+    const float *head = static_cast<const float *>(a.head), *hidden = a.hidden + int64_t(t) * a.E;
+    float x = 0;
+#pragma unroll 8
+    for (int i = lane; i < a.n; i += WARP) {
+        x += head[i] * (i < a.E ? hidden[i] : of[i - a.E]);
+    }
+    x = warp_sum(x) + (a.bias == nullptr ? 0.0f : a.bias[0]);
+    if (lane == 0) {
+        const float found = (x > 0 ? 0.0f : x) - log1pf(expf(-fabsf(x)));
+        a.out[int64_t(t) * a.K + from] = found;
+        a.lists[int64_t(row.keep) * a.entry + a.K * (a.K + 1) + from] = __float_as_int(found);
+    }
+}
+
 // A row's candidates in the order (score descending, token ascending), in shared memory.
 struct Ordered {
     int32_t at[TOPK_MAX], tokens[TOPK_MAX];
@@ -248,6 +274,14 @@ int cuda::lattice(const LatticeArgs &args, void *stream) {
         error = launch_kernel(lattice_walk_kernel, plan_lattice_walk(args.T), st, true, args);
     }
     return int(error);
+}
+
+int cuda::confidence(const ConfidenceArgs &args, void *stream) {
+    if (args.T < 1 || args.T > MAX_ROWS || args.K < 1 || args.K > TOPK_MAX || args.n < args.E) {
+        return int(cudaErrorInvalidValue);
+    }
+    return int(launch_kernel(confidence_kernel, plan_confidence(args.T, args.K),
+                             static_cast<cudaStream_t>(stream), true, args));
 }
 
 } // namespace luce

@@ -55,6 +55,9 @@ inline LaunchPlan plan_prior_tokens() {
 inline LaunchPlan plan_lattice_scores(int T, int K) {
     return {K, T, 1, LATTICE_THREADS, 0};
 }
+inline LaunchPlan plan_confidence(int T, int K) {
+    return {K, T, 1, 32, 0};
+}
 inline LaunchPlan plan_lattice_walk(int T) { // a block for each sequence that a step of T rows may have
     return {T, 1, 1, WALK_THREADS, 0};
 }

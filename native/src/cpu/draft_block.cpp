@@ -2,6 +2,8 @@
 
 #include "cpu/sampler.h"
 
+#include <ggml.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -178,6 +180,34 @@ void cpu_lattice(const LatticeArgs &a, int ith, int nth) {
             if (a.ctl->rows[t].keep >= 0) {
                 block.row(t, seq.row0);
             }
+        }
+    }
+}
+
+void cpu_confidence(const ConfidenceArgs &a, int ith, int nth) {
+    std::vector<float> head(size_t(a.n));
+    const auto to_float = ggml_get_type_traits(ggml_type(a.type))->to_float;
+    if (to_float != nullptr) {
+        to_float(a.head, head.data(), a.n);
+    } else { // it is F32
+        memcpy(head.data(), a.head, head.size() * sizeof(float));
+    }
+    for (int32_t t = ith; t < a.T; t += nth) {
+        const RowCtl &row = a.ctl->rows[t];
+        if (row.keep < 0) {
+            continue;
+        }
+        const int32_t above = drafted_above(*a.ctl, t), n = above < 0 ? 1 : a.K;
+        for (int32_t from = 0; from < n; from++) {
+            const float *of = above < 0 ? a.anchors + int64_t(a.ctl->seqs[row.seq].row0) * a.R
+                                        : a.before + (int64_t(above) * a.K + from) * a.R;
+            double x = a.bias == nullptr ? 0 : a.bias[0];
+            for (int32_t i = 0; i < a.n; i++) {
+                x += double(head[size_t(i)]) * (i < a.E ? a.hidden[int64_t(t) * a.E + i] : of[i - a.E]);
+            }
+            const float found = float(std::min(x, 0.0) - std::log1p(std::exp(-std::abs(x))));
+            a.out[int64_t(t) * a.K + from] = found;
+            memcpy(a.lists + int64_t(row.keep) * a.entry + a.K * (a.K + 1) + from, &found, sizeof(found));
         }
     }
 }

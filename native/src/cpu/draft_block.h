@@ -10,5 +10,6 @@ void cpu_block_conv(const BlockConvArgs &args, int ith, int nth);
 void cpu_prior_tokens(const PriorArgs &args, int ith, int nth);
 void cpu_candidates(const CandidatesArgs &args, int ith, int nth);
 void cpu_lattice(const LatticeArgs &args, int ith, int nth);
+void cpu_confidence(const ConfidenceArgs &args, int ith, int nth);
 
 } // namespace luce

@@ -136,6 +136,11 @@ void Sequence::get_lists(const luce_lists &lists) {
             for (uint32_t above = 0; choice_.scale > 0 && above < n_above; above++) {
                 add_noise(choice_, position, list, scores + above * k, k);
             }
+            if (drafter.confident) {
+                std::vector<float> confidence(n_above);
+                memcpy(confidence.data(), list + k * (k + 1), n_above * sizeof(float));
+                add_confidence(confidence.data(), scores, k, n_above);
+            }
             continue;
         }
         std::vector<int32_t> best(list, list + n_top);

@@ -214,6 +214,13 @@ void add_noise(const ChoiceCtl &choice, uint64_t position, const int32_t *ids, f
     }
 }
 
+void add_confidence(const float *log_confidence, float *scores, uint32_t k, uint32_t n) {
+    const float least = std::log(LEAST_CONFIDENCE);
+    for (uint32_t i = 0; i < k * n; i++) {
+        scores[i] = log_confidence[i / k] < least ? -INFINITY : scores[i] + log_confidence[i / k];
+    }
+}
+
 TreeLists tree_lists(const luce_lists &lists) {
     if (lists.form < LUCE_FORM_CHAIN || lists.form > LUCE_FORM_CONDITIONAL) {
         fail(LUCE_E_ARG, "the lists have form %d, expected 0 to %d", lists.form, LUCE_FORM_CONDITIONAL);

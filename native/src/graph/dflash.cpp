@@ -54,6 +54,8 @@ struct Pairs {
     ggml_tensor
         *all; // `behind` as a matrix: the chain is chosen of all of the vocabulary. Null: of the K best
     uint32_t k; // K
+    // A confidence head: what it multiplies the state and what a token adds by {E} or {E + R}, or null, and {1} or null.
+    ggml_tensor *confidence = nullptr, *bias = nullptr;
 };
 
 // DFlash is a block-diffusion drafter. The keys and values of committed positions come from outputs of the trunk's
@@ -363,19 +365,14 @@ std::optional<Pairs> read_pairs(WeightReader &r, const Found &f, int64_t E, int6
     return pairs;
 }
 
-// A confidence head predicts whether drafts are right. Nothing asks it: what drafts are worth is learned from rounds.
-void skip_confidence(WeightReader &r, const Found &f, int64_t E, const std::optional<Pairs> &pairs) {
+// Reads a confidence head, which says how likely a draft is right where those before it are, where the file has one.
+void read_confidence(WeightReader &r, const Found &f, int64_t E, Pairs &pairs) {
     const GgufTensor *proj = f.file.tensor("conf_proj.weight");
-    if (proj == nullptr || !pairs || pairs->all == nullptr) {
+    if (proj == nullptr || pairs.all == nullptr) {
         return; // finish() refuses what is left
     }
-    const int64_t rank = pairs->before->ne[0];
-    WeightReader checking = r.checking();
-    checking.matrix("conf_proj.weight", proj->ne[0] == E ? E : E + rank, 1);
-    checking.f32("conf_proj.bias", {1}, false);
-    r.forget("conf_proj.");
-    log(1, "%s: its confidence head is not used: luce learns from rounds how many drafts pay",
-        f.file.path().c_str());
+    pairs.confidence = r.router("conf_proj.weight", proj->ne[0] == E ? E : E + pairs.before->ne[0], 1);
+    pairs.bias = r.f32("conf_proj.bias", {1}, false);
 }
 
 // Reads embedding and head: the drafter's own where the file has them, else the target's. A drafter with an
@@ -474,7 +471,10 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
         f.refuse(format("key %s is %u: luce verifies %d drafts at most", f.key("block_size").c_str(),
                         d->n_block, MAX_ROWS - 1));
     }
-    skip_confidence(r, f, E, d->pairs);
+    if (d->pairs) {
+        read_confidence(r, f, E, *d->pairs);
+        d->confident = d->pairs->confidence != nullptr;
+    }
     r.finish("", "DFlash drafters");
     return d;
 }
@@ -538,8 +538,11 @@ void DFlash::choose_by_pairs(Val h, Val logits, Val gates) const {
     const bool exact = pairs->all != nullptr;
     if (lists(g)) {
         const Val best = candidates(logits, d2t, pairs->k);
-        lattice(best, embed(g, pairs->before), rows_at(best, pairs->before, By::token),
-                rows_at(best, pairs->behind, By::index), gates, {ahead(), !exact});
+        const Val anchors = embed(g, pairs->before), before = rows_at(best, pairs->before, By::token);
+        lattice(best, anchors, before, rows_at(best, pairs->behind, By::index), gates, {ahead(), !exact});
+        if (confident) {
+            confidence(h, anchors, before, pairs->confidence, pairs->bias);
+        }
     }
     for (uint32_t row = n_block - n_draft; exact && row < n_block; row++) { // each behind the one above
         const Val added = matmul(rows_at(prior_tokens(g, row), pairs->before), pairs->all);

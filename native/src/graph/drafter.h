@@ -39,6 +39,7 @@ struct Drafter {
     // draft. 0: each draft is a step of one row.
     uint32_t n_block = 0;
     uint32_t n_list = 0; // conditional: each depth has so many candidates
+    bool confident = false; // its lists say, too, how likely drafts behind each candidate are right
     int32_t mask_token = 0; // of the rows of such a step but the anchor's
     // Of each layer that has KV of its own. Where none has, a draft writes nothing that later ones read: all of a chain are at
     // the anchor's position, and see what is committed.
@@ -58,7 +59,7 @@ struct Drafter {
     // Values of a draft's entry in Cache::lists(), in an engine that keeps n_top candidates: 2 * n_top as TopkArgs says, or
     // as LatticeArgs.
     uint32_t list_size(uint32_t n_top) const {
-        return form == Candidates::conditional ? n_list + n_list * n_list : 2 * n_top;
+        return form == Candidates::conditional ? n_list * (n_list + 1 + confident) : 2 * n_top;
     }
     // It has KV which a verify of one row leaves to a feed: hidden rows are kept for that, taps are not.
     bool lags() const { return (reads & READS_HIDDEN) != 0 && !kv.empty(); }

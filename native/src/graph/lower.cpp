@@ -462,6 +462,9 @@ ggml_tensor *Lowering::block_node(const Node &n) {
             }
             return ggml_get_rows(ctx, n.w[0], ids(given));
         }
+        case Op::confidence:
+            return expand(ops::confidence(ctx, {flat(n.in[0]), flat(n.in[1]), flat(n.in[2]), n.w[0],
+                                                n.w.size() > 1 ? n.w[1] : nullptr, in->ctl, cache.lists()}));
         default: {
             const Links &links = std::get<Links>(n.params);
             LatticeArgs a{};
@@ -661,6 +664,7 @@ void Lowering::emit(int32_t node) {
         case Op::prior_tokens:
         case Op::candidates:
         case Op::table_rows:
+        case Op::confidence:
         case Op::lattice: set(block_node(n)); break;
         case Op::norm_rope: emit_norm_rope(n, y); break;
         case Op::gated_norm: { // {S, H, T}

@@ -56,6 +56,7 @@
 //                        convolution, residual, norm   block_conv_rms   adds the parts of out or down up too
 //                        and at its end      candidates, lattice   of which it drafts
 //   and of DSpark for each draft             prior_tokens, GET_ROWS, CONT, rowmm_add, choose
+//   with a confidence head where lists are kept   RMS_NORM, MUL, confidence
 //   and the links of one sequence's chain are one graph, whose launches overlap too
 // What a step keeps of ggml-cuda, each op giving a row the same bits at any T. In a step of the model
 // they run a few times, not once a layer, and so cost what a few launches do:

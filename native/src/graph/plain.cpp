@@ -15,7 +15,8 @@ static int traits_of(Op op) {
         case Op::gather:
         case Op::choose:
         case Op::keep_best:
-        case Op::lattice: return RUNS_IN_ORDER;
+        case Op::lattice:
+        case Op::confidence: return RUNS_IN_ORDER;
         case Op::part:
         case Op::heads: return RUNS_IN_ORDER | ADDS_UP;
         case Op::keep_hidden: return RUNS_IN_ORDER | TAKES_PACKED;
@@ -320,6 +321,13 @@ void lattice(Val candidates, Val anchors, Val before, Val behind, Val gates, Lin
         in.push_back(gates);
     }
     like(Op::lattice, candidates, std::move(in), {}, links);
+}
+void confidence(Val hidden, Val anchors, Val before, ggml_tensor *head, ggml_tensor *bias) {
+    std::vector<ggml_tensor *> weights = {head};
+    if (bias != nullptr) {
+        weights.push_back(bias);
+    }
+    like(Op::confidence, hidden, {hidden, anchors, before}, std::move(weights));
 }
 Val named(Val x, const std::string &name) {
     x.graph->names[x] = name;

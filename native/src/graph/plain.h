@@ -91,6 +91,7 @@ enum class Op : uint8_t {
     table_rows, // rows of a table: of what prior_tokens gives, or of candidates by index or token
     cluster_logits, // logits of the tokens of clusters, which candidates name; others get one that is never chosen
     lattice, // candidates are scored behind those of the row above, listed, and may be chosen
+    confidence, // how likely a draft is right, behind each candidate of the row above, goes into the lists
     // ---- what rules put in the place of several (rules.cpp) ----
     add_norm,
     matmul_add,
@@ -308,6 +309,8 @@ Val rows_at(Val candidates, ggml_tensor *table, By by); // {R, k * T}
 Val cluster_logits(Val h, Val best, ggml_tensor *table, ggml_tensor *order, int64_t size);
 // anchors {R, T}, before and behind {R, k * T}, gates {R, T} or none: a Val without a graph
 void lattice(Val candidates, Val anchors, Val before, Val behind, Val gates, Links links);
+// hidden {E, T}, anchors {R, T}, before {R, k * T}, head {E or E + R}, bias {1} or null
+void confidence(Val hidden, Val anchors, Val before, ggml_tensor *head, ggml_tensor *bias);
 Val named(Val x, const std::string &name);
 
 } // namespace luce

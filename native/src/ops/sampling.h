@@ -117,6 +117,19 @@ inline const auto &lattice = row<LatticeArgs>("lattice", [](auto &op, auto &a) {
     op.runs(cpu_lattice, LUCE_CUDA(lattice));
 });
 
+inline const auto &confidence = row<ConfidenceArgs>("confidence", [](auto &op, auto &a) {
+    op.in(FIELD(hidden), {E, T});
+    op.in(FIELD(anchors), {D, T});
+    op.in(FIELD(before), {D, K * T});
+    op.matrix(FIELD(head), {C, 1}).type(a.type);
+    op.in(FIELD(bias), {1}).maybe();
+    op.in(FIELD(ctl));
+    op.in(FIELD(lists), {width, ANY});
+    op.dims(a.T, T, a.K, K, a.R, D, a.E, E, a.n, C, a.entry, width);
+    op.out(FIELD(out), {K, T});
+    op.runs(cpu_confidence, LUCE_CUDA(confidence));
+});
+
 #ifdef LUCE_USE_CUDA
 // The NextN head's input, packed for rowmm: rows of 2 E values.
 inline const auto &nextn_pack = row<NextnPackArgs>("nextn_pack", [](auto &op, auto &a) {

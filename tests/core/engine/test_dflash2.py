@@ -256,6 +256,43 @@ def test_tables_that_are_damaged_in_part_change_no_token(
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize(("sure", "left"), [(20.0, 12), (-2.0, 12), (-20.0, 0)])
+def test_a_tree_is_cut_where_the_confidence_head_sees_no_use(
+    sure: float, left: int, native: Library, device: str, tmp_path: Path
+) -> None:
+    """What it says is added to the scores of a list. A head that is never sure leaves no draft. The text is the same."""
+    case, at = CASES["dspark"], np.log(1 / (1 + np.exp(-sure)))
+    target, plain = tiny_dflash2.files(tmp_path, case)
+    weights = tiny_dflash2.weights(case)
+    weights["conf_proj.weight"] = np.zeros((1, case.base.drafter.n_embd + case.rank), np.float32)
+    weights["conf_proj.bias"] = np.array([sure], np.float32)
+    drafter = tiny_dflash2.write(tmp_path / "confident.gguf", case, weights)
+    scores = []
+    for path in (plain, drafter):
+        sequence = drive.open_sequence(
+            drive.open_model(native, target, device, drafter=path), n_ctx=64, n_rows=16, blocks=1, n_top=1
+        )
+        drive.prefill(sequence, tokens_of(20))
+        drive.draft(sequence, 5, case.n_draft, Source.DFLASH)
+        lists = sequence.lists(case.n_draft, case.candidates, Form.CONDITIONAL)
+        scores.append(np.array(list(lists.scores)))
+    tokens, _, _ = sequence.tree(5, lists, 12)
+    assert len(tokens) == 1 + left
+    there = np.isfinite(scores[0])
+    if left:
+        assert np.allclose(scores[1][there], scores[0][there] + at, atol=1e-5)
+    else:
+        assert np.isinf(scores[1]).all()
+    found = []
+    for spec, sampling in product(("off", "dflash"), SAMPLINGS.values()):
+        options = Options(ctx=128, spec=spec, threads=1, budget=12 if spec == "dflash" else None)
+        with Files(target, device=device, drafter=drafter) as files, Engine.open(files, options) as engine:
+            events = list(engine.generate(Request(tuple(tokens_of(20)), 24, sampling, ignore_eos=True)))
+        assert isinstance(events[-1], Finished) and not any(isinstance(event, Warned) for event in events)
+        found.append(events[-1].tokens)
+    assert found[:3] == found[3:]
+
+
 def test_lists_are_asked_for_as_they_are(opened: Opened) -> None:
     model, case = opened("dflash2", ())
     sequence = drive.open_sequence(model, n_ctx=64, n_rows=8, n_draft=3, n_top=4, blocks=1)

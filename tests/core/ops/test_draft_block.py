@@ -137,3 +137,31 @@ def test_a_score_that_is_not_finite_marks_its_draft(native: Library, device: str
         native, device, "lattice", [*args, drafts.copy(), None], (0, 1), shape=(T, k * k), dtype=np.float32
     )
     assert drafts[entries_of(ctl, T)[1:]].tolist() == [[3, 0], [6, 1], [9, 0]]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("of_tokens", "biased"), [(True, True), (False, True), (True, False)])
+def test_confidence_is_of_the_state_and_of_each_candidate_above(
+    native: Library, device: str, first: int, of_tokens: bool, biased: bool
+) -> None:
+    """It stands in the lists behind the scores, and nothing else of them is written."""
+    rng, blocks, rows, k, r, e = np.random.default_rng(first), 3, 5, 6, 16, 48
+    n, T = rows - first, blocks * rows
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    hidden, anchors, before = normal(T, e), normal(T, r), normal(T, k, r)
+    head, bias = normal(1, e + r if of_tokens else e), normal(1) if biased else None
+    ctl = block_ctl(blocks, rows, first)
+    entries = entries_of(ctl, T)
+    lists = np.full((blocks * n + 2, k + k * k + k + 3), NOWHERE, np.int32)
+    args = [hidden, anchors, before.reshape(T * k, r), head, bias, ctl, lists]
+    op_run(native, device, "confidence", args, (), shape=(T, k), dtype=np.float32)
+    for row in range(T):
+        if entries[row] < 0:
+            continue
+        at = row % rows
+        above = anchors[row - at][None] if at == first else before[row - 1]
+        x = hidden[row] @ head[0, :e] + (bias[0] if bias is not None else 0) + above[:, : head.size - e] @ head[0, e:]
+        entry = lists[entries[row]]
+        assert np.abs(entry[k + k * k :][: len(above)].view(np.float32) + np.log1p(np.exp(-x))).max() < 1e-4
+        lists[entries[row], k + k * k :][: len(above)] = NOWHERE
+    assert (lists == NOWHERE).all()

@@ -139,7 +139,7 @@ CASES: dict[str, Case] = {
     "small-dspark": Case(
         SMALL, all_of("Q8_0"), drafter_own=("token_embd.weight", "output.weight", "d2t"),
         drafter=replace(DRAFTER_OF_SMALL, block_size=7, n_vocab_draft=256),
-        more=tiny_dflash2.Parts(rank=256, markov=True), options={"top": 8}),
+        more=tiny_dflash2.Parts(rank=256, markov=True, confidence=True), options={"top": 8}),
     # A causal layer's block has the kernels of a step's attention, and the other's those of blocks.
     "small-dspark-sinks": Case(
         SMALL, all_of("Q8_0", {"attn_sinks": "F32"}),
