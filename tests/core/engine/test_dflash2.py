@@ -260,7 +260,7 @@ def test_tables_that_are_damaged_in_part_change_no_token(
 def test_a_tree_is_cut_where_the_confidence_head_sees_no_use(
     sure: float, left: int, native: Library, device: str, tmp_path: Path
 ) -> None:
-    """What it says is added to the scores of a list. A head that is never sure leaves no draft. The text is the same."""
+    """What it says is added to the scores of a list. One that is never sure leaves no draft. The text is the same."""
     case, at = CASES["dspark"], np.log(1 / (1 + np.exp(-sure)))
     target, plain = tiny_dflash2.files(tmp_path, case)
     weights = tiny_dflash2.weights(case)
