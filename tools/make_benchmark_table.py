@@ -16,10 +16,13 @@ BEGIN, END = "<!-- made by tools/make_benchmark_table.py -->\n", "<!-- end of wh
 MODES = ("plain", "mtp:1", "mtp:2", "mtp:3", "auto")
 # What is said of a row, the row, and what is synthetic about its figures.
 SYNTHETIC = "synthetic weights, 0.8 of the drafts right"
+MIXED = "synthetic weights, drafts right as reported of a mixture of texts; auto with a DFlash2 drafter"
+ASSISTED = "synthetic weights, 0.8 of an assistant's drafts right; a prompt of 2,048"
 PEERS = (
+    ("27B, Q4_K, one H200, a mixture", "2026-11-29-peer-dflash2-oracle-27b-mixed-h200.json", MIXED),
     ("27B, Q4_K, one H200", "2026-11-24-peer-oracle-27b-h200.json", SYNTHETIC),
     ("35B-A3B, Q4_K, one H200", "2026-11-24-peer-oracle-35b-a3b-h200.json", SYNTHETIC),
-    ("Gemma 4 31B, Q4_K, one H200", "2026-11-30-peer-oracle-gemma4-31b-h200.json", "synthetic weights"),
+    ("Gemma 4 31B, Q4_K, one H200", "2026-11-30-peer-assistant-oracle-gemma4-31b-h200.json", ASSISTED),
 )
 BOX = ("the small model, Q8_0, 2 CPU cores", "2026-11-22-prompts-box-cpu-3.json", "real weights and prompts")
 
@@ -40,7 +43,8 @@ def line(title: str, rates: dict[str, float], prefill: float | None, what: str, 
 
 
 def table() -> str:
-    """Returns the lines of the table: decoded tokens a second, and those of a prompt of 512 in an empty context."""
+    """Returns the lines of the table: decoded tokens a second, and those of a prompt of 512 in an empty context,
+    where nothing else is said."""
     lines = ["| | plain | 1 draft | 2 drafts | 3 drafts | auto | prefill | what is synthetic | row |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|---|---|")
     for title, name, what in PEERS:
@@ -66,7 +70,7 @@ def made(page: str) -> str:
     """Returns a page with the table as it is made now."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return f"{before}{BEGIN}{table()}\n{END}{after}"
 
 
 if __name__ == "__main__":
