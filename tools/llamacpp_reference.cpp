@@ -1,7 +1,9 @@
-// What llama.cpp makes of three things that its programs do not tell: a model's logits, the drafts of an assistant, and a tower's rows.
+// What llama.cpp makes of three things that its programs do not tell: a model's logits, what drafts, and a tower's rows.
 //
 //     llamacpp_reference logits MODEL                  of the tokens on stdin: F32 logits behind each on stdout
-//     llamacpp_reference drafts TARGET ASSISTANT N     of each line of tokens on stdin: N drafts behind the last of them
+//     llamacpp_reference KIND TARGET DRAFTER N         of each line of tokens on stdin: N drafts behind the last of them, by
+//                                                      an assistant (KIND is draft-mtp), DFlash2 (draft-dflash) or DSpark
+//                                                      (draft-dspark)
 //     llamacpp_reference rows MMPROJ WIDTH HEIGHT      of F32 pixels on stdin (height, width, 3): F32 rows on stdout
 //
 // tools/make_llamacpp_reference.py builds it against the libraries of the archive and runs it.
@@ -63,18 +65,22 @@ int logits(const char *path) {
     return 0;
 }
 
-int drafts(const char *target, const char *assistant, int n) {
+int drafts(const std::string &kind, const char *target, const char *file, int n) {
+    const common_speculative_type type = common_speculative_type_from_name(kind);
     llama_context_params params = context_params(512);
     llama_context *ctx = llama_init_from_model(load(target), params);
     require(ctx != nullptr, "the target's context");
-    params.ctx_type = LLAMA_CONTEXT_TYPE_MTP;
+    if (type == COMMON_SPECULATIVE_TYPE_DRAFT_MTP) {
+        params.ctx_type = LLAMA_CONTEXT_TYPE_MTP;
+    }
     params.ctx_other = ctx;
-    llama_context *drafter = llama_init_from_model(load(assistant), params);
-    require(drafter != nullptr, "the assistant's context");
+    llama_context *drafter = llama_init_from_model(load(file), params);
+    require(drafter != nullptr, "the drafter's context");
 
     common_params_speculative how;
-    how.types = {COMMON_SPECULATIVE_TYPE_DRAFT_MTP};
+    how.types = {type};
     how.draft.n_max = n;
+    how.draft.backend_sampling = false; // of a context that a server would have made for it
     how.draft.ctx_tgt = ctx;
     how.draft.ctx_dft = drafter;
     common_speculative *speculative = common_speculative_init(how, 1);
@@ -90,6 +96,9 @@ int drafts(const char *target, const char *assistant, int n) {
         const llama_token last = prompt.back();
         prompt.pop_back();
         llama_memory_clear(llama_get_memory(ctx), true);
+        if (type != COMMON_SPECULATIVE_TYPE_DRAFT_MTP) { // It has a memory of its own.
+            llama_memory_clear(llama_get_memory(drafter), true);
+        }
         batch.clear();
         for (size_t i = 0; i < prompt.size(); ++i) {
             batch.add(prompt[i], static_cast<llama_pos>(i), 0, true);
@@ -139,9 +148,8 @@ int main(int argc, char **argv) {
         return logits(argv[2]);
     }
     require(argc == 5, "reading the arguments");
-    if (what == "drafts") {
-        return drafts(argv[2], argv[3], std::atoi(argv[4]));
+    if (what == "rows") {
+        return rows(argv[2], std::atoi(argv[3]), std::atoi(argv[4]));
     }
-    require(what == "rows", "reading the arguments");
-    return rows(argv[2], std::atoi(argv[3]), std::atoi(argv[4]));
+    return drafts(what, argv[2], argv[3], std::atoi(argv[4]));
 }

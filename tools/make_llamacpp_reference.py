@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/llamacpp-reference.npz: what llama.cpp, of the archive that luce's ggml is of, makes of tiny
-models, F32: logits of Gemma 4's models, drafts of its assistants, and rows of Qwen's vision tower. It needs a build of
+models, F32: logits of Gemma 4's models, drafts of its assistants and of Qwen's DFlash2 and DSpark drafters, and rows of
+Qwen's vision tower. It needs a build of
 it with its mtmd and common libraries, and a compiler:
 
     source=$(python tools/fetch_ggml.py --peer)
@@ -9,7 +10,9 @@ it with its mtmd and common libraries, and a compiler:
     python tools/make_llamacpp_reference.py --source $source --build BUILD
 
 For each of PAIRS by its place i `prompts-i` has prompts (n, length), filled up with -1, and `drafts-i` (n, 4) what
-llama.cpp's own driver drafts behind them, by greatest chance. For each of MODELS `logits-NAME` has its logits at SOME
+llama.cpp's own driver drafts behind them, by greatest chance; `prompts-NAME` and `drafts-NAME` are the same of
+tiny_dflash2.PEERS. For
+each of MODELS `logits-NAME` has its logits at SOME
 of the positions that the golden of transformers has, and `greedy-NAME` its choices where that text goes on. `rows-i`
 are those of GRIDS[i], of the pixels that luce has: llama.cpp's own preparation would put black bars beside an image.
 """
@@ -25,6 +28,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
 import numpy as np
+import tiny
+import tiny_dflash2
 import tiny_gemma4
 import tiny_vision
 from tiny_gemma4 import ASSISTANT_SEED, CASES, LONG_CASES, PAIRS
@@ -51,20 +56,34 @@ def built(source: Path, build: Path, folder: Path) -> Path:
     return program
 
 
+def drafted(command: list[str | Path], n: int, n_vocab: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompts, and the n drafts that a command makes behind each."""
+    words = np.random.PCG64(seed).random_raw(max(LENGTHS) * len(LENGTHS)) % np.uint64(n_vocab)
+    prompts = words.astype(np.int32).reshape(len(LENGTHS), -1)
+    prompts[np.arange(max(LENGTHS)) >= np.array(LENGTHS)[:, None]] = -1
+    lines = "".join(" ".join(str(token) for token in prompt if token >= 0) + "\n" for prompt in prompts)
+    done = subprocess.run(
+        [*command, str(n)], input=lines.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+    )
+    made = np.array([line.split() for line in done.stdout.splitlines()], np.int32)
+    assert made.shape == (len(LENGTHS), n), made.shape
+    return prompts, made
+
+
 def drafts(program: Path, folder: Path, i: int) -> dict[str, np.ndarray]:
     case, assistant = PAIRS[i]
     config, seed = CASES[case]
     target = tiny_gemma4.write(folder / "target.gguf", config, tiny_gemma4.layout(config, seed))
     drafter = tiny_gemma4.write(folder / "assistant.gguf", assistant, tiny_gemma4.layout(assistant, ASSISTANT_SEED))
-    words = np.random.PCG64(i).random_raw(max(LENGTHS) * len(LENGTHS)) % np.uint64(config.n_vocab)
-    prompts = words.astype(np.int32).reshape(len(LENGTHS), -1)
-    prompts[np.arange(max(LENGTHS)) >= np.array(LENGTHS)[:, None]] = -1
-    lines = "".join(" ".join(str(token) for token in prompt if token >= 0) + "\n" for prompt in prompts)
-    command = [program, "drafts", target, drafter, str(N_DRAFTS)]
-    done = subprocess.run(command, input=lines.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    made = np.array([line.split() for line in done.stdout.splitlines()], np.int32)
-    assert made.shape == (len(LENGTHS), N_DRAFTS), made.shape
+    prompts, made = drafted([program, "draft-mtp", target, drafter], N_DRAFTS, config.n_vocab, i)
     return {f"prompts-{i}": prompts, f"drafts-{i}": made}
+
+
+def blocks(program: Path, folder: Path, name: str) -> dict[str, np.ndarray]:
+    case = tiny_dflash2.PEERS[name]
+    command = [program, "draft-dspark" if case.markov else "draft-dflash", *tiny_dflash2.files(folder, case)]
+    prompts, made = drafted(command, case.n_draft, 256, case.base.seed)
+    return {f"prompts-{name}": prompts, f"drafts-{name}": made}
 
 
 def logits(program: Path, folder: Path, name: str) -> dict[str, np.ndarray]:
@@ -94,12 +113,15 @@ def main() -> None:
     parser.add_argument("--build", type=Path, required=True, help="the folder that it is built in")
     args = parser.parse_args()
     made: dict[str, np.ndarray] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as here:
+        folder = Path(here)
         program = built(args.source.resolve(), args.build.resolve(), folder)
         for i in range(len(PAIRS)):
             made |= drafts(program, folder, i)
             print(f"{PAIRS[i][0]}: {len(set(made[f'drafts-{i}'].ravel().tolist()))} different drafts")
+        for name in tiny_dflash2.PEERS:
+            made |= blocks(program, folder, name)
+            print(f"{name}: {len(set(made[f'drafts-{name}'].ravel().tolist()))} different drafts")
         for each in MODELS:
             made |= logits(program, folder, each)
         made |= {f"rows-{i}": rows(program, folder, i) for i in range(len(GRIDS))}

@@ -90,6 +90,23 @@ CASES: dict[str, More] = {
 }  # fmt: skip
 
 
+def as_llama_cpp_has_it(name: str, taps: tuple[int, ...], **changes: object) -> More:
+    """Returns a case with what llama.cpp takes: it taps no last layer, all layers are causal or none, DSpark has no softcap,
+    and of DFlash2 a row's scores fit into its state."""
+    case = CASES[name]
+    base, parts = case.base, {key: changes.pop(key) for key in ("top_k", "confidence") if key in changes}
+    of = replace(base.drafter, target_layer_ids=taps, softcap=None, **changes)  # type: ignore[arg-type]
+    return replace(case, base=replace(base, drafter=of), **parts)  # type: ignore[arg-type]
+
+
+PEERS = {
+    "dflash2": as_llama_cpp_has_it("dflash2", (0, 1, 2)),
+    "dflash2-windows": as_llama_cpp_has_it("dflash2-windows", (1, 3), top_k=10),
+    "dspark": as_llama_cpp_has_it("dspark", (0, 2)),
+    "dspark-reduced": as_llama_cpp_has_it("dspark-reduced", (0, 1, 2, 3, 4), confidence=False),
+}
+
+
 def tensor_shapes(parts: Parts, c: DFlash) -> dict[str, tuple[int, ...]]:
     """Returns the tensors besides those of a DFlash drafter, with numpy's shapes."""
     e, rank, shapes = c.n_embd, parts.rank, dict[str, tuple[int, ...]]()

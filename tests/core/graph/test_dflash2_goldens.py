@@ -13,7 +13,7 @@ import pytest
 import tiny_dflash2
 from checkout import GOLDENS
 from dflash_goldens import context_of, error, full
-from tiny_dflash2 import CASES
+from tiny_dflash2 import CASES, PEERS
 
 from luce.native import Form, Library, Source
 from luce.native import Sequence as Timeline
@@ -106,6 +106,32 @@ def test_blocks_lists_and_drafts_are_those_of_the_equations(
         assert np.array_equal(np.isinf(scores), np.isinf(listed(golden)))
         there = np.isfinite(scores)
         assert error(scores[there], listed(golden)[there]) <= CPU_BOUND
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_drafts_are_llama_cpps(name: str, native: Library, device: str, tmp_path: Path) -> None:
+    """By its own driver, of the same files (tools/make_llamacpp_reference.py). They are compared up to one that is not ahead by
+    more than may be off."""
+    case, golden, compared = PEERS[name], dict(np.load(GOLDENS / "llamacpp-reference.npz")), 0
+    target, drafter = tiny_dflash2.files(tmp_path, case)
+    model = drive.open_model(native, target, device, drafter=drafter)
+    sequence = drive.open_sequence(model, n_ctx=128, blocks=1, n_top=1)
+    bound, n = CPU_BOUND if device.startswith("cpu") else drive.CUDA_BOUND, case.n_draft
+    for prompt, drafts in zip(golden[f"prompts-{name}"], golden[f"drafts-{name}"], strict=True):
+        tokens = [int(token) for token in prompt if token >= 0]
+        sequence.reset()
+        drive.prefill(sequence, tokens[:-1])
+        drive.draft(sequence, tokens[-1], n, Source.DFLASH)
+        ids, scores = lists_of(sequence, n, case.candidates)
+        sure, above = 0, 0
+        while sure < n:
+            best = np.argsort(-scores[sure, above])[:2]
+            if not scores[sure, above][best[0]] - scores[sure, above][best[1]] > 2 * bound:
+                break
+            sure, above = sure + 1, int(best[0])
+        assert sequence.drafted(n)[:sure] == drafts[:sure].tolist(), tokens
+        compared += sure
+    assert compared > (0.9 if device.startswith("cpu") else 0.5) * golden[f"drafts-{name}"].size, compared
 
 
 def test_sinks_take_their_part_in_each_layer(native: Library, device: str, tmp_path: Path) -> None:
