@@ -28,7 +28,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # Its modules are used below.
 
 import numpy as np
-import tiny
 import tiny_dflash2
 import tiny_gemma4
 import tiny_vision

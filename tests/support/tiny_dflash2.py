@@ -91,8 +91,8 @@ CASES: dict[str, More] = {
 
 
 def as_llama_cpp_has_it(name: str, taps: tuple[int, ...], **changes: object) -> More:
-    """Returns a case with what llama.cpp takes: it taps no last layer, all layers are causal or none, DSpark has no softcap,
-    and of DFlash2 a row's scores fit into its state."""
+    """Returns a case with what llama.cpp takes: it taps no last layer, all layers are causal or none, DSpark has no
+    softcap, and of DFlash2 a row's scores fit into its state."""
     case = CASES[name]
     base, parts = case.base, {key: changes.pop(key) for key in ("top_k", "confidence") if key in changes}
     of = replace(base.drafter, target_layer_ids=taps, softcap=None, **changes)  # type: ignore[arg-type]

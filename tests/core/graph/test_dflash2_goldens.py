@@ -110,8 +110,8 @@ def test_blocks_lists_and_drafts_are_those_of_the_equations(
 
 @pytest.mark.parametrize("name", PEERS)
 def test_drafts_are_llama_cpps(name: str, native: Library, device: str, tmp_path: Path) -> None:
-    """By its own driver, of the same files (tools/make_llamacpp_reference.py). They are compared up to one that is not ahead by
-    more than may be off."""
+    """By its own driver, of the same files (tools/make_llamacpp_reference.py). They are compared up to one that is not
+    ahead by more than may be off."""
     case, golden, compared = PEERS[name], dict(np.load(GOLDENS / "llamacpp-reference.npz")), 0
     target, drafter = tiny_dflash2.files(tmp_path, case)
     model = drive.open_model(native, target, device, drafter=drafter)
