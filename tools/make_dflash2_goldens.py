@@ -154,8 +154,9 @@ def drafts(block: Block, h: Tensor, logits: Tensor, anchor: int) -> dict[str, np
     return made | ({"confidence": confidence.numpy()} if case.confidence else {})
 
 
-def of_case(case: More) -> dict[str, np.ndarray]:
-    target, c, block = build(case.base.target, case.base.seed), case.base.drafter, Block(case)
+def seen(case: More, block: Block) -> tuple[np.ndarray, list[Tensor], Tensor, Tensor]:
+    """Returns a prompt with its anchor, the prompt's residual streams, and the drafter's embedding and head."""
+    target = build(case.base.target, case.base.seed)
     raw = np.random.PCG64(2000 + case.base.seed).random_raw(N_PROMPT + 1)
     tokens = (raw % np.uint64(256)).astype(np.int32)
     streams: list[Tensor] = []
@@ -163,8 +164,14 @@ def of_case(case: More) -> dict[str, np.ndarray]:
         layer.register_forward_hook(lambda module, args, out: streams.append(out[0].reshape(N_PROMPT, -1)))
     with torch.no_grad():
         target(torch.from_numpy(tokens[:-1]).long()[None])
-        embedding = block.w.get("token_embd.weight", target.model.embed_tokens.weight)
-        head = block.w.get("output.weight", target.lm_head.weight)
+    embedding = block.w.get("token_embd.weight", target.model.embed_tokens.weight.detach())
+    return tokens, streams, embedding, block.w.get("output.weight", target.lm_head.weight.detach())
+
+
+def of_case(case: More) -> dict[str, np.ndarray]:
+    c, block = case.base.drafter, Block(case)
+    tokens, streams, embedding, head = seen(case, block)
+    with torch.no_grad():
         anchor, at = int(tokens[-1]), [0, 1, N_PROMPT - 2, N_PROMPT - 1]
         context = block.context(streams)
         x = embedding[torch.tensor([anchor] + [c.mask_token_id] * (c.block_size - 1))]
