@@ -102,7 +102,7 @@ def as_llama_cpp_has_it(name: str, taps: tuple[int, ...], **changes: object) -> 
 PEERS = {
     "dflash2": as_llama_cpp_has_it("dflash2", (0, 1, 2)),
     "dflash2-windows": as_llama_cpp_has_it("dflash2-windows", (1, 3), top_k=10),
-    "dspark": as_llama_cpp_has_it("dspark", (0, 2)),
+    "dspark": as_llama_cpp_has_it("dspark", (-1, 2)),  # The first is the embeddings, as deepseek-ai's configs have it.
     "dspark-reduced": as_llama_cpp_has_it("dspark-reduced", (0, 1, 2, 3, 4), confidence=False),
 }
 

@@ -61,7 +61,8 @@ struct Pairs {
 // DFlash is a block-diffusion drafter. The keys and values of committed positions come from outputs of the trunk's
 // layers in `taps`. One forward over [anchor, mask, mask ..] drafts a whole block.
 struct DFlash : Drafter {
-    std::vector<uint32_t> taps; // they rise; t is the residual stream after trunk block t - 1
+    std::vector<uint32_t>
+        taps; // they rise; t is the residual stream after trunk block t - 1, 0 the embeddings
     float rms_eps;
     float embedding_scale; // it scales the block's embeddings
     float logit_scale; // it scales logits
@@ -256,9 +257,9 @@ std::vector<uint32_t> read_taps(const Found &f, uint32_t n_layer) {
     const std::string key = f.key(older ? "target_layer_ids" : "target_layers");
     std::vector<uint32_t> taps;
     for (const int64_t value : f.file.integers(key)) {
-        const int64_t first = older ? 0 : 1;
-        const bool known = value >= first && value - first < n_layer;
-        const uint32_t tap = known ? uint32_t(value - first) + 1 : 0;
+        const int64_t tap_of = older ? value + 1 : value;
+        const bool known = value >= 0 && tap_of <= n_layer;
+        const uint32_t tap = known ? uint32_t(tap_of) : 0;
         if (!known || (!taps.empty() && tap <= taps.back())) {
             f.bad(format("key %s has %lld: expected rising layers of a target that has %u", key.c_str(),
                          (long long) value, n_layer));
@@ -482,9 +483,9 @@ std::shared_ptr<Drafter> read(Model &model, const GgufFile &file, const HParams 
 // ---- graphs ----
 
 void DFlash::feed(Plain &g, const Seen &seen) const {
-    Val features = (*seen.outputs)[taps[0] - 1]; // {E, T}
+    Val features = (*seen.outputs)[taps[0]]; // {E, T}
     for (size_t i = 1; i < taps.size(); i++) {
-        features = concat(features, (*seen.outputs)[taps[i] - 1]);
+        features = concat(features, (*seen.outputs)[taps[i]]);
     }
     const Val f = named(own_rows(luce::norm(matmul(features, fc), hidden_norm, rms_eps)), "dflash_features");
     for (size_t il = 0; il < layers.size(); il++) {

@@ -22,7 +22,7 @@ enum Reads : uint8_t {
 // What the step of a target's rows, or a feed of rows that were committed, shows drafters.
 struct Seen {
     Val before; // {E, T}: of each row the hidden row of the position before; of READS_HIDDEN
-    const std::vector<Val> *outputs; // {E, T} of each trunk block; of READS_TAPS
+    const std::vector<Val> *outputs; // {E, T}: embeddings, and of each trunk block; of READS_TAPS
 };
 
 struct DrafterKind;
@@ -87,7 +87,7 @@ const DrafterKind &drafter_kind(const char *name, const GgufFile &file);
 const DrafterKind *drafter_alone(const GgufFile &file);
 
 // What a step of the target does for the engine's drafters: their KV of its rows is written, and hidden rows are kept.
-// `outputs` are of the trunk's blocks, h {E, T} is the output norm of the last, as norm() returns it. A verify of one row
+// `outputs` are as Seen has them, h {E, T} is the output norm of the last, as norm() returns it. A verify of one row
 // leaves drafters that lag to a feed (engine/cache.h).
 void feed_drafters(const std::vector<Val> &outputs, Val h);
 // A feed of all drafters that lag.

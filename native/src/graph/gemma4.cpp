@@ -315,7 +315,7 @@ void build_gemma4(Plain &g) {
     const Val embeddings = own.P > 0 ? layer_embeddings(x[0], own, eps) : Val{};
     std::map<std::pair<uint32_t, bool>, Val>
         cells; // those that sliding layers, and global ones, of a rank read last
-    std::vector<Val> outputs; // of the layers
+    std::vector<Val> outputs = {x.back()}; // the stream ahead of the layers, and behind each
     const auto mixer = [&](Val x, uint32_t i) {
         const Attention &a = *w.blocks[i].attention();
         return attention(norm(x, w.blocks[i].attn_norm, eps), a, {g.cache.kv(i)}, eps,

@@ -333,7 +333,7 @@ static void build(Plain &g) {
     const Weights &w = g.model.weights();
     const float eps = g.model.hparams().rms_eps;
     Stream x = embed_stream(g); // {E, T}
-    std::vector<Val> outputs; // of the layers
+    std::vector<Val> outputs = {x.back()}; // the stream ahead of the layers, and behind each
     const auto mixer = [&](Val x, uint32_t i) {
         const Block &block = w.blocks[i];
         const Val y = norm(x, block.attn_norm, eps);

@@ -175,7 +175,7 @@ UNSUPPORTED = {
 WRONG: dict[str, tuple[Callable[[Keys], None], str]] = {
     "taps": (having("dflash.target_layers", [2, 3, 5, 7]), "target_layers has 7.* a target that has 6"),
     "order of taps": (having("dflash.target_layers", [2, 3, 3, 5]), "target_layers has 3: expected rising"),
-    "no taps": (having("dflash.target_layers", [0, 3, 4, 5]), "target_layers has 0"),
+    "no taps": (having("dflash.target_layers", [-1, 3, 4, 5]), "target_layers has -1"),
     "embedding": (having("dflash.embedding_length", 64), "embedding_length is 64, the model's 128"),
     "vocabulary": (having("dflash.vocab_size", 500), "has 500 tokens, the model's 512"),
     "mask": (having(MASK_KEY, 512), "mask_token_id.*512"),
