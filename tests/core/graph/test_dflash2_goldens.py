@@ -134,6 +134,31 @@ def test_drafts_are_llama_cpps(name: str, native: Library, device: str, tmp_path
     assert compared > (0.9 if device.startswith("cpu") else 0.5) * golden[f"drafts-{name}"].size, compared
 
 
+@pytest.mark.parametrize("name", ["dflash2", "dspark"])
+def test_what_fc_gives_may_be_larger_than_f16_holds(name: str, native: Library, device: str, tmp_path: Path) -> None:
+    """Real drafters have values near 1e4 there. A norm follows, so that a factor of all of them changes nothing."""
+    golden, case = dict(np.load(GOLDENS / f"{name}.npz")), CASES[name]
+    weights = tiny_dflash2.weights(case)
+    weights["fc.weight"] *= 1e6
+    target, _ = tiny_dflash2.files(tmp_path, case)
+    model = drive.open_model(
+        native, target, device, drafter=tiny_dflash2.write(tmp_path / "large.gguf", case, weights)
+    )
+    sequence = drive.open_sequence(model, n_ctx=128, blocks=1, n_top=1)
+    bound = CPU_BOUND if device.startswith("cpu") else drive.CUDA_BOUND
+    prompt = golden["prompt"].tolist()
+    rows = range(0 if case.anchor_drafts else 1, case.base.drafter.block_size)
+    for width in (0, 7):
+        sequence.reset()
+        if width:
+            drive.chain_logits(sequence, prompt, width)
+        else:
+            drive.prefill(sequence, prompt)
+        drive.draft(sequence, int(golden["anchor"]), case.n_draft, Source.DFLASH)
+        logits = np.stack([sequence.logits(row) for row in rows])
+        assert error(logits, golden["logits"][rows.start :]) <= bound
+
+
 def test_sinks_take_their_part_in_each_layer(native: Library, device: str, tmp_path: Path) -> None:
     """With those of one layer far below all scores, drafts are others by far than the golden's."""
     golden, case = dict(np.load(GOLDENS / "dspark-sinks.npz")), CASES["dspark-sinks"]
