@@ -16,6 +16,9 @@ def test_plans_fit_every_card(tmp_path: Path) -> None:
     subprocess.run([*COMMAND, *checked, *SOURCES, "-o", program], check=True)
     ran = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    reserves = [line for line in ran.stdout.splitlines() if line.startswith("| ")]
+    page = (ROOT / "docs/gpus.md").read_text()
+    assert len(reserves) == 13 and not [line for line in reserves if line not in page], "docs/gpus.md's table of reserves"
 
 
 def test_plans_include_no_header_of_cuda() -> None:

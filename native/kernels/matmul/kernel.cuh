@@ -155,7 +155,8 @@ template <int NT, bool WIDE, int KNOWN>
 __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, float *scales) {
     using S = Shape<NT, WIDE>;
     const int range = range_of_block(p);
-    const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, columns_of<NT, WIDE, KNOWN>(p)};
+    const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, columns_of<NT, WIDE, KNOWN>(p),
+                         p.stages};
     const int first = p.first[range], units = p.first[range + 1] - first;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, C = rings.columns;
     Filler<S> filler(p, rings, first, units);
@@ -167,7 +168,7 @@ __device__ __forceinline__ void run_team(const RowmmParams &p, uint8_t *shared, 
     __syncthreads(); // It is one place for all: a barrier in each of two branches is two to compute-sanitizer.
     if (warp < S::WARPS) {
         Rows rows = {};
-        if (warp < S::STAGES && lane < COPY_LANES) {
+        if (warp < rings.stages() && lane < COPY_LANES) {
             rows = first_rows(p, first, units, warp, C);
             announce(rows, rings.stage_full(warp), C);
         }
@@ -221,7 +222,7 @@ __device__ __forceinline__ void run_teams(const RowmmParams &p, uint8_t *shared,
     using S = Shape<NT, WIDE>;
     __shared__ Schedule plan;
     const RowmmPair &pair = p.pairs[blockIdx.x];
-    const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns)};
+    const Rings<S> rings{held_address(shared), p.slot_bytes, p.slots, S::columns(p.columns), p.stages};
     if (threadIdx.x == 0) {
         rings.init_rows();
         rings.init_slots(0, rings.slots);

@@ -163,11 +163,12 @@ struct RowmmPlan {
 
 // What a plan has to know of the Shape of a kernel of rings.
 struct RowmmBlock {
-    int threads, teams, row_bytes;
+    int threads, teams, stages;
+    int (*row_bytes)(int columns, int stages);
 };
 inline RowmmBlock rowmm_block(int columns, bool wide) {
-    const auto of = [&](auto shape) {
-        return RowmmBlock{shape.THREADS, shape.TEAMS, shape.row_bytes(columns)};
+    const auto of = [](auto shape) {
+        return RowmmBlock{shape.THREADS, shape.TEAMS, shape.STAGES, shape.row_bytes};
     };
     if (columns <= 8) {
         return of(Shape<1, false>());
@@ -183,7 +184,8 @@ inline RowmmBlock rowmm_block(int columns, bool wide) {
 
 // There are as many slots of weights as leave room for two blocks on a multiprocessor, or for those of the launch behind beside the
 // only one, which begin there while it runs where there are bulk copies (from 9.0 on). Where those are less than two, there are two,
-// or as many as there is room for in the only block, or one.
+// or as many as there is room for in the only block. One that has no room for two beside all stages has fewer stages, since those
+// come from L2 and weights from memory: of 9 to 32 rows beside Q8_0 with 100 KB.
 inline void plan_ring(RowmmPlan &plan, const DeviceLimits &device) {
     RowmmParams &p = plan.params;
     const RowmmBlock block = rowmm_block(p.columns, plan.rows.wide);
@@ -192,14 +194,21 @@ inline void plan_ring(RowmmPlan &plan, const DeviceLimits &device) {
     const bool only = blocks_per_sm(device, p.slot_bytes) == 1;
     const int shares = only && !device.bulk_copies ? 1 : BLOCKS_PER_SM / block.teams;
     const int share = device.shared_sm / shares - device.shared_reserved - besides;
-    p.slots = std::min((share - block.row_bytes) / p.slot_bytes, ROWMM_MAX_SLOTS);
+    p.stages = block.stages;
+    const auto slots_in = [&](int bytes) {
+        return (bytes - block.row_bytes(p.columns, p.stages)) / p.slot_bytes;
+    };
+    p.slots = std::min(slots_in(share), ROWMM_MAX_SLOTS);
     if (p.slots < 2) {
-        const int most = only ? ROWMM_MAX_SLOTS : 2;
-        p.slots = std::min((device.shared_block - besides - block.row_bytes) / p.slot_bytes, most);
+        const int most = only ? ROWMM_MAX_SLOTS : 2, all = device.shared_block - besides;
+        while (only && p.stages > 1 && slots_in(all) < 2) {
+            p.stages--;
+        }
+        p.slots = std::min(slots_in(all), most);
     }
     plan.fits = p.slots >= block.teams;
     plan.product = {divided(p.ranges, block.teams), 1, 1, block.threads,
-                    block.row_bytes + p.slots * p.slot_bytes};
+                    block.row_bytes(p.columns, p.stages) + p.slots * p.slot_bytes};
 }
 
 // What the kernel that norms its row has of shared memory besides its row and its slots takes less than this.

@@ -53,6 +53,8 @@ struct RowmmParams {
     RowmmSegment segments[ROWMM_MAX_WEIGHTS];
     int32_t first[ROWMM_MAX_RANGES + 1]; // a range begins at this unit
     RowmmPair pairs[(ROWMM_MAX_RANGES + 1) / 2];
+    // The ring of activations has so many stages: fewer than Shape's with 100 KB of shared memory alone.
+    int32_t stages;
 };
 static_assert(sizeof(RowmmParams) <= 4096, "these are a kernel's parameters");
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/ring.cuh"
+#include "common/small_shared.h"
 #include "matmul/fields.cuh"
 #include "matmul/shape.h"
 
@@ -19,18 +20,29 @@ template <int NT> using Sums = float[NT][4];
 
 // ---- the rings ----
 
+// Only a plan for 100 KB of shared memory may have fewer stages than the shape. Elsewhere their number is known.
+#if SMALL_SHARED || !defined(__CUDA_ARCH__)
+constexpr bool FEWER_STAGES = true;
+#else
+constexpr bool FEWER_STAGES = false;
+#endif
+
 template <typename S> struct Rings {
     uint8_t *shared;
     int slot_bytes, slots;
     int columns; // a stage has so many
+    int planned_stages;
 
+    __device__ int stages() const { return FEWER_STAGES ? planned_stages : S::STAGES; }
     __device__ uint32_t stage_full(int i) const { return shared_address(shared) + 8 * i; }
     __device__ uint32_t stage_free(int i) const { return shared_address(shared) + 8 * (S::STAGES + i); }
     __device__ uint32_t slot_full(int i) const { return shared_address(shared) + 8 * (2 * S::STAGES + i); }
     __device__ uint32_t slot_free(int i) const { return slot_full(ROWMM_MAX_SLOTS + i); }
     __device__ uint32_t scales_full() const { return slot_free(ROWMM_MAX_SLOTS); }
     __device__ uint8_t *stage(int i) const { return shared + S::BARRIERS + i * chunk_bytes(columns); }
-    __device__ uint8_t *slot(int i) const { return shared + S::row_bytes(columns) + i * slot_bytes; }
+    __device__ uint8_t *slot(int i) const {
+        return shared + S::row_bytes(columns, stages()) + i * slot_bytes;
+    }
 
     // Prepares the barriers of stages and of scales.
     __device__ void init_rows() const {
@@ -293,11 +305,11 @@ template <typename S> struct Filler {
     // Fetches all else. A stage that is left has the next rows that are not there, since takers fetch the first.
     __device__ void go_on() {
         RowsWalk rows(p, first, units);
-        for (int i = 0; i < S::STAGES && rows.left > 0; i++) {
+        for (int i = 0; i < rings.stages() && rows.left > 0; i++) {
             rows.next();
         }
         wait_for_previous();
-        for (; rows.left > 0 || weights.left > 0; stage.next(S::STAGES)) {
+        for (; rows.left > 0 || weights.left > 0; stage.next(rings.stages())) {
             barrier_wait(rings.stage_free(stage.i), stage.parity);
             fetch_weights();
             if (rows.left > 0) {
@@ -333,7 +345,7 @@ template <typename S> struct Taker {
     __device__ void release(int lane) {
         __syncwarp();
         warp_arrive(rings.stage_free(stage.i), lane);
-        stage.next(S::STAGES);
+        stage.next(rings.stages());
         slot.next(rings.slots);
     }
 };

@@ -20,9 +20,9 @@ template <int NT, bool WIDE> struct Shape {
     static_assert(BARRIERS >= 16 * STAGES + 16 * ROWMM_MAX_SLOTS + 8);
     // A stage is a chunk of as many columns as the step has.
     static ROWMM_BOTH constexpr int columns(int C) { return NT == 1 ? C : COLUMNS; }
-    // Returns the bytes of all stages and barriers.
-    static ROWMM_BOTH constexpr int row_bytes(int C) {
-        return (BARRIERS + STAGES * chunk_bytes(C) + 127) / 128 * 128;
+    // Returns the bytes of barriers and so many stages.
+    static ROWMM_BOTH constexpr int row_bytes(int C, int stages = STAGES) {
+        return (BARRIERS + stages * chunk_bytes(C) + 127) / 128 * 128;
     }
 };
 

@@ -41,7 +41,7 @@ void plan_attention(const Card &card) {
     const DeviceLimits &device = card.limits;
     for (const int type : {KV_F32, KV_F16, KV_Q4_0, KV_Q8_0}) {
         for (const int D : {64, 128, 256, 512}) {
-            for (const auto &[H, Hkv] : {std::pair<int, int>{8, 2}, {16, 2}, {16, 4}, {24, 4}, {32, 8}, {64, 1}, {32, 4}, {8, 1}}) {
+            for (const auto &[H, Hkv] : {std::pair<int, int>{8, 2}, {16, 2}, {16, 4}, {24, 4}, {32, 8}, {64, 1}, {32, 4}, {8, 1}, {32, 16}, {16, 8}, {64, 8}, {16, 1}}) {
                 for (int T = 1; T <= MAX_ROWS; T++) {
                     const std::string what = "attention of " + std::to_string(T) + " rows of " + std::to_string(D) + " in type " + std::to_string(type);
                     AttentionArgs a{};

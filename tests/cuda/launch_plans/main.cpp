@@ -6,7 +6,6 @@ static const std::map<std::string, int> KNOWN = {
     {"experts: a last wave of less than a quarter", 4913},
     {"experts: too few bytes in flight", 767}, // of eight rows beside units of 3 KB and more
     {"route: a last wave of less than a quarter", 1432},
-    {"rowmm: one slot of the ring", 12040},
     {"up of one row: a last wave of less than a quarter", 20},
 };
 
