@@ -279,7 +279,7 @@ template <int NT, bool WIDE> constexpr int launch_blocks() {
 }
 
 template <int NT, bool WIDE, int KNOWN>
-__global__ void __launch_bounds__(Shape<NT, WIDE>::THREADS, (launch_blocks<NT, WIDE>()))
+__global__ void __launch_bounds__(Shape<NT, WIDE>::threads(ROWMM_BULK), (launch_blocks<NT, WIDE>()))
     rowmm_kernel(const __grid_constant__ RowmmParams p) {
 #if !ROWMM_WGMMA
     if (WIDE) {

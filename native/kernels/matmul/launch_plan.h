@@ -166,9 +166,9 @@ struct RowmmBlock {
     int threads, teams, stages;
     int (*row_bytes)(int columns, int stages);
 };
-inline RowmmBlock rowmm_block(int columns, bool wide) {
-    const auto of = [](auto shape) {
-        return RowmmBlock{shape.THREADS, shape.TEAMS, shape.STAGES, shape.row_bytes};
+inline RowmmBlock rowmm_block(int columns, bool wide, bool bulk_copies) {
+    const auto of = [&](auto shape) {
+        return RowmmBlock{shape.threads(bulk_copies), shape.TEAMS, shape.STAGES, shape.row_bytes};
     };
     if (columns <= 8) {
         return of(Shape<1, false>());
@@ -188,7 +188,7 @@ inline RowmmBlock rowmm_block(int columns, bool wide) {
 // come from L2 and weights from memory: of 9 to 32 rows beside Q8_0 with 100 KB.
 inline void plan_ring(RowmmPlan &plan, const DeviceLimits &device) {
     RowmmParams &p = plan.params;
-    const RowmmBlock block = rowmm_block(p.columns, plan.rows.wide);
+    const RowmmBlock block = rowmm_block(p.columns, plan.rows.wide, device.bulk_copies);
     // The kernel has at most 512 besides, and some is for blocks of the launches behind, which wait beside it.
     const int besides = block.teams == 1 ? 2560 : 512;
     const bool only = blocks_per_sm(device, p.slot_bytes) == 1;

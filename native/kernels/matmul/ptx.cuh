@@ -112,9 +112,11 @@ __device__ __forceinline__ void copies_begin(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
-// `bytes` is a multiple of 16. `keep` says that others will read the same, so that it should stay in L2.
+// `bytes` is a multiple of 16. `keep` says that others will read the same, so that it should stay in L2. Without bulk copies
+// `lanes` lanes share it, of whom the caller is `lane`.
 __device__ __forceinline__ void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes,
-                                               uint32_t barrier, bool keep) {
+                                               uint32_t barrier, bool keep, [[maybe_unused]] int lane,
+                                               [[maybe_unused]] int lanes) {
 #if ROWMM_BULK
     uint64_t policy;
     if (keep) {
@@ -128,11 +130,15 @@ __device__ __forceinline__ void copy_to_shared(uint32_t shared, const uint8_t *g
         "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 #else
-    for (int i = int(threadIdx.x % 32) * 16; i < bytes; i += 32 * 16) {
+    for (int i = lane * 16; i < bytes; i += lanes * 16) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared + i), "l"(global + i)
                      : "memory");
     }
 #endif
+}
+__device__ __forceinline__ void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes,
+                                               uint32_t barrier, bool keep) {
+    copy_to_shared(shared, global, bytes, barrier, keep, int(threadIdx.x % 32), 32);
 }
 __device__ __forceinline__ void copies_end(uint32_t barrier) {
 #if !ROWMM_BULK

@@ -27,6 +27,9 @@ constexpr bool FEWER_STAGES = true;
 constexpr bool FEWER_STAGES = false;
 #endif
 
+constexpr int COPIERS =
+    ROWMM_BULK ? 1 : COPY_WARPS * WARP; // so many lanes copy, and arrive when theirs has come
+
 template <typename S> struct Rings {
     uint8_t *shared;
     int slot_bytes, slots;
@@ -47,7 +50,7 @@ template <typename S> struct Rings {
     // Prepares the barriers of stages and of scales.
     __device__ void init_rows() const {
         for (int i = 0; i < S::STAGES; i++) {
-            barrier_init(stage_full(i), COPY_LANES);
+            barrier_init(stage_full(i), COPIERS);
             barrier_init_warps(stage_free(i), S::WARPS);
         }
         barrier_init_warps(scales_full(), S::WARPS);
@@ -57,7 +60,7 @@ template <typename S> struct Rings {
     __device__ void init_slots(int from, int to) const {
 #pragma unroll 1
         for (int i = from; i < to; i++) {
-            barrier_init(slot_full(i), COPY_LANES);
+            barrier_init(slot_full(i), COPIERS);
             if (S::TEAMS == 2) {
                 barrier_init_warps(slot_free(i), FRAGMENTS);
             }
@@ -167,11 +170,12 @@ struct WeightsWalk {
         from = s.packed;
         unit = 0;
     }
-    // Begins to copy the unit to a slot, and goes to the next.
-    __device__ void copy(uint32_t barrier, const uint8_t *slot) {
+    // Begins to copy the unit to a slot, and goes to the next. Without bulk copies the caller is one of so many lanes.
+    __device__ void copy(uint32_t barrier, const uint8_t *slot, int lane = int(threadIdx.x % WARP),
+                         int lanes = WARP) {
         const int size = unit < whole_units ? bytes : narrow_bytes;
         copies_begin(barrier, size);
-        copy_to_shared(shared_address(slot), from, size, barrier, false);
+        copy_to_shared(shared_address(slot), from, size, barrier, false, lane, lanes);
         copies_end(barrier);
         from += size;
         left--;
@@ -200,16 +204,21 @@ __device__ __forceinline__ void announce(const Rows &r, uint32_t barrier, int C)
         copies_begin(barrier, r.bytes + chunk_tail(C));
     }
 }
-// Begins to copy rows that are announced. Those of a whole chunk lie ahead of its tail.
-__device__ __forceinline__ void copy(const Rows &r, uint32_t barrier, uint8_t *stage, int C) {
+// Begins to copy rows that are announced. Those of a whole chunk lie ahead of its tail. Without bulk copies the caller is one of
+// so many lanes, who arrive for all COPIERS.
+__device__ __forceinline__ void copy(const Rows &r, uint32_t barrier, uint8_t *stage, int C,
+                                     int lane = int(threadIdx.x % WARP), int lanes = WARP) {
     if (r.bytes > 0) {
         const uint32_t to = shared_address(stage);
         const bool whole = r.bytes == chunk_sums(C);
-        copy_to_shared(to, r.values, whole ? chunk_bytes(C) : r.bytes, barrier, true);
+        copy_to_shared(to, r.values, whole ? chunk_bytes(C) : r.bytes, barrier, true, lane, lanes);
         if (!whole) {
-            copy_to_shared(to + chunk_sums(C), r.tail, chunk_tail(C), barrier, true);
+            copy_to_shared(to + chunk_sums(C), r.tail, chunk_tail(C), barrier, true, lane, lanes);
         }
         copies_end(barrier);
+        for (int i = lanes; i < COPIERS; i += lanes) {
+            barrier_arrive(barrier);
+        }
     }
 }
 
@@ -257,7 +266,7 @@ __device__ __forceinline__ Rows first_rows(const RowmmParams &p, int first, int 
     return rows.left == 0 ? Rows{} : rows.rows(C);
 }
 
-// Does what the last warp does. A slot of weights is free when the stage of the same unit is.
+// Does what the last warp does, or the last COPY_WARPS. A slot of weights is free when the stage of the same unit is.
 template <typename S> struct Filler {
     const RowmmParams &p;
     const Rings<S> &rings;
@@ -265,28 +274,23 @@ template <typename S> struct Filler {
     WeightsWalk weights;
     Place slot, stage;
 
+    __device__ int lane() const { return int(threadIdx.x) - S::WARPS * WARP; }
     __device__ Filler(const RowmmParams &params, const Rings<S> &r, int first, int units)
         : p(params), rings(r), first(first), units(units), weights(params, first, units) {}
 
     __device__ void fetch_weights() {
         if (weights.left > 0) {
-            weights.copy(rings.slot_full(slot.i), rings.slot(slot.i));
+            weights.copy(rings.slot_full(slot.i), rings.slot(slot.i), lane(), COPIERS);
             slot.next(rings.slots);
         }
     }
     // Prepares the slots' barriers. The first weights are asked for as soon as theirs is, ahead of all else that a block does:
-    // memory has nothing to do since the block ahead has left.
+    // memory has nothing to do since the block ahead has left. (Where several warps copy, all have to know of the barriers first.)
     __device__ void begin(int lane) {
-        static_assert(COPY_LANES == 1 || COPY_LANES == WARP, "all that copy meet in one branch");
-        if (lane < COPY_LANES) {
-            if (lane == 0) {
-                rings.init_slots(0, 1);
-            }
-            if (COPY_LANES > 1) {
-                __syncwarp();
-            }
-            fetch_weights();
-            if (lane == 0) {
+        if (lane == 0) {
+            rings.init_slots(0, ROWMM_BULK ? 1 : rings.slots);
+            if (ROWMM_BULK) {
+                fetch_weights();
                 rings.init_slots(1, rings.slots);
             }
         }
@@ -295,7 +299,7 @@ template <typename S> struct Filler {
     // at once, for memory has to answer the launch ahead at the same time.
     __device__ void fetch_first_weights() {
         static_assert(IN_FLIGHT == 1, "begin() has asked for one");
-        for (int i = IN_FLIGHT; i < rings.slots && weights.left > 0; i++) {
+        for (int i = ROWMM_BULK ? IN_FLIGHT : 0; i < rings.slots && weights.left > 0; i++) {
             if (COPY_LANES == 1) {
                 barrier_wait(rings.slot_full(i - IN_FLIGHT), 0);
             }
@@ -315,7 +319,7 @@ template <typename S> struct Filler {
             if (rows.left > 0) {
                 const Rows r = rows.rows(rings.columns);
                 announce(r, rings.stage_full(stage.i), rings.columns);
-                copy(r, rings.stage_full(stage.i), rings.stage(stage.i), rings.columns);
+                copy(r, rings.stage_full(stage.i), rings.stage(stage.i), rings.columns, lane(), COPIERS);
                 rows.next();
             }
         }

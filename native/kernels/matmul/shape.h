@@ -6,6 +6,9 @@
 
 namespace luce {
 
+// Without bulk copies the lanes of so many warps share each copy to a block's rings.
+constexpr int COPY_WARPS = 2;
+
 // NT is the number of tiles of 8 rows. A team is eight warps, of which each has 16 outputs of a tile. A
 // block's teams have a range each, and share the stages of activations.
 template <int NT, bool WIDE> struct Shape {
@@ -13,6 +16,10 @@ template <int NT, bool WIDE> struct Shape {
     static constexpr int WARPS = TEAMS * FRAGMENTS; // so many take from the rings
     static constexpr int FILLERS = TEAMS == 1 ? 1 : 4; // so many fill them
     static constexpr int THREADS = (WARPS + FILLERS) * WARP;
+    // Returns the threads of a block: without bulk copies COPY_WARPS warps fill.
+    static ROWMM_BOTH constexpr int threads(bool bulk) {
+        return bulk || TEAMS == 2 ? THREADS : (WARPS + COPY_WARPS) * WARP;
+    }
     static constexpr int COLUMNS = 8 * NT;
     // Each holds the activations of a unit. For 16 rows four are 2% faster on an H200 than three, and these than two.
     static constexpr int STAGES = NT == 4 ? 2 : 4;

@@ -120,7 +120,7 @@ inline void copies_begin(uint32_t barrier, int bytes) {
     barrier_at(barrier).bytes += bytes;
     barrier_arrive(barrier);
 }
-inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, uint32_t barrier, bool) {
+inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, uint32_t barrier, bool, int = 0, int = 0) {
     check_copy(shared, bytes);
     const LateCopy copy = {shared, barrier, global, bytes};
     if (emulated::chance() % 2 == 0) {
@@ -133,11 +133,14 @@ inline void copies_end(uint32_t) {}
 #else
 // A lane's copies are there when it arrives, and others may run ahead of that.
 inline void copies_begin(uint32_t, int) {}
-inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, uint32_t, bool) {
+inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, uint32_t, bool, int lane, int lanes) {
     check_copy(shared, bytes);
-    for (int i = int(threadIdx.x % 32) * 16; i < bytes; i += 32 * 16) {
+    for (int i = lane * 16; i < bytes; i += lanes * 16) {
         memcpy(emulated::dynamic_shared + shared + i, global + i, 16);
     }
+}
+inline void copy_to_shared(uint32_t shared, const uint8_t *global, int bytes, uint32_t barrier, bool keep) {
+    copy_to_shared(shared, global, bytes, barrier, keep, int(threadIdx.x % 32), 32);
 }
 inline void copies_end(uint32_t barrier) {
     if (emulated::chance() % 2 == 0) {
