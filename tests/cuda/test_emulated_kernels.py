@@ -182,8 +182,8 @@ def test_a_check_of_kernels_passes_on_the_emulated_device(file: str, workshop: P
 def test_products_of_few_rows_pass_where_all_lanes_of_a_warp_copy(
     file: str, kind: int, workshop: Path, tmp_path: Path
 ) -> None:
-    """Devices before 9.0 have no bulk copies, which one lane begins. 8.6 has a block a multiprocessor, and of up to 32 rows beside
-    Q8_0 fewer stages of activations than the shape."""
+    """Devices before 9.0 have no bulk copies, which one lane begins. 8.6 has a block a multiprocessor, and of up to 32
+    rows beside Q8_0 fewer stages of activations than the shape."""
     check, kernels = CHECKED[file]
     check = check.split(",")[0]  # launches are laid out on every kind elsewhere
     check += ", check_rowmm_kind()" if (file, kind) == ("rowmm_check.cu", 2) else ""

@@ -18,7 +18,8 @@ def test_plans_fit_every_card(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     reserves = [line for line in ran.stdout.splitlines() if line.startswith("| ")]
     page = (ROOT / "docs/gpus.md").read_text()
-    assert len(reserves) == 13 and not [line for line in reserves if line not in page], "docs/gpus.md's table of reserves"
+    assert len(reserves) == 13
+    assert not [line for line in reserves if line not in page], "docs/gpus.md's table of reserves"
 
 
 def test_plans_include_no_header_of_cuda() -> None:

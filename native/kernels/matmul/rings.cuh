@@ -27,8 +27,8 @@ constexpr bool FEWER_STAGES = true;
 constexpr bool FEWER_STAGES = false;
 #endif
 
-constexpr int COPIERS =
-    ROWMM_BULK ? 1 : COPY_WARPS * WARP; // so many lanes copy, and arrive when theirs has come
+// So many lanes copy, and arrive when theirs has come.
+constexpr int COPIERS = ROWMM_BULK ? 1 : COPY_WARPS * WARP;
 
 template <typename S> struct Rings {
     uint8_t *shared;
