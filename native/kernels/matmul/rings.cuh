@@ -4,7 +4,6 @@
 #pragma once
 
 #include "common/ring.cuh"
-#include "common/small_shared.h"
 #include "matmul/fields.cuh"
 #include "matmul/shape.h"
 
@@ -20,11 +19,11 @@ template <int NT> using Sums = float[NT][4];
 
 // ---- the rings ----
 
-// Only a plan for 100 KB of shared memory may have fewer stages than the shape. Elsewhere their number is known.
-#if SMALL_SHARED || !defined(__CUDA_ARCH__)
-constexpr bool FEWER_STAGES = true;
-#else
+// A plan for 100 KB of shared memory may have fewer stages than the shape. Code for 9.0a, which runs nowhere else, knows their number.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool FEWER_STAGES = false;
+#else
+constexpr bool FEWER_STAGES = true;
 #endif
 
 // So many lanes copy, and arrive when theirs has come.

@@ -76,7 +76,7 @@ void check_product(const Card &card, RowmmArgs a, const RowmmPlan &one, const st
     }
     expect_of(kernel, card, p.slots >= std::min(units, 2), "one slot of the ring", what);
     expect(p.slots >= 1 && p.slots <= ROWMM_MAX_SLOTS, "slots of " + what + " on " + card.name);
-    // Other code than that for 100 KB of shared memory takes its stages for known (matmul/rings.cuh).
+    // Code for 9.0a takes its stages for known (matmul/rings.cuh).
     const int stages = plan.way == RowmmWay::RING ? rowmm_block(p.columns, plan.rows.wide, device.bulk_copies).stages : 0;
     expect(p.stages == stages || (one_block && p.stages >= 1), "stages of " + what + " on " + card.name);
     expect(plan.product.x == (two_teams ? (p.ranges + 1) / 2 : p.ranges), "a block for each range of " + what);
