@@ -6,6 +6,8 @@
 #include "matmul/sm90/few_rows.cuh"
 #include "rowmm_reference.h"
 
+#include <memory>
+
 namespace {
 
 struct PackInput {
@@ -161,29 +163,44 @@ void check_gemm(int T, int64_t K, int64_t N) {
     expect(shows, what + " shows what is not finite");
 }
 
-// Tiles of luce's own give what cuBLAS gives, to the bit, and write nothing else. A stream that is opened for no shapes has
-// cuBLAS alone.
-void check_few_rows(int T, int64_t K, int64_t N, int columns) {
-    const std::string what = "few rows: T " + std::to_string(T) + " K " + std::to_string(K) + " N " +
-                             std::to_string(N) + " by " + std::to_string(columns);
+// Tiles of luce's own give what cuBLAS gives, to the bit, and write nothing else, with one matrix and with several. A stream that is
+// opened for no shapes has cuBLAS alone.
+void check_few_rows(int T, int64_t K, const Ints &sizes, int form) {
     const PackInput p = random_input(ROWMM_PLAIN, T, K, 0);
-    std::vector<__half> weights(size_t(N) * K);
-    for (__half &w : weights) {
-        w = __float2half(normals(1, 0.02f)[0]);
-    }
     Device<uint8_t> x(size_t(gemm_x_bytes(T, K)));
     pack(p, x);
     const float *scales = reinterpret_cast<const float *>(x.p + T * K * 2);
-    Device<__half> w(weights);
-    Device<float> added(normals(size_t(T) * N));
-    for (const float *residual : {static_cast<const float *>(nullptr), static_cast<const float *>(added.p)}) {
-        Device<float> expected(size_t(T + 1) * N), got(size_t(T + 1) * N);
-        expected.poison();
-        got.poison();
-        must(cuda::gemm({T, K, N, x.p, w.p, expected.p, residual}, stream));
-        must(multiply_few(columns, {T, K, N, x.p, w.p, got.p, residual}, scales, stream));
+    std::vector<std::unique_ptr<Device<__half>>> weights;
+    std::vector<std::unique_ptr<Device<float>>> expected, got;
+    GemmCopiesArgs all = {T, int32_t(sizes.size()), K, x.p, nullptr, {}};
+    for (size_t i = 0; i < sizes.size(); i++) {
+        std::vector<__half> values(size_t(sizes[i]) * K);
+        for (__half &w : values) {
+            w = __float2half(normals(1, 0.02f)[0]);
+        }
+        weights.push_back(std::make_unique<Device<__half>>(values));
+        expected.push_back(std::make_unique<Device<float>>(size_t(T + 1) * sizes[i]));
+        got.push_back(std::make_unique<Device<float>>(size_t(T + 1) * sizes[i]));
+        all.weights[i] = {weights[i]->p, got[i]->p, sizes[i]};
+    }
+    const Device<float> added(normals(size_t(T) * sizes[0]));
+    for (const bool adds : {false, true}) {
+        if (adds && sizes.size() > 1) {
+            break;
+        }
+        all.residual = adds ? added.p : nullptr;
+        for (size_t i = 0; i < sizes.size(); i++) {
+            expected[i]->poison();
+            got[i]->poison();
+            must(cuda::gemm({T, K, sizes[i], x.p, weights[i]->p, expected[i]->p, all.residual}, stream));
+        }
+        must(multiply_few(form, all, scales, stream));
         must(cudaStreamSynchronize(stream));
-        expect(same_bits(expected.get(), got.get()), what + (residual != nullptr ? ", added" : ""));
+        for (size_t i = 0; i < sizes.size(); i++) {
+            expect(same_bits(expected[i]->get(), got[i]->get()),
+                   "few rows: T " + std::to_string(T) + " K " + std::to_string(K) + " N " +
+                       std::to_string(sizes[i]) + " by form " + std::to_string(form));
+        }
     }
 }
 
@@ -220,6 +237,33 @@ void check_gemm_cuts(const GemmShape &shape) {
     }
 }
 
+// Products of the same rows are the same together as apart, where both were chosen for.
+void check_gemm_copies(int T, int64_t K, const Ints &sizes) {
+    const PackInput p = random_input(ROWMM_PLAIN, T, K, 0);
+    Device<uint8_t> x(size_t(gemm_x_bytes(T, K)));
+    pack(p, x);
+    int64_t all = 0;
+    for (const int N : sizes) {
+        all += N;
+    }
+    std::vector<__half> values(size_t(all) * K);
+    for (__half &w : values) {
+        w = __float2half(normals(1, 0.02f)[0]);
+    }
+    const Device<__half> weights(values);
+    Device<float> apart(size_t(all) * T), together(size_t(all) * T);
+    GemmCopiesArgs a = {T, int32_t(sizes.size()), K, x.p, nullptr, {}};
+    int64_t first = 0;
+    for (size_t i = 0; i < sizes.size(); i++) {
+        a.weights[i] = {weights.p + first * K, together.p + first * T, sizes[i]};
+        must(cuda::gemm({T, K, sizes[i], x.p, a.weights[i].weights, apart.p + first * T, nullptr}, stream));
+        first += sizes[i];
+    }
+    must(cuda::gemm_copies(a, stream));
+    must(cudaStreamSynchronize(stream));
+    expect(same_bits(apart.get(), together.get()), "products of " + std::to_string(T) + " rows together");
+}
+
 } // namespace
 
 void check_gemm_kernels(bool all) {
@@ -245,24 +289,26 @@ void check_gemm_kernels(bool all) {
     check_gemm(515, 17408, 5120);
     DeviceLimits device;
     must(cuda::device_limits(device));
-    expect(device.wgmma || few_tile_columns(128, 1024, 1024) == 0, "few rows need wgmma");
-    expect(few_tile_columns(128, 1004, 136) == 0, "few rows need whole steps of K");
-    for (const int columns : FEW_COLUMNS) {
-        if (device.wgmma) {
-            check_few_rows(128, 5120, 64 * columns, columns);
-            check_few_rows(300, 1024, 48, columns);
-            check_few_rows(65, 192, 1004, columns);
-            check_few_rows(1, 2048, 3 * columns, columns);
-        }
+    for (int form = 0; form < N_FEW_FORMS && device.wgmma; form++) {
+        const int columns = FEW_FORMS[form].columns;
+        check_few_rows(128, 5120, {64 * columns}, form);
+        check_few_rows(65, 192, {1004}, form);
+        check_few_rows(300, 1024, {48, 4, 20 * columns, columns}, form);
+        check_few_rows(1, 2048, {3 * columns}, form);
     }
     cuda::gemm_close(stream);
     cuda::gemm_close(stream); // it closes nothing
-    const std::vector<GemmShape> shapes = {{5120, 17408}, {10240, 5120}, {5120, 6144},
+    const std::vector<GemmShape> shapes = {{5120, 17408}, {10240, 5120}, {5120, 6144}, {48, 5120},
                                            {2048, 4096},  {1024, 2048},  {1000, 136}};
     Device<__half> scratch(size_t(5120) * 17408);
     must(cuda::gemm_open(stream, shapes, scratch.p));
     for (const GemmShape &shape : shapes) {
         check_gemm_cuts(shape);
+    }
+    for (const int T : {1, 65, 128, 129}) {
+        check_gemm_copies(T, 5120, {10240, 48, 48});
+        check_gemm_copies(T, 5120, {10240, 10240});
+        check_gemm_copies(T, 2048, {1024, 1000, 1024}); // 1000 rows of weights were not chosen for
     }
     cuda::gemm_close(stream);
 }

@@ -264,6 +264,8 @@ __global__ void __launch_bounds__(GROUP *WARP, 1)
 // The grid is heads, groups of APPEND_ROWS rows of one sequence.
 template <int S>
 __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const __grid_constant__ Params a) {
+    wait_for_previous();
+    let_next_start();
     const int lane = threadIdx.x % WARP, warp = warp_index();
     const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
     const bool normalise = blockIdx.x < 2 * a.shape.Hk;
@@ -314,6 +316,8 @@ __global__ void __launch_bounds__(APPEND_WARPS *WARP) conv_append_kernel(const _
 // heads, sequences.
 template <int S>
 __global__ void __launch_bounds__(WARP) conv_window_kernel(const __grid_constant__ Params a) {
+    wait_for_previous();
+    let_next_start();
     const int lane = threadIdx.x;
     const int64_t C = a.C, c0 = int64_t(blockIdx.x) * S;
     Control ctl;
@@ -345,9 +349,9 @@ template <int S> int launch(const ConvArgs &args, cudaStream_t stream) {
         return int(launch_kernel(conv_verify_kernel<S, NotSummed>, plan_conv(a.shape), stream, true, a,
                                  NotSummed()));
     }
-    cudaError_t error = launch_kernel(conv_append_kernel<S>, plan_conv_append(a.shape), stream, false, a);
+    cudaError_t error = launch_kernel(conv_append_kernel<S>, plan_conv_append(a.shape), stream, true, a);
     if (error == cudaSuccess) {
-        error = launch_kernel(conv_window_kernel<S>, plan_conv_window(a.shape), stream, false, a);
+        error = launch_kernel(conv_window_kernel<S>, plan_conv_window(a.shape), stream, true, a);
     }
     return int(error);
 }

@@ -26,6 +26,8 @@ template <int WIDTH> struct alignas(4 * WIDTH) Values {
 template <int WIDTH>
 __global__ void __launch_bounds__(THREADS)
     scale_results_kernel(float *out, const float *residual, const float *scales, int64_t N) {
+    wait_for_previous();
+    let_next_start();
     const float scale = scales[blockIdx.x];
     if (scale == 1.0f && residual == nullptr) {
         return;
@@ -45,12 +47,62 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-void scale_results(const GemmArgs &a, const float *scales, cudaStream_t stream) {
+bool aligned_to_pairs(const float *values) {
+    return reinterpret_cast<uintptr_t>(values) % 8 == 0;
+}
+
+int scale_results(const GemmCopiesArgs &a, const float *scales, cudaStream_t stream) {
+    const GemmWeights &w = a.weights[0];
     const bool wide =
-        a.N % 4 == 0 &&
-        (reinterpret_cast<uintptr_t>(a.out) | reinterpret_cast<uintptr_t>(a.residual)) % 16 == 0;
+        w.N % 4 == 0 &&
+        (reinterpret_cast<uintptr_t>(w.out) | reinterpret_cast<uintptr_t>(a.residual)) % 16 == 0;
     const auto kernel = wide ? scale_results_kernel<4> : scale_results_kernel<1>;
-    kernel<<<a.T, THREADS, 0, stream>>>(a.out, a.residual, scales, a.N);
+    return int(
+        launch_kernel(kernel, dim3(unsigned(a.T)), THREADS, 0, stream, true, w.out, a.residual, scales, w.N));
+}
+
+// Finds what was chosen for a product, or has one algorithm for any number of rows.
+int algorithms(Library &library, int64_t N, int64_t K, const Algorithms *&found) {
+    auto known = library.products.find({N, K});
+    if (known == library.products.end()) {
+        Algorithms one;
+        if (const int error = reference(library, N, K, one); error != 0) {
+            return error;
+        }
+        known = library.products.insert({{N, K}, one}).first;
+    }
+    found = &known->second;
+    return 0;
+}
+
+int multiply(Library &library, const GemmCopiesArgs &a, cudaStream_t stream) {
+    DeviceLimits device;
+    int error = cuda::device_limits(device);
+    const Algorithms *found = nullptr;
+    bool tiles = aligned_to_pairs(a.residual);
+    std::vector<int64_t> sizes;
+    for (int i = 0; i < a.n_weights && error == 0; i++) {
+        error = algorithms(library, a.weights[i].N, a.K, found);
+        tiles = tiles && error == 0 && found->tiles && aligned_to_pairs(a.weights[i].out);
+        sizes.push_back(a.weights[i].N);
+    }
+    if (error != 0) {
+        return error;
+    }
+    const float *scales = reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.x) + a.T * a.K * 2);
+    if (const int form = tiles ? few_form(device, a.T, a.K, sizes) : -1; form >= 0) {
+        return multiply_few(form, a, scales, stream);
+    }
+    if (a.n_weights > 1) {
+        for (int i = 0; i < a.n_weights && error == 0; i++) {
+            error = multiply(library, {a.T, 1, a.K, a.x, a.residual, {a.weights[i]}}, stream);
+        }
+        return error;
+    }
+    const int of = int(std::lower_bound(CLASSES, CLASSES + N_CLASSES - 1, a.T) - CLASSES);
+    const GemmWeights &w = a.weights[0];
+    error = Product(a.T, w.N, a.K).multiply(library, found->by_class[of], w.weights, a.x, w.out, stream);
+    return error != 0 ? error : scale_results(a, scales, stream);
 }
 
 } // namespace
@@ -73,6 +125,8 @@ int cuda::gemm_open(void *stream, const std::vector<GemmShape> &shapes, void *sc
     if (error == 0) {
         error = int(cudaMalloc(&library.workspace, size_t(GEMM_WORKSPACE)));
     }
+    DeviceLimits device;
+    error = error != 0 ? error : cuda::device_limits(device);
     int64_t room = 0;
     for (const GemmShape &shape : shapes) {
         room = std::max(room, shape.N * shape.K);
@@ -84,7 +138,7 @@ int cuda::gemm_open(void *stream, const std::vector<GemmShape> &shapes, void *sc
             const Trial trial(library, shape.N, shape.K, static_cast<__half *>(scratch), room,
                               static_cast<cudaStream_t>(stream));
             if (error == 0 && trial.ready()) {
-                error = trial.choose(found);
+                error = trial.choose(found, device);
             }
         }
     }
@@ -106,7 +160,14 @@ void cuda::gemm_close(void *stream) {
 }
 
 int cuda::gemm(const GemmArgs &a, void *stream) {
-    if (a.T < 0 || !gemm_has(a.K, a.N)) {
+    return gemm_copies({a.T, 1, a.K, a.x, a.residual, {{a.weights, a.out, a.N}}}, stream);
+}
+
+int cuda::gemm_copies(const GemmCopiesArgs &a, void *stream) {
+    if (a.T < 0 || a.n_weights < 1 || a.n_weights > GEMM_MAX_WEIGHTS ||
+        (a.residual != nullptr && a.n_weights > 1) ||
+        !std::all_of(
+            a.weights, a.weights + a.n_weights, [&](const GemmWeights &w) { return gemm_has(a.K, w.N); })) {
         return int(cudaErrorInvalidValue);
     }
     if (a.T == 0) {
@@ -114,34 +175,8 @@ int cuda::gemm(const GemmArgs &a, void *stream) {
     }
     const std::lock_guard<std::mutex> lock(mutex);
     const auto library = libraries.find(stream);
-    if (library == libraries.end()) {
-        return int(cudaErrorInvalidResourceHandle);
-    }
-    auto &products = library->second.products;
-    auto known = products.find({a.N, a.K});
-    if (known == products.end()) {
-        Algorithms one;
-        if (const int error = reference(library->second, a.N, a.K, one); error != 0) {
-            return error;
-        }
-        known = products.insert({{a.N, a.K}, one}).first;
-    }
-    const int of = int(std::lower_bound(CLASSES, CLASSES + N_CLASSES - 1, a.T) - CLASSES);
-    const float *scales = reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.x) + a.T * a.K * 2);
-    const cudaStream_t on = static_cast<cudaStream_t>(stream);
-    const int columns = known->second.few_columns[of];
-    const bool pairs =
-        (reinterpret_cast<uintptr_t>(a.out) | reinterpret_cast<uintptr_t>(a.residual)) % 8 == 0;
-    if (columns > 0 && pairs) {
-        return multiply_few(columns, a, scales, on);
-    }
-    const int error = Product(a.T, a.N, a.K)
-                          .multiply(library->second, known->second.by_class[of], a.weights, a.x, a.out, on);
-    if (error != 0) {
-        return error;
-    }
-    scale_results(a, scales, on);
-    return int(cudaGetLastError());
+    return library == libraries.end() ? int(cudaErrorInvalidResourceHandle)
+                                      : multiply(library->second, a, static_cast<cudaStream_t>(stream));
 }
 
 } // namespace luce

@@ -11,7 +11,8 @@
 // by 8e-3 of a result's rms, and none of those GPUs was there to measure what it would gain.
 //
 // A row's bits do not depend on how many others there are: cuBLAS is held to algorithms that do not split K, and of these to
-// such as give the same bits (matmul/prompt_algorithms.cuh). No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t
+// such as give the same bits (matmul/prompt_algorithms.cuh). So do kernels of luce's own, which multiply few rows on Hopper
+// (matmul/sm90/few_rows.cuh). No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t
 // as int, and nothing but gemm_open synchronises.
 #pragma once
 
@@ -61,6 +62,20 @@ struct GemmArgs {
     float *out; // [T][N], which is not residual itself
     const float *residual; // null, or [T][N] that is added
 };
+// Products of the same rows with several matrices.
+constexpr int GEMM_MAX_WEIGHTS = 4;
+struct GemmWeights {
+    const void *weights; // F16 [N][K], aligned to 16
+    float *out; // [T][N]
+    int64_t N;
+};
+struct GemmCopiesArgs {
+    int32_t T, n_weights;
+    int64_t K;
+    const void *x; // as for one
+    const float *residual; // null, or that of the only one
+    GemmWeights weights[GEMM_MAX_WEIGHTS];
+};
 
 namespace cuda {
 int cublas_version(); // it returns 130002 for 13.0.2
@@ -75,6 +90,8 @@ void gemm_close(void *stream);
 // 16. ROWMM_HEAD_RMS takes heads of 16, 32, 64 or 128. `copy` must be null.
 int gemm_pack(const RowmmPackArgs &args, void *stream);
 int gemm(const GemmArgs &args, void *stream);
+// As one product after the other, to the bit, and in one launch where one wave of tiles is enough.
+int gemm_copies(const GemmCopiesArgs &args, void *stream);
 } // namespace cuda
 
 } // namespace luce

@@ -1,9 +1,9 @@
-// Chooses cuBLAS's algorithms for a product, so that a row has the same bits at any number of rows. That is done when an engine
-// opens, and waits for the device; no product does.
+// Chooses cuBLAS's algorithms for a product, so that a row has the same bits at any number of rows, and says whether luce's own
+// tiles have them too. That is done when an engine opens, and waits for the device; no product does.
 //
 // An algorithm that does not split K among blocks gives a row the same bits at any number of rows, and nearly all that cuBLAS
 // offers give each other's (seen on an H200, cuBLAS 13: 7 products, 1 to 4,096 rows). So each product has one of them as its
-// reference, and those for other numbers of rows are tried on 128 rows and taken where no bit differs.
+// reference, and all others are tried on 128 rows and may be taken where no bit differs.
 #pragma once
 
 #include "matmul/cublas_calls.h"
@@ -25,13 +25,16 @@ namespace {
 constexpr int CLASSES[] = {128, 256, 512, 1024, 2048, 4096}, N_CLASSES = 6;
 // The algorithm for this many rows is what a product's bits are: others are taken where they give the same.
 constexpr int REFERENCE_ROWS = 1024;
-constexpr int FEW_ROWS =
-    GEMM_TRIAL_ROWS; // cuBLAS's order of algorithms is often wrong here, so they are timed
 constexpr int OFFERED = 8; // it is asked for so many
+// cuBLAS's order of algorithms is often wrong for few rows or few weights, by up to ten times, so there they are timed. They take so
+// many turns, and another than its first is taken where the median of its times is below so much of the first's: which of two that
+// are nearly as fast wins would be chance.
+constexpr int TURNS = 5;
+constexpr float FASTER = 0.9f;
 
 struct Algorithms {
     cublasLtMatmulAlgo_t by_class[N_CLASSES];
-    int few_columns[N_CLASSES] = {}; // 0, or luce's own tiles multiply
+    bool tiles = false; // luce's own tiles give the same bits, all of them
 };
 struct Library {
     cublasLtHandle_t handle = nullptr;
@@ -135,6 +138,22 @@ template <class T> struct Room {
     ~Room() { cudaFree(p); }
 };
 
+struct Events {
+    std::vector<cudaEvent_t> all;
+    explicit Events(int n) : all(size_t(n)) {
+        for (cudaEvent_t &each : all) {
+            cudaEventCreate(&each);
+        }
+    }
+    Events(const Events &) = delete;
+    Events &operator=(const Events &) = delete;
+    ~Events() {
+        for (cudaEvent_t each : all) {
+            cudaEventDestroy(each);
+        }
+    }
+};
+
 // Writes F16 between -1 and 1, of which no two neighbours are alike.
 __global__ void fill_kernel(__half *out, int64_t n, uint32_t seed) {
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n;
@@ -166,110 +185,117 @@ struct Trial {
     Room<__half> x;
     Room<float> expected, found;
     Room<uint32_t> count;
-    cudaEvent_t begin = nullptr, end = nullptr;
 
     Trial(const Library &of, int64_t n, int64_t k, __half *w, int64_t room, cudaStream_t on)
-        : library(of), N(n), K(k), weights(w), values(room), stream(on), x(FEW_ROWS * k),
-          expected(FEW_ROWS * n), found(gemm_trial_results(n)), count(1) {
-        cudaEventCreate(&begin);
-        cudaEventCreate(&end);
+        : library(of), N(n), K(k), weights(w), values(room), stream(on), x(GEMM_TRIAL_ROWS * k),
+          expected(GEMM_TRIAL_ROWS * n), found(gemm_trial_results(n)), count(1) {
         if (ready()) {
             fill_kernel<<<1024, 256, 0, stream>>>(w, N * K, 1);
-            fill_kernel<<<1024, 256, 0, stream>>>(x.p, FEW_ROWS * K, 2);
+            fill_kernel<<<1024, 256, 0, stream>>>(x.p, GEMM_TRIAL_ROWS * K, 2);
         }
     }
-    ~Trial() {
-        cudaEventDestroy(begin);
-        cudaEventDestroy(end);
-    }
     bool ready() const {
-        return x.p != nullptr && expected.p != nullptr && found.p != nullptr && count.p != nullptr &&
-               begin != nullptr && end != nullptr;
+        return x.p != nullptr && expected.p != nullptr && found.p != nullptr && count.p != nullptr;
     }
 
     // Whether there is room for so many rows. Where they are too many for x, what lies at `weights` stands for them: then only
     // time counts.
     bool has(int64_t rows) const {
-        return rows <= FEW_ROWS || (rows * K <= values && rows * N <= gemm_trial_results(N));
+        return rows <= GEMM_TRIAL_ROWS || (rows * K <= values && rows * N <= gemm_trial_results(N));
     }
-    const __half *rows_of(int rows) const { return rows <= FEW_ROWS ? x.p : weights; }
-    int run(const cublasLtMatmulAlgo_t &algorithm, int rows, float *to) const {
-        return Product(rows, N, K).multiply(library, algorithm, weights, rows_of(rows), to, stream);
+    const __half *rows_of(int rows) const { return rows <= GEMM_TRIAL_ROWS ? x.p : weights; }
+    // Product i has a matrix of its own where there is room for several, since a prompt finds none in L2. The first is made up.
+    int run(const cublasLtMatmulAlgo_t &algorithm, int rows, float *to, int i = 0) const {
+        const __half *matrix = weights + i % std::max<int64_t>(values / (N * K), 1) * N * K;
+        return Product(rows, N, K).multiply(library, algorithm, matrix, rows_of(rows), to, stream);
     }
-    int run(int columns, int rows, float *to) const {
-        return multiply_few(columns, {rows, K, N, rows_of(rows), weights, to, nullptr}, nullptr, stream);
+    int run(int form, int rows, float *to) const {
+        return multiply_few(form, {rows, 1, K, rows_of(rows), nullptr, {{weights, to, N}}}, nullptr, stream);
     }
 
     // Whether it gives the reference's bits.
     template <typename Way> bool same(const Way &algorithm) const {
         uint32_t differing = 1;
-        if (cudaMemsetAsync(found.p, 0xff, size_t(FEW_ROWS * N) * sizeof(float), stream) != cudaSuccess ||
+        if (cudaMemsetAsync(found.p, 0xff, size_t(GEMM_TRIAL_ROWS * N) * sizeof(float), stream) !=
+                cudaSuccess ||
             cudaMemsetAsync(count.p, 0, sizeof(uint32_t), stream) != cudaSuccess ||
-            run(algorithm, FEW_ROWS, found.p) != 0) {
-            cudaGetLastError(); // a trial's is none of the next product's
+            run(algorithm, GEMM_TRIAL_ROWS, found.p) != 0) {
             return false;
         }
         differ_kernel<<<512, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(expected.p),
-                                               reinterpret_cast<uint32_t *>(found.p), FEW_ROWS * N, count.p);
+                                               reinterpret_cast<uint32_t *>(found.p), GEMM_TRIAL_ROWS * N,
+                                               count.p);
         return cudaMemcpyAsync(&differing, count.p, sizeof(uint32_t), cudaMemcpyDeviceToHost, stream) ==
                    cudaSuccess &&
                cudaStreamSynchronize(stream) == cudaSuccess && differing == 0;
     }
 
-    template <typename Way> float milliseconds(const Way &algorithm, int rows) const {
-        float best = INFINITY;
-        for (int i = 0; i < 3; i++) {
-            float ms = INFINITY;
-            if (cudaEventRecord(begin, stream) != cudaSuccess || run(algorithm, rows, found.p) != 0 ||
-                run(algorithm, rows, found.p) != 0 || cudaEventRecord(end, stream) != cudaSuccess ||
-                cudaEventSynchronize(end) != cudaSuccess ||
-                cudaEventElapsedTime(&ms, begin, end) != cudaSuccess) {
-                cudaGetLastError();
-                return INFINITY;
+    // Times algorithms for so many rows, in ms, INFINITY where one does not run. They take turns, so that all meet the same clock, and
+    // nothing waits for the device between them, so that it waits for no launch.
+    std::vector<float> medians(const std::vector<cublasLtMatmulAlgo_t> &all, int rows) const {
+        const int n = int(all.size());
+        const Events events(TURNS * n + 1);
+        std::vector<float> found_ms(all.size(), 0.0f);
+        cudaEventRecord(events.all[0], stream);
+        for (int i = 0; i < TURNS * n; i++) {
+            if (run(all[i % n], rows, found.p, i) != 0) {
+                found_ms[i % n] = INFINITY;
             }
-            best = std::min(best, ms);
+            cudaEventRecord(events.all[i + 1], stream);
         }
-        return best;
+        const bool ended = cudaStreamSynchronize(stream) == cudaSuccess;
+        for (int i = 0; i < n; i++) {
+            float ms[TURNS] = {};
+            for (int turn = 0; turn < TURNS; turn++) {
+                cudaEventElapsedTime(&ms[turn], events.all[turn * n + i], events.all[turn * n + i + 1]);
+            }
+            std::nth_element(ms, ms + TURNS / 2, ms + TURNS);
+            found_ms[i] = ended ? std::max(found_ms[i], ms[TURNS / 2]) : INFINITY;
+        }
+        return found_ms;
     }
 
-    // Chooses for each class of rows the fastest that gives the reference's bits, of what is offered for any: the best for few rows
-    // are often offered for more alone. Where there is no room for so many rows it is the first that is offered for them.
-    int choose(Algorithms &chosen) const {
-        if (const int error = run(chosen.by_class[0], FEW_ROWS, expected.p); error != 0) {
+    // Chooses for each class of rows the first that is offered for them and gives the reference's bits, or one that is clearly faster,
+    // of what is offered for any: the best for few rows are often offered for more alone.
+    int choose(Algorithms &chosen, const DeviceLimits &device) const {
+        if (const int error = run(chosen.by_class[0], GEMM_TRIAL_ROWS, expected.p); error != 0) {
             return error;
         }
         std::vector<cublasLtMatmulAlgo_t> all = {chosen.by_class[0]};
+        size_t firsts[N_CLASSES] = {};
         for (int i = 0; i < N_CLASSES; i++) {
             bool first = true;
             for (const cublasLtMatmulAlgo_t &each :
                  Product(CLASSES[i], N, K).offered(library.handle, OFFERED)) {
-                const bool known = std::any_of(all.begin(), all.end(), [&](const auto &other) {
-                    return memcmp(&other, &each, sizeof(each)) == 0;
-                });
-                if (!known && !same(each)) {
-                    continue;
+                const size_t at = size_t(std::find_if(all.begin(), all.end(),
+                                                      [&](const auto &other) {
+                                                          return memcmp(&other, &each, sizeof(each)) == 0;
+                                                      }) -
+                                         all.begin());
+                if (at == all.size()) {
+                    if (!same(each)) {
+                        continue;
+                    }
+                    all.push_back(each);
                 }
                 if (first) {
-                    chosen.by_class[i] = each;
+                    firsts[i] = at;
                     first = false;
-                }
-                if (!known) {
-                    all.push_back(each);
                 }
             }
         }
-        for (int i = 0; i < N_CLASSES && has(CLASSES[i]); i++) {
-            float best = INFINITY;
-            for (const cublasLtMatmulAlgo_t &each : all) {
-                if (const float ms = milliseconds(each, CLASSES[i]); ms < best) {
-                    best = ms;
-                    chosen.by_class[i] = each;
-                }
+        chosen.tiles = few_form(device, 1, K, {N}) >= 0;
+        for (int form = 0; form < N_FEW_FORMS && chosen.tiles; form++) {
+            chosen.tiles = same(form);
+        }
+        for (int i = 0; i < N_CLASSES; i++) {
+            size_t best = firsts[i];
+            if (has(CLASSES[i]) && !(chosen.tiles && few_form(device, CLASSES[i], K, {N}) >= 0)) {
+                const std::vector<float> ms = medians(all, CLASSES[i]);
+                const size_t least = size_t(std::min_element(ms.begin(), ms.end()) - ms.begin());
+                best = ms[least] < FASTER * ms[best] ? least : best;
             }
-            const int columns = few_tile_columns(CLASSES[i], N, K);
-            if (columns > 0 && same(columns) && milliseconds(columns, CLASSES[i]) < best) {
-                chosen.few_columns[i] = columns;
-            }
+            chosen.by_class[i] = all[best];
         }
         return 0;
     }

@@ -1,6 +1,7 @@
 // Turns activations of a prefill into F16 rows, with the norm or gate before them. A block has a row, in
 // registers from the first read to the last write. A row's values depend on that row alone.
 #include "common/activation.cuh"
+#include "common/overlap.cuh"
 #include "common/pointers.h"
 #include "matmul/prompt.h"
 
@@ -82,6 +83,8 @@ __device__ float power_of_two(int exponent) {
 // The grid is rows. Vector i of the row belongs to thread i % blockDim.x.
 template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_kernel(RowmmPackArgs a) {
     __shared__ float sums[MAX_WARPS], maxima[MAX_WARPS];
+    wait_for_previous();
+    let_next_start();
     const int64_t row = blockIdx.x, n = a.K / 4;
     const float4 *x = reinterpret_cast<const float4 *>(a.x + row * a.x_row);
     const float4 *y = reinterpret_cast<const float4 *>(a.y + row * a.y_row);
@@ -135,8 +138,8 @@ template <int OWN> __global__ void __launch_bounds__(MAX_WARPS *WARP) gemm_pack_
     }
 }
 
-template <int OWN> void launch(const RowmmPackArgs &a, int warps, cudaStream_t stream) {
-    gemm_pack_kernel<OWN><<<a.T, warps * WARP, 0, stream>>>(a);
+template <int OWN> int launch(const RowmmPackArgs &a, int warps, cudaStream_t stream) {
+    return int(launch_kernel(gemm_pack_kernel<OWN>, dim3(unsigned(a.T)), warps * WARP, 0, stream, true, a));
 }
 
 bool valid(const RowmmPackArgs &a) {
@@ -171,14 +174,13 @@ int cuda::gemm_pack(const RowmmPackArgs &args, void *stream) {
     // A thread then has about 5 vectors.
     const int warps = std::clamp((vectors + 5 * WARP - 1) / (5 * WARP), 4, MAX_WARPS);
     switch ((vectors + warps * WARP - 1) / (warps * WARP)) {
-        case 1: launch<1>(args, warps, st); break;
-        case 2: launch<2>(args, warps, st); break;
-        case 3: launch<3>(args, warps, st); break;
-        case 4: launch<4>(args, warps, st); break;
-        case 5: launch<5>(args, warps, st); break;
-        default: launch<MAX_OWN>(args, warps, st);
+        case 1: return launch<1>(args, warps, st);
+        case 2: return launch<2>(args, warps, st);
+        case 3: return launch<3>(args, warps, st);
+        case 4: return launch<4>(args, warps, st);
+        case 5: return launch<5>(args, warps, st);
+        default: return launch<MAX_OWN>(args, warps, st);
     }
-    return int(cudaGetLastError());
 }
 
 } // namespace luce

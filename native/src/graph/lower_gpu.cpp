@@ -75,6 +75,7 @@
 
 #include "common/device_limits.h"
 #include "graph/rules.h"
+#include "matmul/few_rows_plan.h"
 #include "matmul/layout.h"
 #include "moe/launch_plan.h"
 #include "ops/moe.h"
@@ -279,17 +280,33 @@ protected:
             return made({y.graph, y.node, int32_t(i)}, Form::rows);
         };
         std::vector<size_t> packed_ones; // which cuBLAS does not take: of few or odd rows
+        std::vector<size_t> copied; // as F16
+        std::vector<int64_t> sizes; // of these
         for (size_t i = 0; i < w.size(); i++) {
-            if (ggml_tensor *copy = plain.model.copy_of(w[i]); copy != nullptr && by_gemm(w[i], y)) {
-                GemmArgs a{};
-                a.T = int32_t(n.T);
-                product(i) = ops::gemm_copy(ctx, {f16(x), copy, residual}, a);
+            if (plain.model.copy_of(w[i]) != nullptr && by_gemm(w[i], y)) {
+                copied.push_back(i);
+                sizes.push_back(w[i]->ne[1]);
             } else if (by_gemm(w[i], y)) {
                 PromptMatmulArgs a{};
                 a.product.T = int32_t(n.T);
                 product(i) = ops::gemm(ctx, {f16(x), w[i], stage().gemm_scratch, residual}, a);
             } else if (is_packed(w[i])) {
                 packed_ones.push_back(i);
+            }
+        }
+        // One op keeps the memory of all its results, so that they are one only where one launch is enough.
+        const bool one_launch = few_form(limits_of(stage().device), n.T, plain.width(x), sizes) >= 0;
+        const size_t together = one_launch ? copied.size() : 1;
+        for (size_t i = 0; i < copied.size(); i += together) {
+            GemmCopiesArgs a{};
+            a.T = int32_t(n.T);
+            std::vector<ggml_tensor *> args = {f16(x), residual};
+            for (size_t j = i; j < i + together; j++) {
+                args.push_back(plain.model.copy_of(w[copied[j]]));
+            }
+            const OpNode products = ops::gemm_copies(ctx, args, a);
+            for (size_t j = i; j < i + together; j++) {
+                product(copied[j]) = products[int(j - i)];
             }
         }
         if (!packed_ones.empty()) {

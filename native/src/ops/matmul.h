@@ -387,16 +387,18 @@ inline const auto &gemm = row<PromptMatmulArgs>("gemm", [](auto &op, auto &a) {
     op.out(FIELD(product.out), {N, T});
     op.runs(nullptr, prompt_matmul);
 });
-// The same with a copy of them that is F16 already.
-inline const auto &gemm_copy = row<GemmArgs>("gemm_copy", [](auto &op, auto &a) {
+// Products with copies of weights that are F16 already, and a residual where there is one copy.
+inline const auto &gemm_copies = row<GemmCopiesArgs>("gemm_copies", [](auto &op, auto &a) {
     op.in(FIELD(x), {ANY});
-    op.matrix(FIELD(weights), {K, N});
-    op.in(FIELD(residual), {N, T}).maybe();
-    op.dims(a.K, K, a.N, N);
+    op.in(FIELD(residual), {ANY, T}).maybe();
+    op.in("weights", ArgForm::matrix, {K, ANY}, [](auto &args, const ggml_tensor &w, uint8_t *at) {
+          args.weights[args.n_weights++] = {at, nullptr, w.ne[1]};
+      }).up_to(GEMM_MAX_WEIGHTS);
+    op.dims(a.K, K);
     op.params(FIELD(T));
     op.known(T, a.T);
-    op.out(FIELD(out), {N, T});
-    op.runs(nullptr, cuda::gemm);
+    op.out_of_weights();
+    op.runs(nullptr, cuda::gemm_copies);
 });
 #endif
 

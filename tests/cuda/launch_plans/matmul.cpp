@@ -1,3 +1,4 @@
+#include "matmul/few_rows_plan.h"
 #include "matmul/launch_plan.h"
 
 #include "digest.h"
@@ -149,10 +150,25 @@ Digest digest_of(const DeviceLimits &device) {
 
 } // namespace
 
+// One wave of a prompt's tiles is enough where there are any, and they are for few rows, or few rows of weights, on Hopper alone.
+void check_few_rows(const Card &card, const Product &of) {
+    for (const int64_t T : {1, 64, 65, 128, 129, 512, 4096}) {
+        const int form = few_form(card.limits, T, of.K, of.N);
+        int64_t tiles = 0, most = 0;
+        for (const int64_t N : of.N) {
+            tiles += form < 0 ? 0 : divided(N, FEW_FORMS[form].columns) * divided(T, FEW_FORMS[form].rows);
+            most = std::max(most, N);
+        }
+        expect(form < 0 || (card.limits.wgmma && tiles <= card.limits.multiprocessors && (T <= FEW_PROMPT_ROWS || most <= FEW_WEIGHTS)),
+               "tiles of " + std::to_string(T) + " rows on " + card.name);
+    }
+}
+
 void plan_matmul(const Card &card) {
     const DeviceLimits &device = card.limits;
     for (const Model &m : MODELS) {
         for (const Product &of : products_of(m)) {
+            check_few_rows(card, of);
             for (const int type : TYPES) {
                 const RowmmPlan one = plan_rowmm(device, product(of, type, 1));
                 for (const int T : SOME_ROWS) {

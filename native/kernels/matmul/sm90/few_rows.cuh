@@ -1,7 +1,9 @@
-// Computes a prompt's product by wgmma where there are few rows, or few rows of weights, for Hopper:
-// out[t][n] = sum_k W[n][k] * x[t][k], times the row's power of two, and its residual. Tiles are such that one wave of blocks fills
-// the device. (cuBLAS's leave multiprocessors without work, and what it leaves to do with a row takes a launch of its own.) Each
-// sum goes over all of K in steps of 16, as with those of cuBLAS's algorithms that do not split K, so that its bits are the same.
+// Computes a prompt's products by wgmma where there are few rows, or few rows of weights, for Hopper:
+// out[t][n] = sum_k W[n][k] * x[t][k], times the row's power of two, and its residual. One launch multiplies by several matrices.
+// Tiles are such that one wave of blocks is enough, and nearly fills the device where matrices are large. (cuBLAS's tiles are often
+// too many or too few, and what it leaves to do with a row takes a launch of its own.) Each sum goes over all of K in steps of 16,
+// as with those of cuBLAS's algorithms that do not split K, so that its bits are the same.
+// bench/results/2026-11-30-short-prompts-h200.txt has what this takes, and what else was tried.
 //
 // A warpgroup multiplies 64 rows. Two warps bring rows and weights as bulk copies of tiles to a ring in shared memory, where
 // they lie as wgmma reads them (rows of 128 bytes, swizzled).
@@ -9,29 +11,33 @@
 
 #include "common/device_limits.h"
 #include "common/ring.cuh"
+#include "matmul/few_rows_plan.h"
 #include "matmul/prompt.h"
 #include "matmul/sm90/wgmma.cuh"
 
 #include <cuda.h>
 
+#include <utility>
+
 namespace luce {
 namespace {
 
-constexpr int FEW_COLUMNS[] = {8, 16, 40, 48, 80, 96, 136}; // rows of weights of a tile
-constexpr int few_tile_rows(int columns) {
-    return columns < 40 ? 64 : 128;
-}
-
+struct FewMaps {
+    CUtensorMap x, weights[GEMM_MAX_WEIGHTS];
+};
 struct FewArgs {
-    float *out;
     const float *residual, *scales; // either may be null
-    int T, steps;
-    int64_t N;
+    int T, steps, n; // there are so many matrices
+    struct {
+        float *out;
+        int64_t N;
+        int first; // tile
+    } matrices[GEMM_MAX_WEIGHTS];
 };
 
 // A step is panels of 64 k. There are several, so that fewer barriers are passed, and longer lines are read.
-template <int COLUMNS> struct FewShape {
-    static constexpr int ROWS = few_tile_rows(COLUMNS), PANELS = ROWS == 64 ? 4 : 2, PANEL_K = 64;
+template <int ROWS, int COLUMNS> struct FewShape {
+    static constexpr int PANELS = COLUMNS < 40 ? 4 : 2, PANEL_K = 64;
     static constexpr int K = PANELS * PANEL_K, PRODUCERS = 2, MULTIPLIERS = ROWS / 16; // warps
     static constexpr int THREADS = (MULTIPLIERS + PRODUCERS) * 32;
     static constexpr int X = ROWS * 128, W = COLUMNS * 128, STAGE = PANELS * (X + W);
@@ -68,6 +74,8 @@ LUCE_FEW(80, LUCE_TEN() LUCE_TEN(1) LUCE_TEN(2) LUCE_EIGHT(3) ",%38,%39", 40, 41
          LUCE_C2(6), LUCE_C2(8))
 LUCE_FEW(96, LUCE_TEN() LUCE_TEN(1) LUCE_TEN(2) LUCE_TEN(3) LUCE_EIGHT(4), 48, 49, 50, LUCE_C2(0), LUCE_C2(2), LUCE_C2(4),
          LUCE_C2(6), LUCE_C2(8), LUCE_C2(10))
+LUCE_FEW(112, LUCE_TEN() LUCE_TEN(1) LUCE_TEN(2) LUCE_TEN(3) LUCE_TEN(4) LUCE_FOUR(5, 0, 1, 2, 3) ",%54,%55", 56, 57, 58, LUCE_C2(0),
+         LUCE_C2(2), LUCE_C2(4), LUCE_C2(6), LUCE_C2(8), LUCE_C2(10), LUCE_C2(12))
 LUCE_FEW(136, LUCE_TEN() LUCE_TEN(1) LUCE_TEN(2) LUCE_TEN(3) LUCE_TEN(4) LUCE_TEN(5) LUCE_EIGHT(6), 68, 69, 70, LUCE_C2(0),
          LUCE_C2(2), LUCE_C2(4), LUCE_C2(6), LUCE_C2(8), LUCE_C2(10), LUCE_C2(12), LUCE_C2(14), LUCE_C(16))
 // clang-format on
@@ -105,18 +113,22 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap &matrix
 #endif
 }
 
-// The grid is tiles of weights, and of rows.
-template <int COLUMNS>
-__global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
-    few_rows_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap weights,
-                    const __grid_constant__ FewArgs a) {
+// The grid is tiles of weights of all matrices, and tiles of rows.
+template <int ROWS, int COLUMNS>
+__global__ void __launch_bounds__(FewShape<ROWS, COLUMNS>::THREADS, 1)
+    few_rows_kernel(const __grid_constant__ FewMaps maps, const __grid_constant__ FewArgs a) {
 #if ROWMM_WGMMA
-    using S = FewShape<COLUMNS>;
+    using S = FewShape<ROWS, COLUMNS>;
     extern __shared__ uint8_t shared[];
     const uint32_t stages = (shared_address(shared) + S::ALIGNMENT - 1) & ~uint32_t(S::ALIGNMENT - 1);
     const uint32_t full = stages + S::STAGES * S::STAGE, empty = full + 8 * S::STAGES;
     const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
-    const int first = int(blockIdx.x) * COLUMNS, first_row = int(blockIdx.y) * S::ROWS;
+    int which = 0;
+    while (which + 1 < a.n && int(blockIdx.x) >= a.matrices[which + 1].first) {
+        which++;
+    }
+    const int first = (int(blockIdx.x) - a.matrices[which].first) * COLUMNS,
+              first_row = int(blockIdx.y) * ROWS;
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::STAGES; i++) {
             barrier_init(full + 8 * i, S::PRODUCERS);
@@ -125,15 +137,14 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
         barrier_init_done();
     }
     __syncthreads();
-    let_next_start();
-    wait_for_previous();
     Place at;
     if (warp >= S::MULTIPLIERS) {
         if (lane == 0) {
             const bool rows = warp == S::MULTIPLIERS;
-            const CUtensorMap &matrix = rows ? x : weights;
+            const CUtensorMap &matrix = rows ? maps.x : maps.weights[which];
             const int tile = rows ? S::X : S::W, behind = rows ? 0 : S::PANELS * S::X,
                       row = rows ? first_row : first;
+            wait_for_previous();
             for (int i = 0; i < a.steps; i++, at.next(S::STAGES)) {
                 barrier_wait(empty + 8 * at.i, at.parity ^ 1); // the phase before the first has ended
                 copies_begin(full + 8 * at.i, S::PANELS * tile);
@@ -146,6 +157,8 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
         }
         return;
     }
+    wait_for_previous();
+    let_next_start(); // behind the wait, so that who reads early finds what all ahead of this have left
     float sums[COLUMNS / 8][4] = {};
     Place before;
     for (int i = 0; i < a.steps; i++, at.next(S::STAGES)) {
@@ -171,19 +184,21 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
     }
     wgmma_wait<0>();
     wgmma_pin(sums);
+    const int64_t N = a.matrices[which].N;
+    float *const out = a.matrices[which].out;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const int t = first_row + warp * 16 + lane / 4 + h * 8, n = first + lane % 4 * 2;
         if (t >= a.T) {
             continue;
         }
-        const int64_t begin = t * a.N + n;
+        const int64_t begin = t * N + n;
         const float scale = a.scales == nullptr ? 1.0f : a.scales[t];
         float2 more[COLUMNS / 8] = {};
         if (a.residual != nullptr) {
 #pragma unroll
             for (int j = 0; j < COLUMNS / 8; j++) {
-                if (n + j * 8 < a.N) {
+                if (n + j * 8 < N) {
                     more[j] = *reinterpret_cast<const float2 *>(a.residual + begin + j * 8);
                 }
             }
@@ -194,8 +209,8 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
             if (scale != 1.0f || a.residual != nullptr) { // as it is done behind cuBLAS, to the bit
                 v = {v.x * scale + more[j].x, v.y * scale + more[j].y};
             }
-            if (n + j * 8 < a.N) {
-                *reinterpret_cast<float2 *>(a.out + begin + j * 8) = v;
+            if (n + j * 8 < N) {
+                *reinterpret_cast<float2 *>(out + begin + j * 8) = v;
             }
         }
     }
@@ -203,22 +218,6 @@ __global__ void __launch_bounds__(FewShape<COLUMNS>::THREADS, 1)
 }
 
 // ---- the host's part ----
-
-// Returns how many rows of weights a tile has, of those that there is code for: the fewest with which one wave of tiles is enough.
-// It is 0 where more are needed, where the device, or the code, lacks wgmma, and where K is no multiple of 64: there an H200's
-// cuBLAS had other bits.
-inline int few_tile_columns(int64_t T, int64_t N, int64_t K) {
-    DeviceLimits device;
-    if (cuda::device_limits(device) != 0 || !device.wgmma || K % 64 != 0) {
-        return 0;
-    }
-    for (const int columns : FEW_COLUMNS) {
-        if (int64_t(divided(N, columns)) * divided(T, few_tile_rows(columns)) <= device.multiprocessors) {
-            return columns;
-        }
-    }
-    return 0;
-}
 
 // Describes a matrix of F16 [rows][K] for copies of 64 k of so many rows.
 inline int describe(CUtensorMap &map, const void *matrix, int64_t rows, int64_t K, int tile_rows) {
@@ -239,30 +238,38 @@ inline int describe(CUtensorMap &map, const void *matrix, int64_t rows, int64_t 
                : int(cudaErrorNotSupported);
 }
 
-template <int COLUMNS> int multiply_few(const GemmArgs &g, const float *scales, cudaStream_t stream) {
-    using S = FewShape<COLUMNS>;
-    CUtensorMap x, weights;
-    int error = describe(x, g.x, g.T, g.K, S::ROWS);
-    error = error != 0 ? error : describe(weights, g.weights, g.N, g.K, COLUMNS);
-    const FewArgs args = {g.out, g.residual, scales, g.T, divided(g.K, S::K), g.N};
-    const dim3 grid(unsigned(divided(g.N, COLUMNS)), unsigned(divided(g.T, S::ROWS)));
+template <int ROWS, int COLUMNS>
+int multiply_few(const GemmCopiesArgs &g, const float *scales, cudaStream_t stream) {
+    using S = FewShape<ROWS, COLUMNS>;
+    FewMaps maps;
+    FewArgs args = {g.residual, scales, g.T, divided(g.K, S::K), g.n_weights, {}};
+    int error = describe(maps.x, g.x, g.T, g.K, ROWS), tiles = 0;
+    for (int i = 0; i < g.n_weights && error == 0; i++) {
+        const auto &w = g.weights[i];
+        args.matrices[i] = {w.out, w.N, tiles};
+        tiles += divided(w.N, COLUMNS);
+        error = describe(maps.weights[i], w.weights, w.N, g.K, COLUMNS);
+    }
+    const dim3 grid(unsigned(tiles), unsigned(divided(g.T, ROWS)));
     return error != 0 ? error
-                      : int(launch_kernel(few_rows_kernel<COLUMNS>, grid, S::THREADS, size_t(S::SHARED),
-                                          stream, true, x, weights, args));
+                      : int(launch_kernel(few_rows_kernel<ROWS, COLUMNS>, grid, S::THREADS, size_t(S::SHARED),
+                                          stream, true, maps, args));
 }
 
-// Multiplies by tiles of so many rows of weights. `scales` are the rows' powers of two, or null.
-inline int multiply_few(int columns, const GemmArgs &g, const float *scales, cudaStream_t stream) {
-    switch (columns) {
-        case 8: return multiply_few<8>(g, scales, stream);
-        case 16: return multiply_few<16>(g, scales, stream);
-        case 40: return multiply_few<40>(g, scales, stream);
-        case 48: return multiply_few<48>(g, scales, stream);
-        case 80: return multiply_few<80>(g, scales, stream);
-        case 96: return multiply_few<96>(g, scales, stream);
-        case 136: return multiply_few<136>(g, scales, stream);
-        default: return int(cudaErrorInvalidValue);
-    }
+template <int... FORMS>
+int multiply_few(int form, const GemmCopiesArgs &g, const float *scales, cudaStream_t stream,
+                 std::integer_sequence<int, FORMS...>) {
+    int error = int(cudaErrorInvalidValue);
+    const auto run = [&](auto of) {
+        constexpr FewForm FORM = FEW_FORMS[of.value];
+        error = of.value == form ? multiply_few<FORM.rows, FORM.columns>(g, scales, stream) : error;
+    };
+    (run(std::integral_constant<int, FORMS>()), ...);
+    return error;
+}
+// Multiplies by tiles of a form. `scales` are the rows' powers of two, or null.
+inline int multiply_few(int form, const GemmCopiesArgs &g, const float *scales, cudaStream_t stream) {
+    return multiply_few(form, g, scales, stream, std::make_integer_sequence<int, N_FEW_FORMS>());
 }
 
 } // namespace
