@@ -128,6 +128,8 @@ __device__ void prepare_head(const ChunkParams &a, PrepareShared<S> &sh, float *
 template <int S>
 __global__ void __launch_bounds__(PREPARE_THREADS) prepare_kernel(const __grid_constant__ ChunkParams a) {
     __shared__ PrepareShared<S> sh;
+    wait_for_previous();
+    let_next_start();
     const int chunk = blockIdx.x, kh = blockIdx.y, warp = threadIdx.x / WARP;
     const ChunkRows rows(*a.ctl, chunk);
     if (rows.n <= 0) {
@@ -340,10 +342,12 @@ template <int S> struct Walker {
 template <int S>
 __global__ void __launch_bounds__(SPAN_WARPS *WARP) walk_kernel(const __grid_constant__ ChunkParams a) {
     extern __shared__ uint8_t stages[];
+    let_next_start();
     Walker<S> walker(a);
     const int n_chunks = (walker.n_rows + ROWS - 1) / ROWS;
+    walker.load(); // the state is as the step before has left it
+    wait_for_previous();
     walker.fetch(stages, 0);
-    walker.load();
     for (int chunk = 0; chunk < n_chunks; chunk++) {
         copies_wait();
         __syncthreads(); // the chunk is here; all have left the one before
@@ -365,9 +369,9 @@ template <int S> int launch(const DeltaArgs &args, void *scratch, cudaStream_t s
     ChunkParams a{Params(args), static_cast<uint8_t *>(scratch), nullptr};
     a.heads = a.keys + int64_t(delta_chunks(args.shape)) * a.shape.Hk * Chunk<S>::KEYS;
     static_assert(2 * Chunk<S>::STAGE <= 101376, "a block's shared memory on GPUs of compute capability 8.6");
-    cudaError_t error = launch_kernel(prepare_kernel<S>, plan_prepare(args.shape), stream, false, a);
+    cudaError_t error = launch_kernel(prepare_kernel<S>, plan_prepare(args.shape), stream, true, a);
     if (error == cudaSuccess) {
-        error = launch_kernel(walk_kernel<S>, plan_walk(args.shape), stream, false, a);
+        error = launch_kernel(walk_kernel<S>, plan_walk(args.shape), stream, true, a);
     }
     return int(error);
 }

@@ -67,8 +67,8 @@ template <int S> struct ChunkLayout {
 
 constexpr int TAPS = CONV_TAPS, WINDOW = TAPS - 1;
 constexpr int GROUP = 16; // a block of a verify has at most so many sequences
-constexpr int APPEND_WARPS = 4;
-constexpr int APPEND_RUN = 16; // a warp has so many neighbouring rows, and slides the taps in registers
+constexpr int APPEND_WARPS = 8;
+constexpr int APPEND_RUN = 8; // a warp has so many neighbouring rows, and slides the taps in registers
 constexpr int APPEND_ROWS = APPEND_WARPS * APPEND_RUN;
 constexpr int SUM_TILE = 128; // a block that adds up parts has so many results of each row
 

@@ -78,6 +78,6 @@ void plan_deltanet(const Card &card) {
     expect(!delta_lacks(64, 2, 3).empty() && !delta_lacks(64, 0, 2).empty() && !delta_lacks(64, 4, 2).empty(), "groups are named");
     expect(conv_lacks(4).empty() && !conv_lacks(1).empty() && !conv_lacks(9).empty(), "taps are named");
     if (card.capability == 90) {
-        pin(card, digest_of(device), 0xf57d0f42f66e98ca);
+        pin(card, digest_of(device), 0x1a4635632e8be58a);
     }
 }
