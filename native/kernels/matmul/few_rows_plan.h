@@ -13,8 +13,8 @@ namespace luce {
 struct FewForm {
     int rows, columns;
 };
-constexpr FewForm FEW_FORMS[] = {{64, 8},   {64, 16},  {64, 80},  {64, 96},   {128, 40},
-                                 {128, 48}, {128, 80}, {128, 96}, {128, 112}, {128, 136}};
+constexpr FewForm FEW_FORMS[] = {{64, 8},   {64, 16},  {128, 40},  {128, 48},
+                                 {128, 80}, {128, 96}, {128, 112}, {128, 136}};
 constexpr int N_FEW_FORMS = sizeof(FEW_FORMS) / sizeof(FEW_FORMS[0]);
 constexpr int FEW_PROMPT_ROWS = 128; // of x
 constexpr int64_t FEW_WEIGHTS = 64; // rows of them
