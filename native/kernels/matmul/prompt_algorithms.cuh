@@ -220,6 +220,7 @@ struct Trial {
                 cudaSuccess ||
             cudaMemsetAsync(count.p, 0, sizeof(uint32_t), stream) != cudaSuccess ||
             run(algorithm, GEMM_TRIAL_ROWS, found.p) != 0) {
+            cudaGetLastError(); // a trial's is none of the next product's
             return false;
         }
         differ_kernel<<<512, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(expected.p),
@@ -235,11 +236,12 @@ struct Trial {
     std::vector<float> medians(const std::vector<cublasLtMatmulAlgo_t> &all, int rows) const {
         const int n = int(all.size());
         const Events events(TURNS * n + 1);
-        std::vector<float> found_ms(all.size(), 0.0f);
+        std::vector<float> times(all.size(), 0.0f);
         cudaEventRecord(events.all[0], stream);
         for (int i = 0; i < TURNS * n; i++) {
             if (run(all[i % n], rows, found.p, i) != 0) {
-                found_ms[i % n] = INFINITY;
+                times[i % n] = INFINITY;
+                cudaGetLastError();
             }
             cudaEventRecord(events.all[i + 1], stream);
         }
@@ -250,9 +252,9 @@ struct Trial {
                 cudaEventElapsedTime(&ms[turn], events.all[turn * n + i], events.all[turn * n + i + 1]);
             }
             std::nth_element(ms, ms + TURNS / 2, ms + TURNS);
-            found_ms[i] = ended ? std::max(found_ms[i], ms[TURNS / 2]) : INFINITY;
+            times[i] = ended ? std::max(times[i], ms[TURNS / 2]) : INFINITY;
         }
-        return found_ms;
+        return times;
     }
 
     // Chooses for each class of rows the first that is offered for them and gives the reference's bits, or one that is clearly faster,
@@ -267,18 +269,14 @@ struct Trial {
             bool first = true;
             for (const cublasLtMatmulAlgo_t &each :
                  Product(CLASSES[i], N, K).offered(library.handle, OFFERED)) {
-                const size_t at = size_t(std::find_if(all.begin(), all.end(),
-                                                      [&](const auto &other) {
-                                                          return memcmp(&other, &each, sizeof(each)) == 0;
-                                                      }) -
-                                         all.begin());
-                if (at == all.size()) {
-                    if (!same(each)) {
-                        continue;
-                    }
+                size_t at = 0;
+                while (at < all.size() && memcmp(&all[at], &each, sizeof(each)) != 0) {
+                    at++;
+                }
+                if (at == all.size() && same(each)) {
                     all.push_back(each);
                 }
-                if (first) {
+                if (first && at < all.size()) {
                     firsts[i] = at;
                     first = false;
                 }
