@@ -164,6 +164,20 @@ void check_few_rows(const Card &card, const Product &of) {
     }
 }
 
+// What the 27b's layers multiply 128 rows with, by the columns of their tiles.
+void check_few_rows_of_the_27b() {
+    const auto columns = [](int64_t T, int64_t K, const std::vector<int64_t> &sizes) {
+        const int form = few_form(H200, T, K, sizes);
+        return form < 0 ? 0 : FEW_FORMS[form].columns;
+    };
+    expect(columns(128, 5120, {10240, 6144, 48, 48}) == 136, "tiles of qkv, z, beta and alpha");
+    expect(columns(128, 5120, {12288, 1024, 1024}) == 112, "tiles of q, k and v");
+    expect(columns(128, 6144, {5120}) == 40 && columns(128, 17408, {5120}) == 40, "tiles of out and down");
+    expect(columns(128, 5120, {17408}) == 136 && columns(128, 5120, {17408, 17408}) == 0, "gate and up are two waves");
+    expect(columns(129, 5120, {1024}) == 0 && columns(2048, 5120, {48}) == 16, "more rows have tiles with few weights alone");
+    expect(columns(128, 136, {1024}) == 0, "tiles need whole steps of K");
+}
+
 void plan_matmul(const Card &card) {
     const DeviceLimits &device = card.limits;
     for (const Model &m : MODELS) {
@@ -211,6 +225,7 @@ void plan_matmul(const Card &card) {
         expect(plan.x == a.T && plan.threads >= K / 8, "a block has a row that is normed whole, and a lane eight values");
     }
     check_h200();
+    check_few_rows_of_the_27b();
     if (card.capability == 90) {
         pin(card, digest_of(device), 0x24c2896f829c9db0);
     }
