@@ -229,6 +229,7 @@ Engine::Engine(std::shared_ptr<const Model> model, const EngineParams &params)
         check_memory(stage.device, need + other_of(sizes, cache_, i), what.c_str());
     }
     cache_.n_cut = sizes.n_cut;
+    cache_.n_tail = sizes.n_tail;
     cache_.allocate();
     step_ = std::make_unique<Step>(*model_, cache_, params_, sizes);
 }

@@ -19,7 +19,7 @@
 namespace luce {
 
 // prefill: rows of a prompt, without a choice. prefill_last: its last rows. prefill_tail: its last
-// rows where they begin at a multiple of TAIL (step/step.h) and are fewer. verify: anchors and drafts. draft: a step of one of the
+// rows where they begin at a multiple of TAIL (step/tails.h) and are fewer. verify: anchors and drafts. draft: a step of one of the
 // engine's drafters. feed: KV of committed rows, of the drafters that lag.
 enum class StepKind { prefill, prefill_last, prefill_tail, verify, draft, feed };
 

@@ -284,6 +284,9 @@ public:
     // Returns a packed matrix of the trunk's layers as F16 {K, N}, or null where the model keeps none of it. Prompts'
     // products read it; without it they write the matrix out first, to the same values.
     ggml_tensor *copy_of(const ggml_tensor *weight) const;
+    // All layers of the trunk take so many bytes as they are, and all copies that a device with room for them would have.
+    uint64_t bytes_of_layers() const;
+    uint64_t bytes_to_copy() const;
     // Returns a hash of the loaded tensors' names, types, shapes and first bytes. It says which model a checkpoint belongs
     // to.
     uint64_t identity() const;
@@ -304,6 +307,7 @@ private:
     friend class WeightReader;
     void find_kinds();
     void plan_copies(uint64_t most);
+    uint64_t copied_bytes(const ggml_tensor *tensor, uint32_t layer) const;
     uint32_t trunk_layer(const GgufTensor *source) const;
     void place_packed(uint32_t stage, bool at_home);
     void place_copies(uint32_t stage);

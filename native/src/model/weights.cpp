@@ -800,7 +800,42 @@ ggml_tensor *Model::copy_of(const ggml_tensor *weight) const {
     return found == copies_.end() ? nullptr : found->second;
 }
 
-// Describes copies of what prompts multiply by cuBLAS: layers' matrices, but for a shared expert's, which go with the experts.
+// Returns the bytes of a matrix's copy: of those of layers, but for a shared expert's, which go with the experts. It is 0 for what
+// prompts do not multiply by cuBLAS.
+uint64_t Model::copied_bytes([[maybe_unused]] const ggml_tensor *tensor,
+                             [[maybe_unused]] uint32_t layer) const {
+#ifdef LUCE_USE_CUDA
+    const int64_t K = tensor->ne[0], N = tensor->ne[1];
+    if (layer == hp_.n_layer || !is_packed(tensor) || matrices_of(tensor).n != 1 || !gemm_has(K, N)) {
+        return 0;
+    }
+    const Moe *moe = weights_.blocks[layer].moe();
+    const bool shared =
+        moe != nullptr && !moe->in_ram &&
+        (tensor == moe->shared.gate || tensor == moe->shared.up || tensor == moe->shared.down);
+    return shared ? 0 : uint64_t(2 * K * N);
+#else
+    return 0;
+#endif
+}
+
+uint64_t Model::bytes_to_copy() const {
+    uint64_t bytes = 0;
+    for (const auto &[tensor, source, slice] : tensors_) {
+        bytes += copied_bytes(tensor, trunk_layer(source));
+    }
+    return bytes;
+}
+
+uint64_t Model::bytes_of_layers() const {
+    uint64_t bytes = 0;
+    for (const auto &[tensor, source, slice] : tensors_) {
+        bytes += trunk_layer(source) < hp_.n_layer ? ggml_nbytes(tensor) : 0;
+    }
+    return bytes;
+}
+
+// Describes copies of what prompts multiply by cuBLAS, in so many bytes.
 void Model::plan_copies([[maybe_unused]] uint64_t most) {
 #ifdef LUCE_USE_CUDA
     std::vector<uint64_t> left(placements_.size(), gpu() ? most : 0);
@@ -808,20 +843,13 @@ void Model::plan_copies([[maybe_unused]] uint64_t most) {
         copy_contexts_.push_back(new_context(ggml_tensor_overhead() * (tensors_.size() + 1)));
     }
     for (const auto &[tensor, source, slice] : tensors_) {
-        const uint32_t layer = trunk_layer(source);
-        if (layer == hp_.n_layer || !is_packed(tensor) || matrices_of(tensor).n != 1) {
-            continue;
-        }
-        const Moe *moe = weights_.blocks[layer].moe();
-        const bool shared =
-            moe != nullptr && !moe->in_ram &&
-            (tensor == moe->shared.gate || tensor == moe->shared.up || tensor == moe->shared.down);
-        const int64_t K = tensor->ne[0], N = tensor->ne[1], bytes = 2 * K * N;
+        const uint64_t bytes = copied_bytes(tensor, trunk_layer(source));
         uint64_t &room = left[luce::stage_of(tensor)];
-        if (!shared && gemm_has(K, N) && uint64_t(bytes) <= room) {
-            room -= uint64_t(bytes);
+        if (bytes > 0 && bytes <= room) {
+            room -= bytes;
             ggml_context *context = copy_contexts_[luce::stage_of(tensor)].get();
-            ggml_tensor *copy = copies_[tensor] = ggml_new_tensor_2d(context, GGML_TYPE_F16, K, N);
+            ggml_tensor *copy = copies_[tensor] =
+                ggml_new_tensor_2d(context, GGML_TYPE_F16, tensor->ne[0], tensor->ne[1]);
             ggml_format_name(copy, "%s.f16", tensor->name);
             copy->op_params[3] = tensor->op_params[3];
         }

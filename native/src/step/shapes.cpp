@@ -524,10 +524,28 @@ static std::vector<StepShape> steps_apart([[maybe_unused]] const Model &model,
     return shapes;
 }
 
+// The same on each of several devices as on one of them.
+static uint32_t tail_of([[maybe_unused]] const Model &model, [[maybe_unused]] const Cache &cache) {
+    uint32_t tail = longest_tail(nullptr, 0, 0, 0);
+#ifdef LUCE_USE_CUDA
+    for (const Stage &stage : cache.stages()) {
+        uint64_t free = 0, total = 0;
+        stage.device.memory(&free, &total);
+        if (model.gpu()) {
+            const DeviceLimits limits = limits_of(stage.device);
+            tail =
+                std::max(tail, longest_tail(&limits, total, model.bytes_of_layers(), model.bytes_to_copy()));
+        }
+    }
+#endif
+    return tail;
+}
+
 StepSizes Step::measure(const Model &model, const Cache &cache, const EngineParams &params) {
     Regions in(cache, params);
     StepSizes sizes;
     sizes.inputs = in.size(cache);
+    sizes.n_tail = tail_of(model, cache);
     sizes.compute.resize(cache.stages().size());
     const GraphAllocator galloc = step_allocator(cache);
     uint64_t n_nodes = 0, work = 0;

@@ -17,6 +17,7 @@
 #include "model/host_pages.h"
 #include "step/host_experts.h"
 #include "step/inputs.h"
+#include "step/tails.h"
 #include "step/threads.h"
 
 #include <map>
@@ -25,11 +26,6 @@
 #include <vector>
 
 namespace luce {
-
-// A prompt's tail is its rows past the last multiple of so many positions. They are multiplied as a step's rows are: on a GPU, to
-// write out all weights takes as long as the steps' matmul for about so many (on an H200). A tail is a prompt's end wherever its
-// beginning came from, so its bits are the same; a longer prompt reads these rows again.
-constexpr uint32_t TAIL = 128;
 
 struct StepShape {
     StepKind kind;
@@ -59,6 +55,7 @@ struct StepSizes {
     // A prompt may be cut at its multiples without a bit changing: TAIL on a GPU, ATTEND_ROWS on a CPU, and n_chunk where
     // ggml multiplies with some weights, or has a GPU's attention: its sums depend on how many rows there are.
     uint32_t n_cut = 0;
+    uint32_t n_tail = 0; // a prompt's tail has at most so many rows (step/tails.h)
     uint64_t inputs = 0;
     uint64_t other = 0; // captured graphs, on a CPU all graphs, and ggml's work buffers take at most so much
 };

@@ -263,11 +263,18 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
 void check_fits(const Model &model, const Cache &cache, const EngineParams &params, Regions &regions) {
     const uint64_t measured = Step::measure(model, cache, params).compute[0].bytes;
     const CacheParams &c = cache.params();
+    std::vector<std::pair<uint32_t, StepKind>> ways;
+    for (const uint32_t prompts : {1u, 2u, 3u, uint32_t(MAX_PROMPTS)}) {
+        ways.push_back({prompts, StepKind::prefill_last});
+        ways.push_back({prompts, StepKind::prefill_tail});
+    }
     for (uint32_t rows = 64; rows <= c.n_chunk;
          rows += rows < TAIL ? 63 : 192) { // a tail of 127 rows is one of them
         for (uint32_t n_kv = kv_bucket(rows); n_kv <= kv_bucket(c.n_ctx); n_kv = kv_bucket(n_kv + 1)) {
-            const StepKind kind = rows < TAIL ? StepKind::prefill_tail : StepKind::prefill_last;
-            for (const uint32_t prompts : {1u, 2u, 3u, uint32_t(MAX_PROMPTS)}) {
+            for (const auto &[prompts, kind] : ways) {
+                if (kind == StepKind::prefill_tail && rows >= TAIL) {
+                    continue;
+                }
                 std::vector<PromptRows> alike(prompts,
                                               {rows / prompts, std::max(n_kv / prompts / PAGE, 1u) * PAGE});
                 alike[0].rows += rows % prompts;

@@ -116,4 +116,5 @@ void plan_attention(const Card &card);
 void plan_deltanet(const Card &card);
 void plan_sampling(const Card &card);
 void plan_reserve(const Card &card);
+void plan_tails(const Card &card);
 void plan_pretended(const Card &card);

@@ -17,6 +17,7 @@ int main() {
         plan_deltanet(card);
         plan_sampling(card);
         plan_reserve(card);
+        plan_tails(card);
         plan_pretended(card);
     }
     std::map<std::string, int> found;
