@@ -97,6 +97,7 @@ class Generation:
         self._chunk_end = 0  # The chunk that is being read ends there.
         self._gaps = request.gaps
         self._ends: Items[int] = ()  # Chunks have to end there, and at the prompt's end.
+        self._reached = False  # The last chunk ended at one of these, and keep() was not asked yet.
         self._events = list[Event]()  # They are of the call that runs.
         self._limits = Limits(0, 0)
         self._decision, self._draft_s = Decision(), 0.0  # They are of the round that comes, or is in flight.
@@ -193,6 +194,13 @@ class Generation:
             self._counted = None
         return [*self._output.say()]
 
+    def keep(self) -> None:
+        """Has the beginning kept at whose end the prompt's last chunk ended, if it is to be. That comes behind the first
+        token, which somebody waits for, and ahead of its next round."""
+        if self._prefixes and self._reached:
+            self._prefixes.reached(self.sequence)
+        self._reached = False
+
     def fail(self, error: Exception) -> list[Event]:
         """Says that what it waits for raised `error`. It goes on where that was its drafts' fault."""
         return self._go(error)
@@ -270,8 +278,9 @@ class Generation:
     def _go_on(self, choice: int | None) -> State:
         prompt, end = self._request.prompt, self._chunk_end
         self._read = end
-        if self._prefixes and end in self._ends:
-            self._prefixes.reached(self.sequence)
+        self._reached = end in self._ends
+        if end < len(prompt):
+            self.keep()
         self._events.append(Prefilled(end, len(prompt)))
         if end < len(prompt):
             return State.PREFILL

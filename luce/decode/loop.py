@@ -78,6 +78,7 @@ class Loop:
 
     def step(self) -> Happened:
         """Takes one turn. Returns what happened in it and since the turn before."""
+        self.keep()
         self._end_cancelled()
         reading, began, first = self._in(State.PREFILL), self._clock(), False
         try:
@@ -110,6 +111,11 @@ class Loop:
             self._happened += [(one, event) for event in one.emit()]
         happened, self._happened = self._happened, []
         return happened
+
+    def keep(self) -> None:
+        """Has beginnings kept behind first tokens that were told. The next turn would do it."""
+        for one in self._running.values():
+            one.keep()
 
     def close(self) -> None:
         """Ends what still runs, without another event."""
@@ -191,6 +197,7 @@ class Loop:
     def _note(self, generation: Generation, events: list[Event]) -> None:
         self._happened += [(generation, event) for event in events]
         if generation.over:
+            generation.keep()
             del self._running[generation.sequence]
             self._pipeline.drop(generation.sequence)
             generation.sequence.close()

@@ -227,6 +227,7 @@ class Scheduler:
         except Exception:
             self._jobs |= over  # They end with the others.
             raise
+        self._loop.keep()
         self.pages_free = self._engine.native.info.pages_free  # It waits for a round of those that have ended.
         if self._cache and any(isinstance(each, Prefilled) and each.done == each.total for _, each in events):
             self._cache.free_place()

@@ -390,3 +390,25 @@ def test_a_turn_that_is_resumed_has_the_bits_of_a_cold_one(native, long_gguf, ma
                 cold.close()
         assert resumed[0] == 0 and any(at % CHUNK for at in resumed)
         warm.close()
+
+
+def test_a_prompts_end_is_kept_behind_its_first_token_and_ahead_of_its_next_round(marked, monkeypatch):
+    """A checkpoint holds up who waits for the first token by 1 ms on an H200. Also where that is the last one."""
+    engine, happened = PaperEngine(marked, 8192, 1, 8, 2048, n_cut=128), list[str]()
+    cache, checkpoint, verified = PrefixCache(engine, marked), PaperLine.checkpoint, engine.verified
+    monkeypatch.setattr(PaperLine, "checkpoint", lambda line: (happened.append("kept"), checkpoint(line))[1])
+    monkeypatch.setattr(engine, "verified", lambda rows: (happened.append("round"), verified(rows))[1])
+
+    def tell(jobs):
+        events = sum(jobs.values(), [])
+        happened.extend("first" for each in events if isinstance(each, Prefilled) and each.done == each.total)
+        put_all(jobs)
+
+    scheduler = Scheduler(engine, cache, hand_over=tell)
+    replayed(scheduler, [[tuple(range(33, 161)) * 2]], new=3)
+    assert happened[:3] == ["first", "kept", "round"]
+    happened.clear()
+    replayed(scheduler, [[tuple(range(34, 162)) * 2]], new=1)
+    assert sorted(happened) == ["first", "kept"] and cache.sizes()["device"][0] == 2
+    scheduler.close()
+    cache.close()
