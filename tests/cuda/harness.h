@@ -34,6 +34,7 @@ void check_attention_prompts();
 void check_attention_heads(bool all);
 void check_kv_pages(bool all);
 void check_image_rows(bool all);
+void check_copies(bool all);
 void check_exchange(bool all);
 void check_row_scores(bool all);
 void check_nextn(bool all);

@@ -57,6 +57,7 @@ const KernelPart PARTS[] = {
     {"attention_plan", check_attention_plan, nullptr},
     {"kv_pages", check_kv_pages, nullptr},
     {"image_rows", check_image_rows, nullptr},
+    {"copies", check_copies, nullptr},
     {"exchange", check_exchange, nullptr},
     {"row_scores", check_row_scores, nullptr},
     {"nextn", check_nextn, nullptr},

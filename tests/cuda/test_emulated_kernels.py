@@ -137,6 +137,7 @@ CHECKED = {
         ["exchange/exchange.cu", "exchange/norm.cu", "exchange/gather.cu"]
         + ["matmul/quantised.cu", "matmul/pack.cu", "matmul/permute.cu", "matmul/norm_first.cu"],
     ),
+    "copies_check.cu": ("check_copies(true)", ["common/copies.cu"]),
     "image_rows_check.cu": ("check_image_rows(false)", ["common/image_rows.cu"]),
     "row_scores_check.cu": ("check_row_scores(false)", ["attention/row_scores.cu", "attention/kv_pages.cu"]),
     "kv_pages_check.cu": ("check_kv_pages(false)", ["attention/kv_pages.cu"]),

@@ -243,6 +243,19 @@ struct ImageRowsArgs {
     float *out; // [T][E]
 };
 
+// copy_pieces copies pieces of memory to other places of the device. Addresses and bytes are multiples of 16, and no piece goes
+// where another one lies.
+struct CopyPiecesArgs {
+    static constexpr int MOST = 160; // a launch's arguments take 4 KiB at most
+    struct Piece {
+        const void *from;
+        void *to;
+        int64_t bytes;
+    };
+    Piece pieces[MOST];
+    int32_t n;
+};
+
 // kv_store writes K and V of the step's rows. Rows with seq -1 are not written.
 struct KvStoreArgs {
     KvPool pool;
@@ -638,6 +651,7 @@ bool deltanet_with_conv(const DeltaShape &shape); // it says whether deltanet_la
 int deltanet_chunks(const DeltaArgs &args, void *scratch, void *stream);
 int norm_rope(const NormRopeArgs &args, void *stream);
 int image_rows(const ImageRowsArgs &args, void *stream);
+int copy_pieces(const CopyPiecesArgs &args, void *stream);
 int kv_move(const KvMoveArgs &args, void *stream);
 int kv_store(const KvStoreArgs &args, void *stream);
 int row_scores(const RowScoresArgs &args, void *stream);

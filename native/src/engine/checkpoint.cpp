@@ -1,5 +1,6 @@
 #include "engine/checkpoint.h"
 
+#include "common/pointers.h"
 #include "graph/drafter.h"
 #include "luce_build.h" // CMake writes it
 #include "step/faults.h"
@@ -10,6 +11,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <system_error>
 #include <utility>
@@ -158,12 +160,42 @@ void send(Stream stream, const std::vector<Cache::Piece> &pieces, const uint8_t 
     }
 }
 
+#ifdef LUCE_USE_CUDA
+// Enqueues copies on a GPU's stream of steps, as many at once as a launch takes.
+void copy(const Stage &stage, const std::vector<CopyPiecesArgs::Piece> &pieces) {
+    make_current(stage.device);
+    for (size_t first = 0; first < pieces.size(); first += CopyPiecesArgs::MOST) {
+        CopyPiecesArgs a{};
+        a.n = int32_t(std::min(pieces.size() - first, size_t(CopyPiecesArgs::MOST)));
+        std::copy_n(pieces.begin() + ptrdiff_t(first), a.n, a.pieces);
+        if (const int error = cuda::copy_pieces(a, Stage::stream(stage.steps)); error != 0) {
+            fail(LUCE_E_DEVICE, "%s: copying a sequence's state failed: %s", stage.device.name.c_str(),
+                 cuda::error_text(error));
+        }
+    }
+}
+#endif
+
 void copy(const std::vector<Cache::Piece> &from, const std::vector<Cache::Piece> &to) {
+#ifdef LUCE_USE_CUDA
+    std::map<const Stage *, std::vector<CopyPiecesArgs::Piece>> together;
+#endif
     for (size_t i = 0; i < from.size(); i++) {
         ggml_tensor source = bytes(from[i]), target = bytes(to[i]);
+#ifdef LUCE_USE_CUDA
+        if (from[i].stage->device.gpu && given(source.data) && given(target.data) && from[i].size % 16 == 0) {
+            together[from[i].stage].push_back({source.data, target.data, int64_t(from[i].size)});
+            continue;
+        }
+#endif
         ggml_backend_t stream = from[i].stage->steps.get();
         ggml_backend_tensor_copy_async(stream, stream, &source, &target);
     }
+#ifdef LUCE_USE_CUDA
+    for (const auto &[stage, pieces] : together) {
+        copy(*stage, pieces);
+    }
+#endif
 }
 
 void check_devices(Engine &engine) {
