@@ -195,8 +195,8 @@ class Generation:
         return [*self._output.say()]
 
     def keep(self) -> None:
-        """Has the beginning kept at whose end the prompt's last chunk ended, if it is to be. That comes behind the first
-        token, which somebody waits for, and ahead of its next round."""
+        """Has the beginning kept at whose end the last chunk ended, if it is to be. Of a prompt's end that comes
+        behind its first token, which somebody waits for, and ahead of its next round."""
         if self._prefixes and self._reached:
             self._prefixes.reached(self.sequence)
         self._reached = False
