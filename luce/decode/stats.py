@@ -71,11 +71,11 @@ class Tally:
             _increment(self.drafted, depth - 1)
         for depth in range(done.accepted):
             _increment(self.accepted, depth)
-        proposed = [name.split("+") for name in draft.sources or (self.mode,) * draft.size]
+        proposed = draft.sources or (self.mode,) * draft.size
         right = {row - 1 for row in path}
-        for name in {name for names in proposed for name in names}:
+        for name in set(proposed):
             of = self.sources.setdefault(name, {"rounds": 0, "drafted": 0, "accepted": 0})
-            rows = [row for row, names in enumerate(proposed) if name in names]
+            rows = [row for row, source in enumerate(proposed) if source == name]
             of["rounds"] += 1
             of["drafted"] += len(rows)
             of["accepted"] += len(right.intersection(rows))

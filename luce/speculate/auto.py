@@ -4,7 +4,6 @@ decode together now."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from luce.speculate.candidates import PLAIN, Candidate, Choice, Family, Offer, Steps
 from luce.speculate.choose import MARGIN, Search, Terms, chains_of
@@ -12,27 +11,6 @@ from luce.speculate.drafting import NOTHING, Draft, Drafter, Limits, Round, Text
 from luce.speculate.estimates import Estimates
 from luce.speculate.ledger import BET, HORIZON, Ledger
 from luce.speculate.prices import Costs, Prices, Work
-
-# A lookup that is found a round late loses half of a plain round, as half of such rounds have drafts that are
-# as good.
-LATE = 0.5
-
-
-@dataclass(slots=True)
-class Priced:
-    """A round of several texts: the work that it was chosen by. `beside_drafts` says that the round before or
-    after it has drafts: a wait begins one of the two then, later than plain rounds begin. Its price is learned
-    once."""
-
-    work: Work
-    read: bool
-    beside_drafts: bool
-    learned: bool = False
-
-    @property
-    def observed(self) -> bool:
-        """Says whether it is booked as it was observed. A plain round is no draft's fault, however long it is."""
-        return self.work.drafted or self.beside_drafts
 
 
 class Auto:
@@ -47,6 +25,7 @@ class Auto:
         self._steps = dict[int, Steps]()
         self.debt = 0.0  # Plain rounds.
         self.hidden = hidden  # The last round was begun before the one before it had ended, or could have been.
+        self.unseen: Work | None = None  # What the last round took was not learned yet.
         self.drafted = False  # The last round had candidates.
         self.offered: list[Source] = []  # These have offered what they could verify in the next round.
 
@@ -66,45 +45,38 @@ class Auto:
         decides too what the next one is begun with: a chain of each text, unless more is expected of waiting for
         what this one gives."""
         texts, self.offered = self.offered, []
-        prices, hidden, limits = self.prices, self.hidden, texts[0].limits
+        prices, hidden, limits, drafters = self.prices, self.hidden, texts[0].limits, texts[0].drafters
         n = limits.sequences
-        steps = self._steps.get(n) or self.steps(texts[0].drafters, n)
-        scale, floor, turn = prices.terms(n, hidden)
-        stake = self._stake(texts, n) * floor if floor else 0.0
-        scales = prices.scales(hidden, len(steps.drafters))
-        terms = Terms(scale, floor, turn, int(hidden), self._feed(texts, n), stake, scales)
-        chained: list[list[Family]] = []
-        best, rate = None, 0.0
+        steps, (scale, floor, turn) = self.steps(drafters, n), prices.terms(n, hidden)
+        scales = prices.scales(hidden, len(drafters)) if len(drafters) > 1 else ()
+        stake, feed = self._stake(texts, n) * floor, self._feed(texts, 0)
+        terms = Terms(scale, floor, turn, int(hidden), feed, stake, scales)
+        chained, best, rate = list[list[Family]](), None, 0.0
         # Where not even the cheapest drafts may be lost, nothing need be known of any: the host's time counts too.
-        cheapest = min([scale, *scales]) * steps.least(any([text.found[0] for text in texts]))
+        cheapest = min((scale, *scales)) * steps.least(any([text.found[0] for text in texts]))
         if stake > 0 and cheapest <= floor + stake:
             offers = [text.offer() for text in texts]
             chained = chains_of(offers, steps)
             search = Search(steps, terms, MARGIN * n / terms.plain)
-            best, rate = search.tries_all(offers, chained), search.top
-        plain = [PLAIN] * len(texts)
-        now, read, device, drafted = plain, False, steps.plain, False
-        wanted = best.choices if best else plain
+            if best := search.tries_all(offers, chained):
+                rate = search.top
+        wanted = best.choices if best else [PLAIN] * len(texts)
+        now, read = wanted, bool(best and best.family.depths)
         if limits.begun is not None:
-            now = [text.of_begun() for text in texts]
-            device, drafted = steps.of(now), any([choice.drafts for choice in now])
-        elif best:
-            now, read, device, drafted = wanted, best.family.read, best.device, True
-        if drafted:
-            device += terms.feed
+            now, read = [text.of_begun() for text in texts], False
+        device = steps.of(now)  # A tree of few rows may be less deep than its family.
+        drafted = any([choice.candidates for choice in now])
         by = next((choice.drafter for choice in now if choice.drafter is not None), None) if scales else None
-        work = Work(device, n, drafted, int(read), hidden, by)
-        first, waits = None, not hidden
-        if hidden and floor:
-            first, waits = self._next(texts, terms, chained, rate if best else 0.0, work)
-        priced = Priced(work, read, self.drafted or (first is not None and not waits))
-        self.drafted = drafted
-        for text, choice, want in zip(texts, now, wanted, strict=True):
-            text.decided(choice, want, priced)
-            text.next = None if waits else NOTHING
-        if first and not waits:
-            for text, choice in zip(texts, first.choices, strict=True):
-                text.next = text.chain_of(choice)
+        work = Work(device + feed if drafted else device, n, drafted, int(read), hidden, by)
+        first, waits = self._next(texts, terms, chained, rate, work) if hidden and floor else (None, not hidden)
+        # A plain round beside one that drafts is later than others: a wait begins one of the two.
+        clear = drafted or not (self.drafted or (first and not waits))
+        self.unseen, self.drafted = work if clear else None, drafted
+        nexts = first.choices if first else [PLAIN] * len(texts)
+        for text, choice, want, following in zip(texts, now, wanted, nexts, strict=True):
+            text.choice, text.work = choice, work
+            text.unlooked = 0 if want.lookup else text.unlooked + 1
+            text.next = None if waits else text.chain_of(following)
 
     def _next(
         self,
@@ -117,16 +89,16 @@ class Auto:
         """Returns the best of the chains with which the next round may be begun, and whether more is expected of
         waiting. `work` is that of this round, and `rate` that of the best drafts for it, which may not be those
         that it was begun with; 0 where none pays."""
-        n, floor, steps = work.sequences, terms.floor, self._steps[work.sequences]
+        n, floor = work.sequences, terms.floor
         # The next one is begun before this one is booked, which may lose all that it has more than a plain one.
         stake = terms.stake
         if work.drafted or work.turns:
             stake -= BET * max(self.prices.seconds(work) - floor, 0.0)
         first, gain = None, n / floor
         if chained and stake > 0:
-            feed = self._feed(texts, n, work.drafted)
-            following = Terms(terms.scale, floor, terms.turn, 0, feed, stake, terms.scales)
-            search = Search(steps, following, MARGIN * n / floor)
+            feed = 0.0 if work.drafted else self._feed(texts, 1)
+            following = terms._replace(turns=0, feed=feed, stake=stake)
+            search = Search(self._steps[n], following, MARGIN * n / floor)
             for of in chained:
                 first = search.tries_each(of)
             gain = search.top if first else gain
@@ -134,17 +106,14 @@ class Auto:
         waits = 2 * terms.turn <= stake
         if waits and rate <= gain:
             missed = sum([text.missed() for text in texts]) / len(texts)
-            waits = terms.turn <= missed * LATE * floor
+            waits = terms.turn <= missed * floor
         # What a plain round takes is seen where one follows another at once.
         return first, waits and bool(first or rate or self.prices.seen(n, work.hidden))
 
-    def _feed(self, texts: list[Source], sequences: int, drafted: bool | None = None) -> float:
-        """Returns the seconds of feeding the head what plain rounds have left, after a round that drafted or not
-        where that is given."""
-        if sequences > 1:
-            return 0.0
-        left = texts[0].unfed if drafted is None else 0 if drafted else texts[0].unfed + 1
-        return self.prices.costs.feed(left)
+    def _feed(self, texts: list[Source], more: int) -> float:
+        """Returns the seconds that the head is fed in a round that drafts and would not be in a plain one, after so
+        many `more` plain rounds. Those that texts share feed it all in either."""
+        return self.prices.costs.feed(texts[0].unfed + more) if len(texts) == 1 else 0.0
 
     def _stake(self, texts: list[Source], sequences: int) -> float:
         """Returns how many plain rounds one round may lose: those who may lose more pay the debt of others first."""
@@ -184,10 +153,9 @@ class Source:
         self.next: Draft | None = NOTHING
         self.choice = PLAIN
         self.found: tuple[list[int], int] = [], 0  # Of the last lookup: tokens, and how many matched.
-        self._priced: Priced | None = None
+        self.work: Work | None = None
         self._proposed = False
-        # These count rounds, those with a lookup that was worth it, and the last ones that had none.
-        self._rounds = self._looked = self._unlooked = 0
+        self.unlooked = 0  # So many rounds had no lookup that was worth it.
 
     def propose(self, anchor: int, limits: Limits) -> None:
         """Offers what the text could verify in the round that comes."""
@@ -204,13 +172,10 @@ class Source:
         depth = min(most, limits.depth)
         self._chains = chains = [estimates.chain(each, min(each.most, depth), self.others) for each in self.drafters]
         looked = estimates.lookup(len(tokens), matched) if tokens else ()
-        return Offer(most, looked, chains, self._leaves, self._grown)
+        return Offer(most, looked, chains, self._tree)
 
-    def _leaves(self, by: int, chances: Sequence[float]) -> Sequence[float]:
-        return self.estimates.leaves(self.drafters[by], chances)
-
-    def _grown(self, by: int) -> Sequence[tuple[float, int]]:
-        return self.estimates.grown(self.drafters[by], self._chains[by], self._most)
+    def _tree(self, by: int, depth: int) -> Sequence[tuple[float, int]]:
+        return self.estimates.tree(self.drafters[by], self._chains[by][:depth], self._most)
 
     def of_begun(self) -> Choice:
         """Returns the choice by which the round was begun."""
@@ -226,22 +191,20 @@ class Source:
         """Returns the chain of a choice, with which a round may be begun."""
         return NOTHING if choice.drafter is None else self.drafters[choice.drafter].chains[choice.drafts]
 
-    def decided(self, choice: Choice, wanted: Choice, priced: Priced) -> None:
-        self.choice, self._priced = choice, priced
-        self._rounds, self._unlooked = self._rounds + 1, self._unlooked + 1
-        if wanted.lookup:
-            self._looked, self._unlooked = self._looked + 1, 0
-
     def rest(self, sequences: int) -> float:
         """Returns how many plain rounds the text may still lose."""
-        prices = self.auto.prices
-        fed = prices.costs.feed(1) if sequences > 1 else self.fed
-        return self.ledger.rest(prices, sequences, self.auto.hidden, fed)
+        prices, hidden = self.auto.prices, self.auto.hidden
+        plain, fed = prices.terms(sequences, hidden)[1], prices.costs.feed(1) if sequences > 1 else self.fed
+        rest = self.ledger.rest(fed / plain if plain else 0.0)
+        if not prices.seen(sequences, hidden):
+            rest -= BET * self.ledger.allowed(0.0)
+        return rest
 
     def missed(self) -> float:
-        """Returns the chance that a lookup is worth it in the next round: as often as so far, which starts from a
-        tenth that is worth two rounds, and the less the longer none was."""
-        return min(1 / (self._unlooked + 2), (self._looked + 0.2) / (self._rounds + 2))
+        """Returns how many plain rounds the next one loses on average if it is begun before its lookup is known. After
+        n rounds without one that was worth it, the next has one with 1 / (n + 2), by the rule of succession. Found a
+        round late it loses half a plain round, and nothing where drafts are as good, which is half of the cases."""
+        return 0.25 / (self.unlooked + 2)
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
         if not self._proposed:
@@ -255,51 +218,32 @@ class Source:
         choice = self.choice
         if not choice.candidates:
             return NOTHING
-        chain = self.found[0][: choice.lookup]
         if choice.drafter is None:
-            return Draft(tuple(chain), sources=("lookup",) * len(chain))
-        budget = choice.drafts + choice.leaves if choice.leaves else None
-        return self.drafters[choice.drafter].draft(anchor, choice.drafts, budget, chain)
+            return Draft(tuple(self.found[0][: choice.lookup]), sources=("lookup",) * choice.lookup)
+        return self.drafters[choice.drafter].draft(anchor, choice.drafts, choice.leaves and choice.candidates)
 
     def follows(self) -> Draft | None:
         return self.next
 
     def learn(self, done: Round) -> None:
-        auto, priced, choice, came = self.auto, self._priced, self.choice, len(done.tokens)
-        self.choice, self._priced = PLAIN, None
-        if not priced:  # The last round of a text has no use for drafts, so none was decided.
-            self.ledger.tokens += came
-            self.estimates.came(done.tokens, self.parts)
-            return
-        if self.ledger.tokens:  # The first round of a text follows its prompt, whatever the others do.
-            auto.hidden = done.ahead or done.behind
-        device, sequences, drafted, turned, was_hidden, by = work = priced.work
-        hidden, prices, ledger, seconds = auto.hidden, auto.prices, self.ledger, done.seconds
-        turns = (hidden and not done.ahead) + priced.read
-        if turns != turned or hidden is not was_hidden:
-            work = Work(device, sequences, drafted, turns, hidden, by)
-        observed, plain = priced.observed, not drafted and not turns
-        booked = seconds is not None and observed and not prices.paced and not plain
-        price = prices.seconds(work) if booked else 0.0  # Before it learns of this round.
-        if seconds is not None and not priced.learned and observed is drafted:
-            prices.learn(work, seconds)
-            priced.learned = True
-        ledger.tokens += came
-        if plain:
-            pass  # It is a round of plain decoding: that it varies is no loss of drafts.
-        elif seconds is not None and booked:
-            # What is beyond twice the price is a machine that stood still, and no draft's fault.
-            ledger.book(sequences, hidden, min(seconds, 2 * price), 0, came)
-        elif drafted:
-            ledger.book(sequences, hidden, prices.steps(device, sequences, hidden, by), turns, came)
-        else:
-            ledger.book(sequences, hidden, 0.0, turns, 0)
-        if sequences > 1 and (over := -self.rest(sequences)) > 0:
-            ledger.paid -= over
-            auto.debt += over
-        self.unfed = 0 if drafted or sequences > 1 else min(self.unfed + 1, self.most_unfed)
+        auto, work, choice, came = self.auto, self.work, self.choice, len(done.tokens)
+        self.choice, self.work = PLAIN, None
         self.estimates.came(done.tokens, self.parts)
-        self.estimates.fade()
-        if choice.drafter is not None and done.drafted:
-            drafter = self.drafters[choice.drafter]
-            self.estimates.drafted(drafter, *drafter.shown(done, choice.drafts))
+        if work:  # The last round of a text has no use for drafts, so none was decided.
+            self.estimates.fade()
+            if self.ledger.tokens:  # The first round of a text follows its prompt, whatever the others do.
+                auto.hidden = done.ahead or done.behind
+            device, n, drafted, turns, _, by = work
+            took = Work(device, n, drafted, turns + (auto.hidden and not done.ahead), auto.hidden, by)
+            if done.seconds is not None and auto.unseen is work:
+                auto.prices.learn(took, done.seconds)
+                auto.unseen = None
+            self.ledger.book(took, came, auto.prices)
+            if n > 1 and (over := -self.rest(n)) > 0:
+                self.ledger.paid -= over
+                auto.debt += over
+            self.unfed = 0 if drafted or n > 1 else min(self.unfed + 1, self.most_unfed)
+            if choice.drafter is not None and done.drafted:
+                drafter = self.drafters[choice.drafter]
+                self.estimates.drafted(drafter, *drafter.shown(done, choice.drafts))
+        self.ledger.tokens += came

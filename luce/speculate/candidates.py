@@ -1,11 +1,10 @@
 """Candidates of a round: what each of its texts could verify, and how many tokens that is expected to give.
 
-A text offers nodes: tokens of its lookup, drafts of a chain, and next best candidates beside a chain (leaves). Where a
-drafter's lists are conditional, what follows a next best candidate is as good as what follows the best, and a tree has
-the best nodes of all paths.
-The chance that all of a node's path is right is what it adds to the round's tokens, so a round of nodes is
-expected to give one token a text and the sum of their chances. Where a lookup and a chain share a depth, either
-may be right: what comes second adds its chance times that of the other being wrong.
+A text offers nodes: tokens of its lookup, drafts of a chain, or a chain with next best candidates beside it (leaves).
+Where a drafter's lists are conditional, what follows a next best candidate is as good as what follows the best, and a
+tree has the best nodes of all paths. The chance that all of a node's path is right is what it adds to the round's
+tokens, so a round of nodes is expected to give one token a text and the sum of their chances. A lookup and drafts are
+not verified in one round: over the recorded traces that would bring 0.05%.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 from operator import add, itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from luce.speculate.drafting import Drafter
 from luce.speculate.prices import MAX_ROWS, Costs
@@ -37,19 +36,17 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice()
-DRAFTS = (("drafts", MAX_ROWS),)  # The kinds of a chain's nodes (Family).
 
 
 class Offer(NamedTuple):
     """What one text could verify: at most so many candidates. `lookup` and `chains` (by drafter) have the
-    chances that their first 1, 2 .. tokens are all right. `leaves` gives those beside a chain of a drafter, and
-    `grown` the (chance, depth) of a tree's nodes where its lists are conditional."""
+    chances that their first 1, 2 .. tokens are all right. `tree` gives the (chance, depth) of the nodes of a tree of a
+    drafter that is at most so deep."""
 
     most: int
     lookup: Sequence[float]
     chains: Sequence[Sequence[float]]
-    leaves: Callable[[int, Sequence[float]], Sequence[float]] = lambda drafter, chances: ()
-    grown: Callable[[int], Sequence[tuple[float, int]]] = lambda drafter: ()
+    tree: Callable[[int, int], Sequence[tuple[float, int]]] = lambda drafter, depth: ()
 
 
 class Steps:
@@ -95,18 +92,15 @@ class Family(NamedTuple):
     """Rounds that differ in their rows. `gains` are those of all texts' nodes, best first, none before those
     that it needs, and `seconds` those of the steps by rows, of which there are at least `least`. Texts draft at
     most `depth` with one drafter; 0 is as many as there are rows. `nodes` has the gains by text, in the order
-    in which they are taken, and `kinds` how many of them are at most lookup tokens, drafts and leaves, one kind
-    after the other. `read` says that the host reads the drafts before they are verified, to grow what joins
-    them."""
+    in which they are taken, and `depths` those of trees' nodes, which the host grows before they are verified."""
 
     gains: Sequence[float]
     seconds: Sequence[float]
     nodes: Sequence[Sequence[float]]
-    kinds: Sequence[Sequence[tuple[str, int]]]
     drafter: int | None = None
     depth: int = 0
     least: int = 1
-    read: bool = False
+    depths: Sequence[Sequence[int]] = ()
 
 
 class Candidate(NamedTuple):
@@ -125,23 +119,15 @@ class Candidate(NamedTuple):
 
     @property
     def choices(self) -> list[Choice]:
-        """Returns what each text verifies."""
-        family, counts = self.family, [self.rows]
-        if len(family.nodes) == 1 and family.kinds[0] is DRAFTS:
-            return [Choice(0, family.drafter, self.rows, 0)]
-        if len(family.nodes) > 1:
-            counts = [0] * len(family.nodes)
-            for _, text in _best_first(family.nodes)[: self.rows]:
-                counts[text] += 1
-        found = []
-        for left, kinds in zip(counts, family.kinds, strict=True):
-            sizes = {"lookup": 0, "drafts": 0, "leaves": 0}
-            for kind, size in kinds:
-                taken = min(left, size)
-                sizes[kind] += taken
-                left -= taken
-            found.append(Choice(drafter=family.drafter if sizes["drafts"] else None, **sizes))
-        return found
+        """Returns what each text verifies. A tree's nodes are as many drafts as it is deep; the others are leaves."""
+        _, _, nodes, by, _, _, depths = self.family
+        counts = [self.rows] if len(nodes) == 1 else [0] * len(nodes)
+        for _, text in _best_first(nodes)[: self.rows] if len(nodes) > 1 else ():
+            counts[text] += 1
+        if by is None:
+            return [Choice(n) for n in counts]
+        deep = [max(of[:n], default=0) for n, of in zip(counts, depths, strict=True)] if depths else counts
+        return [Choice(0, by if n else None, depth, n - depth) for n, depth in zip(counts, deep, strict=True)]
 
 
 def _best_first(nodes: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
@@ -161,17 +147,17 @@ def _gains(nodes: Sequence[Sequence[float]]) -> Sequence[float]:
 
 
 def lookups(offers: Sequence[Offer], steps: Steps) -> Family:
-    """Returns the rounds of lookups alone."""
+    """Returns the rounds of lookups."""
     nodes = [offer.lookup for offer in offers]
-    return Family(_gains(nodes), steps.verify, nodes, [(("lookup", len(gains)),) for gains in nodes])
+    return Family(_gains(nodes), steps.verify, nodes)
 
 
 def chains(offers: Sequence[Offer], by: int, steps: Steps) -> list[Family]:
-    """Returns the rounds of chains of a drafter alone: by how deep the deepest is where there are several texts,
-    of which the others wait for it."""
-    whole, kinds = [offer.chains[by] for offer in offers], [DRAFTS] * len(offers)
+    """Returns the rounds of chains of a drafter: by how deep the deepest is where there are several texts, of
+    which the others wait for it."""
+    whole = [offer.chains[by] for offer in offers]
     if len(whole) == 1:
-        return [Family(whole[0], steps.chains[by], whole, kinds, by)]
+        return [Family(whole[0], steps.chains[by], whole, by)]
     found, taken = list[Family](), list[float]()  # What the drafts lose, the best first.
     for depth in range(1, max(map(len, whole)) + 1):
         deepest = [-chain[depth - 1] for chain in whole if len(chain) >= depth]
@@ -179,61 +165,14 @@ def chains(offers: Sequence[Offer], by: int, steps: Steps) -> list[Family]:
         for loss in deepest:
             insort(taken, loss)
         gains, nodes = [-loss for loss in taken], [chain[:depth] for chain in whole]
-        found.append(Family(gains, steps.deep(by, depth), nodes, kinds, by, depth, least))
+        found.append(Family(gains, steps.deep(by, depth), nodes, by, depth, least))
     return found
 
 
-def joined(offers: Sequence[Offer], by: int, depth: int, steps: Steps) -> Family:
-    """Returns the rounds of chains joined with lookups, those first of which more is expected."""
-    nodes: list[Sequence[float]] = []
-    kinds: list[Sequence[tuple[str, int]]] = []
-    for offer in offers:
-        chain, looked = offer.chains[by][:depth], offer.lookup
-        if sum(looked[:depth]) > sum(chain):
-            order, first, second = ("lookup", "drafts"), looked, chain
-        else:
-            order, first, second = ("drafts", "lookup"), chain, looked
-        nodes.append([*first, *_beside(second, first)][: offer.most])
-        kinds.append(tuple(zip(order, (len(first), len(second)), strict=True)))
-    return _read(nodes, kinds, by, depth, steps)
-
-
-def trees(offers: Sequence[Offer], by: int, depth: int, looked: Sequence[int], steps: Steps) -> Family:
-    """Returns the rounds of trees: chains, so many tokens of each text's lookup, and leaves beside the chains."""
-    nodes: list[Sequence[float]] = []
-    kinds: list[Sequence[tuple[str, int]]] = []
-    for offer, taken in zip(offers, looked, strict=True):
-        chain = offer.chains[by][:depth]
-        more, leaves = _beside(offer.lookup[:taken], chain), offer.leaves(by, chain)
-        nodes.append([*chain, *more, *leaves][: offer.most])
-        kinds.append((("drafts", len(chain)), ("lookup", len(more)), ("leaves", len(leaves))))
-    return _read(nodes, kinds, by, depth, steps)
-
-
-def grown(offers: Sequence[Offer], by: int, looked: Sequence[int], steps: Steps) -> Family:
-    """Returns the rounds of trees of conditional lists beside so many tokens of each text's lookup. A tree's nodes are
-    taken best first, and are as many drafts as it is deep; the others are leaves."""
-    nodes: list[Sequence[float]] = []
-    kinds: list[Sequence[tuple[str, int]]] = []
-    deepest = 0
-    for offer, taken in zip(offers, looked, strict=True):
-        beside, tree, depth = _beside(offer.lookup[:taken], offer.chains[by]), offer.grown(by), 0
-        own = [("lookup", len(beside))]
-        for _, at in tree:
-            own.append(("drafts" if at > depth else "leaves", 1))
-            depth = max(depth, at)
-        nodes.append([*beside, *(chance for chance, _ in tree)][: offer.most])
-        kinds.append(own)
-        deepest = max(deepest, depth)
-    return _read(nodes, kinds, by, deepest, steps)._replace(least=1)
-
-
-def _read(nodes: Any, kinds: Any, by: int, depth: int, steps: Steps) -> Family:
-    """Returns a family of drafts that the host reads. Fewer rows than they are deep are had with fewer drafts."""
-    return Family(_gains(nodes), steps.deep(by, depth), nodes, kinds, by, depth, depth, read=True)
-
-
-def _beside(second: Sequence[float], first: Sequence[float]) -> list[float]:
-    """Returns what a chain of nodes adds to another one: where both have a node, the other's is wrong too."""
-    both = min(len(first), len(second))
-    return [*(of * (1 - other) for of, other in zip(second[:both], first, strict=False)), *second[both:]]
+def trees(offers: Sequence[Offer], by: int, depth: int, steps: Steps) -> Family:
+    """Returns the rounds of trees of a drafter that are at most so deep."""
+    grown = [offer.tree(by, depth) for offer in offers]
+    nodes = [[chance for chance, _ in tree] for tree in grown]
+    depths = [[at for _, at in tree] for tree in grown]
+    deepest = max(max(of, default=1) for of in depths)
+    return Family(_gains(nodes), steps.deep(by, deepest), nodes, by, deepest, 1, depths)

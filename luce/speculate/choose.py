@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from luce.speculate.candidates import Candidate, Family, Offer, Steps, chains, grown, joined, lookups, trees
+from luce.speculate.candidates import Candidate, Family, Offer, Steps, chains, lookups, trees
 from luce.speculate.drafting import Drafter
 from luce.speculate.estimates import Estimates
 from luce.speculate.ledger import BET, HORIZON, PROMISE
@@ -64,12 +64,12 @@ class Search:
         """Compares the rounds of a family. More rows never cost less, so it ends where those that are left take
         too long to pay, whatever they gain, or would lose more than they may."""
         scale, floor, turn, turns, feed, stake, scales = self.terms
-        gains, device, _, _, by, _, least, read = family
+        gains, device, _, by, _, least, depths = family
         if scales and by is not None:
             scale = scales[by]
         top, rows, best = self.top, least - 1, 0
         tokens: float = self.steps.sequences
-        hoped, waits, bound = tokens + sum(gains), (turns + read) * turn, floor + stake
+        hoped, waits, bound = tokens + sum(gains), (turns + bool(depths)) * turn, floor + stake
         if rows:
             tokens += sum(gains[:rows])
             gains, device = gains[rows:], device[rows:]
@@ -95,40 +95,18 @@ class Search:
         return self.found
 
     def tries_all(self, offers: Sequence[Offer], chained: Sequence[Sequence[Family]]) -> Candidate | None:
-        """Compares chains, lookups, both joined, and trees, and returns the best. Trees and joins are tried
-        beside the best chain of each drafter alone, since they seldom pay beside another. Trees of conditional lists
-        may pay where no chain does."""
-        steps = self.steps
-        for of in chained:
-            for family in of:
-                self.tries(family)
+        """Compares chains, lookups and trees, and returns the best. Trees are tried beside the best chain, since they
+        seldom pay beside another; those of conditional lists may pay where no chain does."""
+        for families in chained:
+            self.tries_each(families)
         if any([offer.lookup for offer in offers]):
-            looked = lookups(offers, steps)
-            self.tries(looked)
-            for by, of in enumerate(chained):
-                # Of a chain and a lookup together no more is expected than of both.
-                if of and self._can_pay(by, 1, sum(looked.gains) + sum(of[-1].gains)):
-                    alone = Search(steps, self.terms._replace(stake=inf), 0.0).tries_each(of)
-                    if alone:
-                        self.tries(joined(offers, by, alone.depth, steps))
-        if not steps.listed:
-            return self.found
+            self.tries(lookups(offers, self.steps))
         best = self.found
-        taken = [choice.lookup for choice in best.choices] if best else [0] * len(offers)
-        for by, drafter in steps.listed:
-            if best is None or best.family.drafter == by:
-                if drafter.conditional:
-                    self.tries(grown(offers, by, taken, steps))
-                elif best:
-                    self.tries(trees(offers, by, best.depth, taken, steps))
+        for by, drafter in self.steps.listed:
+            if (best.family.drafter == by) if best else drafter.conditional:
+                depth = best.depth if best and not drafter.conditional else drafter.most
+                self.tries(trees(offers, by, depth, self.steps))
         return self.found
-
-    def _can_pay(self, by: int, depth: int, gain: float) -> bool:
-        """Says whether a round of so many drafts that the host reads would pay if it gained so much."""
-        scale, floor, turn, turns, feed, _, scales = self.terms
-        scale = scales[by] if scales else scale
-        seconds = max(scale * (self.steps.deep(by, depth)[depth - 1] + feed), floor) + (turns + 1) * turn
-        return self.steps.sequences + gain > self.top * seconds
 
 
 def chains_of(offers: Sequence[Offer], steps: Steps) -> list[list[Family]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -17,8 +17,7 @@ class Draft:
 
     `parents` are those of [anchor, *tokens]: parents[0] is -1, and None means a chain. `grow`, where it is
     set, is called once the drafts are there and returns the draft that is verified in their stead. `sources`
-    names who proposed each candidate, with names joined by "+"; where it is empty, all came from the one
-    draft source.
+    names who proposed each candidate; where it is empty, all came from the one draft source.
     """
 
     tokens: tuple[int, ...] = ()
@@ -111,9 +110,7 @@ class Text(Protocol):
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]: ...
     def lists(self, depth: int, k: int, form: Form = Form.CHAIN) -> Lists: ...
-    def tree(
-        self, anchor: int, lists: Lists, budget: int, chain: Sequence[int] = ()
-    ) -> tuple[list[int], list[int], list[int]]: ...
+    def tree(self, anchor: int, lists: Lists, budget: int) -> tuple[list[int], list[int], list[int]]: ...
 
 
 class TextLookup:
@@ -156,7 +153,6 @@ class Drafter:
         self.most, self.ranks, self.part = most, ranks, part if by is Source.PART else 0
         self._text, self._by, self._form = text, by, form
         self._lists: Lists | None = None  # These are of the last draft, where the host has seen it.
-        self._read = 1  # They have so many candidates.
         # These are by the number of drafts, and none is made twice.
         self.chains = [Draft(on_device=n, by=by, sources=(self.name,) * n) for n in range(most + 1)]
 
@@ -172,26 +168,21 @@ class Drafter:
             return costs.block(sequences)
         return n * costs.draft(sequences, self._by is Source.PART)
 
-    def draft(self, anchor: int, n: int, budget: int | None = None, chain: Sequence[int] = ()) -> Draft:
+    def draft(self, anchor: int, n: int, budget: int | None = None) -> Draft:
         """Returns n drafts, one after the other. With a budget it returns a tree of so many candidates, at
-        most n deep, joined with a `chain` that the host knows."""
+        most n deep."""
         self._lists = None
-        if budget is None and not chain:
-            return self.chains[n]
-        return replace(self.chains[n], grow=lambda: self._grow(anchor, n, budget, chain))
+        return replace(self.chains[n], grow=lambda: self._grow(anchor, n, budget)) if budget else self.chains[n]
 
-    def _grow(self, anchor: int, n: int, budget: int | None, chain: Sequence[int]) -> Draft:
-        self._read, size = (1, n) if budget is None else (self.ranks, budget)
-        self._lists = self._text.lists(n, self._read, self._form)
-        tokens, parents, bits = self._text.tree(anchor, self._lists, size, chain)
-        names = ("", self.name, "lookup", f"{self.name}+lookup")
-        return Draft(tuple(tokens[1:]), tuple(parents), sources=tuple(names[bit] for bit in bits[1:]))
+    def _grow(self, anchor: int, n: int, budget: int) -> Draft:
+        self._lists = self._text.lists(n, self.ranks, self._form)
+        tokens, parents, _ = self._text.tree(anchor, self._lists, budget)
+        return Draft(tuple(tokens[1:]), tuple(parents), sources=(self.name,) * (len(tokens) - 1))
 
     def shown(self, done: Round, n: int) -> tuple[int, int, int | None]:
         """Returns how many of the last n drafts show what the head is worth, how many of these were right
         before the first wrong one, and at which rank of the candidates the target's own token stood there:
-        `ranks` where it is none of them. The rank is None where it is not known, as where the next best ones
-        were not read.
+        `ranks` where it is none of them. The rank is None where the host has not read them.
 
         The head chooses the same among all tokens and among a part of them as long as its choice is of the
         part. So a draft among the part is as good as one among all, but for a token that is not of the part:
@@ -207,8 +198,6 @@ class Drafter:
         for depth, token in enumerate(done.tokens[:n]):
             candidates = self._lists.at(depth)
             if not candidates or token != candidates[0]:
-                if self._read < self.ranks:
-                    return depth, None
                 # Where sampling leaves fewer candidates, the target's own is none of them either.
                 return depth, candidates.index(token) if token in candidates else self.ranks
         return min(len(done.tokens), n), None

@@ -11,19 +11,20 @@ from heapq import heappop, heappush
 from itertools import accumulate, repeat
 from operator import mul
 
+from luce.planning.plan import AUTO_BUDGET
 from luce.speculate.drafting import Drafter
+from luce.speculate.prices import WINDOW
 
 FADE = 0.975  # A trial keeps this weight with each round, so that about 1 / (1 - FADE) = 40 rounds count.
 # Before any trial a guess is taken to be right so often: who does not hope does not try. Being worth two
 # trials, two misses in a row halve it.
 HOPE, HOPE_WEIGHT = 0.95, 2.0
-# What is alike is worth so many trials: the depth above, earlier texts, and other drafters of the same text. It is
-# the value whose worst class is best where each class of recorded texts is held out in turn (bench/auto_by_costs.py
-# --alike).
-ALIKE = 8.0
-RANK_HOPE = 0.4  # Where better candidates are wrong, the next one is right so often before any trial.
-RANKS = 8  # Of a draft's candidates so many are counted; later ones are hardly ever right.
-LENGTHS = 5  # Classes of matched lengths: 4 to 7 tokens, 8 to 15, and so on.
+# What is alike is worth as many trials as it takes of rounds to change what is believed of them, which is half of the
+# window: the depth above, earlier texts, and other drafters of the same text. Where each class of recorded texts is
+# held out in turn, the worst class is best with it too (bench/auto_by_costs.py --alike).
+ALIKE = (WINDOW + 1) / 2
+# Classes of matched lengths: 4 to 7 tokens, 8 to 15, 16 to 31, and what is longer than any draft.
+LENGTHS = AUTO_BUDGET.bit_length() - 1
 
 
 class Counts:
@@ -32,27 +33,26 @@ class Counts:
 
     __slots__ = ("faded", "hits", "known", "trials")
 
-    def __init__(self, n: int, known: Counts | None = None):
+    def __init__(self, n: int, rounds: int = 0, known: Counts | None = None):
         self.hits, self.trials, self.known = [0.0] * n, [0.0] * n, known
-        self.faded = 0  # They have forgotten so many rounds.
+        self.faded = rounds  # They have forgotten what there was to forget until this round.
         if known:
             parts = [min(1.0, ALIKE / trials) if trials else 0.0 for trials in known.trials]
             self.hits = list(map(mul, parts, known.hits))
             self.trials = list(map(mul, parts, known.trials))
 
-    def fade(self, rounds: int = 1) -> None:
-        """Forgets so many rounds' worth."""
-        kept = FADE**rounds
+    def fade(self, rounds: int) -> None:
+        """Forgets what there is to forget until so many rounds."""
+        kept = FADE ** (rounds - self.faded)
+        self.faded = rounds
         self.hits = [kept * hits for hits in self.hits]
         self.trials = [kept * trials for trials in self.trials]
 
-    def add(self, at: int, hit: float, kept: float = 1.0) -> None:
-        """Adds a trial at a place, of whose earlier ones this part is kept."""
-        self.hits[at] = kept * self.hits[at] + hit
-        self.trials[at] = kept * self.trials[at] + 1
-        if known := self.known:
-            known.hits[at] += hit
-            known.trials[at] += 1
+    def add(self, at: int, hits: float, trials: int = 1) -> None:
+        """Adds trials at a place."""
+        for counts in (self, self.known) if self.known else (self,):
+            counts.hits[at] += hits
+            counts.trials[at] += trials
 
     def add_run(self, right: int, trials: int) -> None:
         """Adds trials at the first places, one each: so many are hits, and the first miss is the last trial."""
@@ -77,23 +77,17 @@ class Estimates:
         self._counts = dict[Hashable, Counts]()
         self._followed: Sequence[int] = ()  # The lookup's tokens that are compared with what comes.
         self._at, self._class = 0, 0
-        for counts in known._counts.values() if known else ():
-            counts.fade()
+        if known:
+            known.fade()
 
     def of(self, what: Hashable, n: int = 1) -> Counts:
-        """Returns the counts of something, at n places. They begin when they are asked for."""
+        """Returns the counts of something, at n places. They begin when they are asked for, and forget with each
+        round, whether or not it was tried: a text that may have changed is tried again."""
         found = self._counts.get(what)
         if found is None:
-            known = None if self._known is None else self._known.of(what, n)
-            found = self._counts[what] = Counts(n, known)
-        return found
-
-    def _by_round(self, what: Hashable, n: int) -> Counts:
-        """Returns counts of a drafter, which forget with each round, whether or not it drafted."""
-        found = self._counts.get(what) or self.of(what, n)
-        if found.faded < self._rounds:
-            found.fade(self._rounds - found.faded)
-            found.faded = self._rounds
+            found = self._counts[what] = Counts(n, self._rounds, self._known.of(what, n) if self._known else None)
+        elif found.faded < self._rounds:
+            found.fade(self._rounds)
         return found
 
     # ---- drafters
@@ -102,11 +96,11 @@ class Estimates:
         """Returns the chances that the first 1, 2 .. n drafts are all right. Drafts among a part of the
         vocabulary are right where the head is and the token is of the part. As long as the drafter has few trials,
         those of `others` stand for its own: a text that one foresees the others mostly foresee too."""
-        counts, covered = self._by_round(drafter.head, drafter.most), self._covered(drafter)
+        counts, covered = self.of(drafter.head, drafter.most), self._covered(drafter)
         share, worth, alike, chance = HOPE, HOPE_WEIGHT, ALIKE, 1.0
         missing = alike - counts.trials[0]
         for other in others if missing > 0 else ():
-            if other.head != drafter.head and (first := self._by_round(other.head, other.most)).trials[0]:
+            if other.head != drafter.head and (first := self.of(other.head, other.most)).trials[0]:
                 part = min(1.0, missing / first.trials[0])
                 more = part * first.trials[0]
                 share = (part * first.hits[0] + worth * share) / (more + worth)
@@ -119,25 +113,17 @@ class Estimates:
             chances.append(chance)
         return chances
 
-    def leaves(self, drafter: Drafter, chances: Sequence[float]) -> list[float]:
-        """Returns the chances of the next best candidates beside a chain with these chances, best first: it is
-        wrong there for the first time, and the candidate of that rank is right. Ranks count together for all
-        depths, which are alike."""
+    def tree(self, drafter: Drafter, chances: Sequence[float], most: int) -> list[tuple[float, int]]:
+        """Returns (chance, depth) of the nodes of a tree of at most so many, in the order in which it is grown: best
+        first, a node before what follows it and before the next rank beside it. `chances` are the first choices'.
+        Ranks count together for all depths, which are alike. Behind any right candidate of conditional lists the next
+        list is as good: that is what they are conditional for. Of other lists only first choices go on."""
         ranks, covered = self._ranks(drafter), self._covered(drafter)
-        wrong = [above * covered - chance for above, chance in zip((1.0, *chances), chances, strict=False)]
-        return sorted((miss * right for miss in wrong for right in ranks), reverse=True)
-
-    def grown(self, drafter: Drafter, chances: Sequence[float], most: int) -> list[tuple[float, int]]:
-        """Returns (chance, depth) of the nodes of a tree of at most so many, in the order in which it is grown from
-        lists that are conditional on the candidate above: best first, a node before what follows it and before the next
-        rank beside it. `chances` are the first choices'. Behind any right candidate the next list is as good: that is
-        what lists are conditional for."""
-        ranks = self._ranks(drafter)
         shares: list[list[float]] = []
         above = 1.0
         for chance in chances:
             first = chance / above if above else 0.0
-            shares.append([first, *((1 - first) * rank for rank in ranks)])
+            shares.append([first, *((covered - first) * rank for rank in ranks)])
             above = chance
         found: list[tuple[float, int]] = []
         left = [(-shares[0][0], 0, 0, 1.0)] if shares else []  # Minus the chance, depth, rank, the parent's chance.
@@ -146,18 +132,19 @@ class Estimates:
             found.append((-minus, depth + 1))
             if rank + 1 < len(shares[depth]):
                 heappush(left, (-parent * shares[depth][rank + 1], depth, rank + 1, parent))
-            if depth + 1 < len(shares):
+            if depth + 1 < len(shares) and (drafter.conditional or not rank):
                 heappush(left, (minus * shares[depth + 1][0], depth + 1, 0, -minus))
         return found
 
     def _ranks(self, drafter: Drafter) -> list[float]:
-        """Returns how often the second, third .. candidate is right where the better ones are wrong."""
-        counts = self._by_round((drafter.head, "rank"), RANKS)
+        """Returns how often the second, third .. candidate is right where the first is wrong. Before any trial each is
+        taken to be right as often as not where the better ones are wrong, which one trial outvotes."""
+        counts = self.of((drafter.head, "rank"), drafter.ranks)
         rest = 1.0
         ranks: list[float] = []
-        for rank in range(1, min(drafter.ranks, RANKS)):
-            ranks.append(counts.share(rank, rest * RANK_HOPE, 1.0))
-            rest *= 1 - RANK_HOPE
+        for rank in range(1, drafter.ranks):
+            rest /= 2
+            ranks.append(counts.share(rank, rest, 0.5))
         return ranks
 
     def _covered(self, drafter: Drafter) -> float:
@@ -166,14 +153,14 @@ class Estimates:
     def drafted(self, drafter: Drafter, trials: int, right: int, rank: int | None) -> None:
         """Learns from a round: each depth up to the first wrong draft is one trial. `rank` is that of the
         target's own token among the candidates there, and None where they were not read."""
-        self._by_round(drafter.head, drafter.most).add_run(right, trials)
+        self.of(drafter.head, drafter.most).add_run(right, trials)
         if rank is not None:
-            counts = self._by_round((drafter.head, "rank"), RANKS)
-            for at in range(1, min(drafter.ranks, RANKS)):
+            counts = self.of((drafter.head, "rank"), drafter.ranks)
+            for at in range(1, drafter.ranks):
                 counts.add(at, at == rank)
 
     def fade(self) -> None:
-        """Forgets a round's worth of what is known of drafters: a text that may have changed is tried again."""
+        """Says that a round is over."""
         self._rounds += 1
 
     # ---- lookups
@@ -200,14 +187,11 @@ class Estimates:
         """Learns from the tokens that the target has chosen since. `parts` of the vocabulary are drafted
         among."""
         for part in parts:
-            counts = self.of(("part", part))
-            counts.fade()
-            for token in tokens:
-                counts.add(0, token < part)
+            self.of(("part", part)).add(0, sum(token < part for token in tokens), len(tokens))
         followed = self._followed
         for token in tokens if followed else ():
             right = followed[self._at] == token
-            self.of("later" if self._at else "first", LENGTHS).add(self._class, right, FADE)
+            self.of("later" if self._at else "first", LENGTHS).add(self._class, right)
             self._at += 1
             if not right or self._at == len(followed):
                 self._followed = ()

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from math import sqrt
 from typing import NamedTuple
 
 from luce.native.structs import Cost
@@ -99,35 +98,24 @@ class Work(NamedTuple):
     by: int | None = None
 
 
-_LEAST = [max(int(n / 2 - sqrt(n)), 0) for n in range(WINDOW + 1)]
-
-
 class Median:
-    """The median of the last WINDOW values, and a lower bound of what it would be of many: `least`. Both are None
-    before the first.
+    """The median of the last WINDOW values; None before the first."""
 
-    Of n values about n / 2 are below the median of all there are, and more than sqrt(n) fewer in one case of fifty."""
-
-    __slots__ = ("_last", "_sorted", "value")
+    __slots__ = ("_last", "value")
 
     def __init__(self, *values: float) -> None:
         self._last = deque(values, maxlen=WINDOW)
-        self._sorted = list(values)
         self.value: float | None = values[0] if values else None
 
     @property
     def least(self) -> float | None:
-        return self._sorted[_LEAST[len(self._sorted)]] if self._sorted else None
-
-    @property
-    def full(self) -> bool:
-        """Says whether WINDOW values were added."""
-        return len(self._last) == WINDOW
+        """Returns the least of the last values, which is hardly ever above what most are; None before WINDOW is half
+        full."""
+        return min(self._last) if 2 * len(self._last) > WINDOW else None
 
     def add(self, value: float) -> None:
         self._last.append(value)
-        self._sorted = sorted(self._last)
-        self.value = self._sorted[len(self._sorted) // 2]
+        self.value = sorted(self._last)[len(self._last) // 2]
 
 
 class Prices:
@@ -137,10 +125,11 @@ class Prices:
 
     `scale` is how much longer steps take than when they were measured alone: contexts are longer, clocks lower,
     and a step that follows another at once is begun meanwhile. `floor` is what a plain round takes: the host's
-    work for its sequences is hidden behind the steps, unless these are shorter. `turn` is what the device waits
-    where the host has to see tokens first. All are medians of what rounds took, by the number of sequences, and
-    where rounds cannot be hidden, theirs. Several drafters have a scale each, for what the table says of one may be
-    wrong beside what it says of another: a machine that was disturbed while one was measured made that one dearer.
+    work for its sequences is hidden behind the steps, unless these are shorter. Then a drafted round takes what such
+    rounds took, since the host has more to begin in it. `turn` is what the device waits where the host has to see
+    tokens first. All are medians of what rounds took, by the number of sequences, and where rounds cannot be hidden,
+    theirs. Several drafters have a scale each, for what the table says of one may be wrong beside what it says of
+    another: a machine that was disturbed while one was measured made that one dearer.
 
     A host that computes the steps itself hides nothing behind them (`paced`). Then plain and drafted rounds have one
     pace, since other programs take its cores for a while from both: `floor` is that pace times a plain step. How much
@@ -154,6 +143,7 @@ class Prices:
         self._scale = defaultdict[tuple[bool, int | None], Median](lambda: Median(*[1.0] * TABLE))
         self._floor = defaultdict[tuple[int, bool], Median](Median)
         self._turn = defaultdict[tuple[int, bool], Median](Median)
+        self._hosted = dict[tuple[int, bool], Median]()
         self._terms = dict[tuple[int, bool], tuple[float, float, float]]()  # They hold until something is learned.
 
     def terms(self, sequences: int, hidden: bool) -> tuple[float, float, float]:
@@ -179,34 +169,36 @@ class Prices:
         """Returns the seconds of a plain round; 0 where nothing was measured."""
         return self.terms(sequences, hidden)[1]
 
-    def least(self, sequences: int, hidden: bool) -> tuple[float, bool]:
-        """Returns the seconds that a plain round takes at least, and whether that is all that will be known. Of
-        rounds that vary, the median of a few may be above what others take, so the lower bound is taken. Before
-        WINDOW of them were seen, steps that were measured alone count too, if they took less."""
-        if self.paced:
-            return self.plain(sequences, hidden), True
-        floor = self._floor[sequences, hidden]
-        alone = min(self._scale[hidden, None].value or 1.0, 1.0) * self.costs.verify(sequences)
-        if floor.least is None:
-            return alone, not self._observes
-        return floor.least if floor.full else min(floor.least, alone), floor.full
-
     def seen(self, sequences: int, hidden: bool = True) -> bool:
         """Says whether a plain round was observed, or nothing is."""
         return self.paced or not self._observes or self._floor[sequences, hidden].value is not None
 
+    def settled(self, sequences: int, hidden: bool = True) -> bool:
+        """Says whether enough plain rounds were observed to book drafts for good, or nothing is."""
+        return self.paced or not self._observes or self._floor[sequences, hidden].least is not None
+
     def seconds(self, of: Work) -> float:
         """Returns what a round is expected to take."""
-        device, sequences, drafted, turns, hidden, by = of
-        _, floor, turn = self.terms(sequences, hidden)
-        return (self.steps(device, sequences, hidden, by) if drafted else floor) + turns * turn
+        scale, floor, turn = self.terms(of.sequences, of.hidden)
+        if of.by is not None and not self.paced:
+            scale = self._scale[of.hidden, of.by].value or 1.0
+        if of.drafted:
+            hosted = self._hosted.get((of.sequences, of.hidden))
+            floor = max(scale * of.device, floor, (hosted and hosted.value) or 0.0)
+        return floor + of.turns * turn
 
-    def steps(self, device: float, sequences: int, hidden: bool, by: int | None = None) -> float:
-        """Returns what a round that drafts is expected to take without turns of the host."""
-        scale, floor, _ = self.terms(sequences, hidden)
-        if by is not None and not self.paced:
-            scale = self._scale[hidden, by].value or 1.0
-        return max(scale * device, floor)
+    def lost(self, of: Work, rounds: int, tokens: int) -> float:
+        """Returns how many plain rounds so many rounds took beyond those that their tokens take. Rounds of which few
+        were seen may seem shorter beside others than they are, so one that drafts is as long as the table says at
+        least, and waits for the host beside that. Where the host takes longer than a plain step, both kinds wait for
+        it: the shortest of the last plain rounds is what it takes at most, since a disturbed round is longer."""
+        scale, plain, turn = self.terms(of.sequences, of.hidden)
+        if not plain:
+            return 0.0
+        host = 0.0 if self.paced else (self._floor[of.sequences, of.hidden].least or 0.0) / max(scale, 1.0)
+        alone = max(self.costs.verify(of.sequences), host)
+        least = max(of.device, host) / alone + of.turns * turn / plain if of.drafted and alone else 1.0
+        return rounds * max(self.seconds(of) / plain, least) - tokens
 
     def scales(self, hidden: bool, drafters: int) -> list[float]:
         """Returns the scale of each drafter, where there are several."""
@@ -238,3 +230,5 @@ class Prices:
         elif of.device and scale * of.device > floor:
             for by in {None, of.by}:
                 self._scale[of.hidden, by].add(seconds / of.device)
+        else:
+            self._hosted.setdefault(key, Median(*[floor] * TABLE)).add(seconds)

@@ -7,20 +7,25 @@ from machines import GPU, Fresh, drafts, line, runner
 
 from luce.native import Source
 from luce.speculate.drafting import Drafter, Limits, Round
-from luce.speculate.estimates import RANK_HOPE, Estimates
+from luce.speculate.estimates import Estimates
 
 
 def test_next_best_candidates_count_at_all_depths_and_only_where_they_were_seen():
     learned, drafter = Estimates(), Drafter(Fresh(), Source.NEXTN, 4, 3)
 
     def leaves(n):
-        return learned.leaves(drafter, learned.chain(drafter, n))
+        """Returns the chances beside a chain of n drafts: of a tree's nodes those that are none of the chain's."""
+        chain = learned.chain(drafter, n)
+        found = [chance for chance, _ in learned.tree(drafter, chain, 99)]
+        for chance in chain:
+            found.remove(min(found, key=lambda each: abs(each - chance)))
+        return found
 
     before = leaves(2)
     for _ in range(6):
         learned.drafted(drafter, 2, 0, None)  # No candidates were seen.
     share = learned.chain(drafter, 1)[0]
-    assert len(before) == 4 and leaves(1)[0] == pytest.approx((1 - share) * RANK_HOPE)
+    assert len(before) == 4 and leaves(1)[0] == pytest.approx((1 - share) / 2)
     for _ in range(6):
         learned.drafted(drafter, 2, 0, 3)  # None of them was right.
     assert leaves(1)[0] < 0.1 * (1 - learned.chain(drafter, 1)[0])

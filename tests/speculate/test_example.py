@@ -10,7 +10,7 @@ from luce.speculate.candidates import Offer, Steps
 from luce.speculate.choose import MARGIN, Search, Terms, chains_of
 from luce.speculate.drafting import Drafter
 from luce.speculate.ledger import BET, Ledger
-from luce.speculate.prices import Prices
+from luce.speculate.prices import Prices, Work
 
 PAGE = " ".join((ROOT / "docs" / "speculation.md").read_text().split())
 COSTS = replay.MACHINES["27b on an H200"]
@@ -38,14 +38,14 @@ def test_the_formula_takes_the_line_that_the_page_names():
 
 def test_the_ledger_ends_the_trials_that_the_page_counts():
     """Each round of the best chain is wrong, and the next one may lose half of what is left."""
-    prices, ledger, best = Prices(COSTS), Ledger(256), max(range(9), key=lambda n: rate(n)[2])
-    price, stakes = rate(best)[1], []
-    while (stake := BET * ledger.rest(prices, 1, True, 0.0)) >= price - 1:
+    ledger, best = Ledger(256), max(range(9), key=lambda n: rate(n)[2])
+    loss, stakes = Prices(COSTS).lost(Work(STEPS.chains[0][best - 1], drafted=True), 1, 1), []
+    while (stake := BET * ledger.rest()) >= loss:
         stakes.append(stake)
-        ledger.book(1, True, price, 0, 1)
-    lost = ledger.lost(prices)
-    assert f"allows {ledger.rest(prices, 1, True, 0.0) + lost:.2f} plain rounds" in PAGE
+        ledger.lost += loss
+    lost = ledger.lost
+    assert f"allows {ledger.rest() + lost:.2f} plain rounds" in PAGE
     assert f"the first may lose {stakes[0]:.2f}, the second {stakes[1]:.2f}" in PAGE
-    assert f"each loses {price - 1:.3f}" in PAGE
-    assert f"20 tokens may lose {Ledger(20).rest(prices, 1, True, 0.0):.2f} plain rounds" in PAGE
+    assert f"each loses {loss:.3f}" in PAGE
+    assert f"20 tokens may lose {Ledger(20).rest():.2f} plain rounds" in PAGE
     assert f"after {len(stakes)} such rounds, {lost:.2f} plain rounds are lost" in PAGE

@@ -16,7 +16,7 @@ from replay import auto_of
 
 from luce.bench.acceptance import CLASSES, RANKS
 from luce.native import Form, Source
-from luce.speculate.candidates import Offer, Steps, grown
+from luce.speculate.candidates import Offer, Steps, trees
 from luce.speculate.choose import Search, Terms
 from luce.speculate.drafting import Drafter
 from luce.speculate.estimates import Estimates
@@ -136,10 +136,10 @@ def test_a_trees_nodes_are_the_best_paths_of_ranks() -> None:
         met = {(), *expected}
         open_ = [p for p in paths if p not in met and p[:-1] in met and (p[-1] == 0 or (*p[:-1], p[-1] - 1) in met)]
         expected.append(max(open_, key=lambda p: worth[p]))
-    found = known.grown(by, chances, 20)
+    found = known.tree(by, chances, 20)
     assert [depth for _, depth in found] == [len(path) for path in expected]
     assert [chance for chance, _ in found] == pytest.approx([worth[path] for path in expected])
-    assert len(known.grown(by, chances[:1], 99)) == len(ranks) + 1 and known.grown(by, [], 9) == []
+    assert len(known.tree(by, chances[:1], 99)) == len(ranks) + 1 and known.tree(by, [], 9) == []
 
 
 @pytest.mark.long
@@ -148,7 +148,7 @@ def test_a_tree_gives_the_tokens_that_are_expected_of_it(ranks: tuple[float, ...
     chances = DFLASH2["prose"]
     known, by = estimates_of(chances, ranks)
     for budget in (3, 12, 31):
-        nodes = known.grown(by, known.chain(by, 7), budget)
+        nodes = known.tree(by, known.chain(by, 7), budget)
         text, right = Listed(chances, ranks, 5), 0
         for text.at in range(2000):
             lists = text.lists(max(depth for _, depth in nodes), K)
@@ -164,15 +164,15 @@ def test_texts_that_share_a_round_take_the_best_nodes_of_all() -> None:
     by = sure[1]
     offers = []
     for (known, _), most in ((sure, 31), (vague, 5)):
-        nodes = known.grown(by, known.chain(by, 7), most)
-        offers.append(Offer(most, (), [known.chain(by, 7)], grown=lambda _, nodes=nodes: nodes))
+        nodes = known.tree(by, known.chain(by, 7), most)
+        offers.append(Offer(most, (), [known.chain(by, 7)], tree=lambda *_, nodes=nodes: nodes))
     steps = Steps(on.costs, [by], 2)
     search = Search(steps, Terms(1.0, on.costs.verify(2), 0.0), 0.0)
-    search.tries(grown(offers, 0, [0, 0], steps))
+    search.tries(trees(offers, 0, 7, steps))
     assert search.found is not None
     of_sure, of_vague = search.found.choices
     assert of_vague.candidates <= 5 and of_vague.leaves > 0 and of_vague.drafts < 4
     assert of_sure.drafts == 7 and of_sure.candidates > of_vague.candidates
     assert search.found.tokens == pytest.approx(
-        2 + sum(sum(chance for chance, _ in offer.grown(0)[: choice.candidates])
+        2 + sum(sum(chance for chance, _ in offer.tree(0, 7)[: choice.candidates])
                 for offer, choice in zip(offers, (of_sure, of_vague), strict=True)))  # fmt: skip

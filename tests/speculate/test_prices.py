@@ -49,6 +49,58 @@ def test_each_of_several_drafters_has_a_scale_of_its_own():
     assert prices.scales(True, 1) == []  # A single one shares it with lookups.
 
 
+def test_a_table_without_costs_prices_and_books_nothing():
+    """Plain rounds are seen all the same."""
+    for paced in (False, True):
+        prices = Prices(Costs([]), paced)
+        for work in (Work(0.0), Work(0.0, drafted=True), Work(0.0, turns=1)) * 20:
+            prices.learn(work, 2.0)
+            assert prices.lost(work, 1, 1) == pytest.approx(0.0)
+
+
+def sources_of(sequences):
+    """Returns the sources of texts that decode together on a device whose head is dear to feed."""
+    verify = [Cost(rows, 0, ms) for rows, ms in VERIFY.items()]
+    auto = Auto(Costs([*verify, Cost(1, 1, CHAIN), Cost(1, 4, 0.1), Cost(32, 4, 3.0)]), 16, hidden=True)
+    texts = [Text(Trace("", "", [0] * 400, [(0, 0, 0)] * 400)) for _ in range(sequences)]
+    return [auto.source(text, [Drafter(text, Source.NEXTN, 8)]) for text in texts]
+
+
+def test_a_round_is_booked_anew_once_it_is_known_what_plain_ones_of_as_many_texts_take():
+    """Texts learn from each other, so what one pays for is settled in its next round, whatever that is."""
+    (source,) = sources_of(1)
+    prices, ledger = source.auto.prices, source.ledger
+    alone, shared = (Work(VERIFY[8], n, drafted=True) for n in (1, 2))
+    plain = Work(VERIFY[1]), Work(prices.costs.verify(2), 2)
+    prices.learn(alone._replace(turns=1), VERIFY[8] + 1.0)  # Rounds are observed.
+    ledger.book(alone, 1, prices)
+    ledger.book(shared, 1, prices)
+    before = prices.lost(alone, 1, 1), prices.lost(shared, 1, 1)
+    assert min(before) > 0 and ledger.lost == pytest.approx(sum(before))
+    for n in (1, 2):
+        for _ in range(8):
+            assert not prices.settled(n)
+            prices.learn(plain[n - 1], 2 * VERIFY[1])  # The host takes as long.
+            ledger.book(plain[n - 1], 1, prices)
+        assert prices.settled(n) and ledger.lost == pytest.approx(before[1] if n == 1 else 0.0)
+    prices.learn(plain[0], VERIFY[1])
+    assert prices.lost(alone, 1, 1) > 0 and ledger.lost == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_texts_that_share_a_round_feed_the_head_whether_it_drafts_or_not(sequences):
+    """What a text owes that decoded alone before is no part of what drafts cost."""
+    sources = sources_of(sequences)
+    limits = Limits(16, 200, sequences)
+    for source in sources:
+        source.unfed = 10
+        source.propose(0, limits)
+    sources[0].draft(0, limits)
+    choices, work = [source.choice for source in sources], sources[0].work
+    owed = source.auto.prices.costs.feed(10) if sequences == 1 else 0.0
+    assert work.drafted and owed + source.auto.steps(source.drafters, sequences).of(choices) == work.device
+
+
 def test_auto_finds_the_better_drafter_though_it_was_measured_dear():
     """A block that was measured at 3 ms and takes 1 is drafted all the same, and its rounds are priced as they are."""
     true, told = (Costs([*(Cost(rows, 0, ms) for rows, ms in VERIFY.items()), Cost(1, 1, CHAIN), Cost(1, 2, block)])

@@ -8,7 +8,7 @@ import pytest
 from depth import deeper, examples
 from fake_core import FakeEngine, expected, finish, hashed
 from fake_core import Text as FakeText
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from machines import BOX, CPU, GPU, MACHINES, OWED, STEEP, Fresh, Repeats, drafts, line, machine, runner
 
@@ -391,6 +391,8 @@ def test_feeding_the_head_in_each_step_of_several_sequences_is_part_of_the_3_per
 @given(
     between=st.floats(0.0, 0.2), fires=st.floats(0, 1), noise=st.floats(0, 0.05), seed=st.integers(0, 2**32)
 )
+@example(between=0.03125, fires=0.2, noise=0.05, seed=7)
+@example(between=0.03125, fires=0.484375, noise=0.03125, seed=9)
 def test_what_the_host_takes_is_part_of_the_3_percent(between, fires, noise, seed):
     """It is learned from the rounds, and a machine whose rounds vary is no worse: what rounds that draft take is
     held against what plain ones take on average, and the last of them may take longer than it seemed. The first
