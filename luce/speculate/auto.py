@@ -139,7 +139,9 @@ class Source:
         # Those whose trials say something of each other.
         self.others = drafters if len({drafter.head for drafter in drafters}) > 1 else ()
         self.parts = sorted({drafter.part for drafter in drafters if drafter.part})
-        self._chains, self._most = list[list[float]](), 0  # What the last offer had.
+        # What the last offer had.
+        self._chains, self._most = list[list[float]](), 0
+        self._trees = dict[int, list[tuple[float, int]]]()
         # Plain steps of one sequence leave many rows to one feed, and those of several feed the head each.
         self.most_unfed = auto.budget + 1
         self.fed = auto.prices.costs.feed(self.most_unfed) / self.most_unfed
@@ -175,7 +177,10 @@ class Source:
         return Offer(most, looked, chains, self._tree)
 
     def _tree(self, by: int, depth: int) -> Sequence[tuple[float, int]]:
-        return self.estimates.tree(self.drafters[by], self._chains[by][:depth], self._most)
+        drafter = self.drafters[by]
+        nodes = self._trees[by] = self.estimates.tree(drafter, self._chains[by][:depth], self._most)
+        worth = self.estimates.worth(drafter)
+        return [(worth * chance, at) for chance, at in nodes]
 
     def of_begun(self) -> Choice:
         """Returns the choice by which the round was begun."""
@@ -246,4 +251,6 @@ class Source:
             if choice.drafter is not None and done.drafted:
                 drafter = self.drafters[choice.drafter]
                 self.estimates.drafted(drafter, *drafter.shown(done, choice.drafts))
+                if choice.leaves:
+                    self.estimates.grew(drafter, done.accepted, self._trees[choice.drafter][: choice.candidates])
         self.ledger.tokens += came

@@ -147,6 +147,15 @@ class Estimates:
             ranks.append(counts.share(rank, rest, 0.5))
         return ranks
 
+    def worth(self, drafter: Drafter) -> float:
+        """Returns what part of what was expected of trees they gave, at most all of it. A drafter grows them by
+        probabilities of its own, which may not be the chances that its candidates have."""
+        return min(self.of((drafter.head, "tree")).share(0, 1.0, WINDOW), 1.0)
+
+    def grew(self, drafter: Drafter, right: int, nodes: Sequence[tuple[float, int]]) -> None:
+        """Learns from a tree of these nodes, of which so many were right."""
+        self.of((drafter.head, "tree")).add(0, right / sum([chance for chance, _ in nodes]))
+
     def _covered(self, drafter: Drafter) -> float:
         return self.of(("part", drafter.part)).share(0, HOPE, HOPE_WEIGHT) if drafter.part else 1.0
 

@@ -15,15 +15,14 @@ from luce.speculate.drafting import Draft, Drafter
 from luce.speculate.estimates import ALIKE, HOPE, HOPE_WEIGHT, Estimates
 
 # In plain steps, of a DFlash2 beside the NextN head of a 27b on an H200.
-ON = listed.machine(
-    "1:1 2:1.034 3:1.049 4:1.055 6:1.076 8:1.1 9:1.19 12:1.21 16:1.25 23:1.55 32:1.6", 0.17, 0.14, 0.074
-)
+ROWS = "1:1 2:1.034 3:1.049 4:1.055 6:1.076 8:1.1 9:1.19 12:1.21 16:1.25 23:1.55 32:1.6"
+ON = listed.machine(ROWS, 0.17, 0.14, 0.074)
 TOKENS = 192
 
 
-def texts(cls: str, seed: int) -> list[Twice]:
+def texts(cls: str, seed: int, own: float = 1.0) -> list[Twice]:
     head = (*CLASSES["mtp"][cls], *(CLASSES["mtp"][cls][-1],) * 8)[:8]
-    return [Twice(CLASSES["dflash2"][cls], RANKS, 100 * seed + at, chain=head) for at in range(6)]
+    return [Twice(CLASSES["dflash2"][cls], RANKS, 100 * seed + at, own=own, chain=head) for at in range(6)]
 
 
 def fixed_head(n: int) -> listed.Fixed:
@@ -45,6 +44,20 @@ def test_auto_has_97_percent_of_the_best_of_both(cls: str) -> None:
             for text in texts(cls, seed):
                 spend(text, TOKENS, ON, way, out)
     assert found.rate > 0.97 * max(out.rate for out in best)
+
+
+def test_trees_that_give_less_than_they_promise_are_left_for_chains() -> None:
+    """A drafter grows trees by its own probabilities, which may not be the chances that its candidates have. Its block
+    is cheaper here, and the host sooner. What was expected of trees was never held against what came of them: 0.91 of
+    prose on an H200, as here."""
+    on = listed.machine(ROWS, 0.113, 0.062, 0.074)
+    found, best = Spent(), Spent()
+    for seed in range(8):
+        auto = auto_of(on.costs)
+        for way, out in ((auto, found), (chain(7), best)):
+            for text in texts("prose", seed, own=0.4):
+                spend(text, TOKENS, on, way, out)
+    assert found.rate > 0.96 * best.rate
 
 
 @pytest.mark.parametrize("before", [None, "code"])

@@ -3,8 +3,8 @@ the right token is at each depth.
 
 A text's true token at position i is i. Behind right tokens a depth's list has the right one first with
 `chances[depth]`, else second, third .. in `ranks` of the cases; which it is, is drawn once for each anchor. Behind
-wrong tokens all is wrong. The drafter's own probabilities, by which a tree is grown, are these chances. Sampling
-leaves `kept` candidates of a list.
+wrong tokens all is wrong. The drafter's own probabilities, by which a tree is grown, are these chances, but for its
+first choices, whose are `own` times that. Sampling leaves `kept` candidates of a list.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Listed:
     kept: int = K
     at: int = 0
     _drawn: dict[tuple[int, int], int] = field(default_factory=dict)
+    own: float = 1.0
 
-    def shares(self, depth: int) -> list[float]:
-        """Returns the chance of each rank of a depth."""
-        first = self.chances[depth]
+    def shares(self, depth: int, own: float = 1.0) -> list[float]:
+        """Returns the chance of each rank of a depth, or the drafter's own probability."""
+        first = own * self.chances[depth]
         return [first, *((1 - first) * share for share in self.ranks)]
 
     def rank(self, depth: int) -> int:
@@ -97,16 +98,16 @@ class Listed:
     ) -> tuple[list[int], list[int], list[int]]:
         """Grows a tree of so many candidates, best first, a node before the next rank beside it."""
         tokens, parents = [anchor], [-1]
-        left: list[tuple[float, tuple[int, ...], int]] = [(-self.shares(0)[0], (0,), 0)]
+        left: list[tuple[float, tuple[int, ...], int]] = [(-self.shares(0, self.own)[0], (0,), 0)]
         while left and len(tokens) <= budget:
             minus, path, parent = heappop(left)
-            row, last, of = len(tokens), path[-1], self.shares(len(path) - 1)
+            row, last, of = len(tokens), path[-1], self.shares(len(path) - 1, self.own)
             tokens.append(self.token(path))
             parents.append(parent)
             if last + 1 < min(len(of), lists.k, self.kept) and of[last]:
                 heappush(left, (minus / of[last] * of[last + 1], (*path[:-1], last + 1), parent))
             if len(path) < lists.depth:
-                heappush(left, (minus * self.shares(len(path))[0], (*path, 0), row))
+                heappush(left, (minus * self.shares(len(path), self.own)[0], (*path, 0), row))
         return tokens, parents, [1] * len(tokens)
 
 
