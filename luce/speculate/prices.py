@@ -210,8 +210,6 @@ class Prices:
         """Learns from what a round took, from the end of the one before it."""
         key, self._observes = (of.sequences, of.hidden), True
         scale, floor, _ = self.terms(*key)
-        if of.turns > 1 and self._turn[key].value is not None:
-            return  # It shows less well what one turn takes.
         known = self.seconds(of._replace(turns=0)) if of.turns else 0.0
         self._terms.clear()
         if of.turns and of.by is not None and floor < known and seconds < known:
