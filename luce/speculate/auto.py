@@ -199,7 +199,7 @@ class Source:
     def rest(self, sequences: int) -> float:
         """Returns how many plain rounds the text may still lose."""
         prices, hidden = self.auto.prices, self.auto.hidden
-        plain, fed = prices.terms(sequences, hidden)[1], prices.costs.feed(1) if sequences > 1 else self.fed
+        plain, fed = prices.plain(sequences, hidden), prices.costs.feed(1) if sequences > 1 else self.fed
         rest = self.ledger.rest(fed / plain if plain else 0.0)
         if not prices.seen(sequences, hidden):
             rest -= BET * self.ledger.allowed(0.0)

@@ -56,13 +56,8 @@ class Counts:
 
     def add_run(self, right: int, trials: int) -> None:
         """Adds trials at the first places, one each: so many are hits, and the first miss is the last trial."""
-        for counts in (self, self.known) if self.known else (self,):
-            hits, tried = counts.hits, counts.trials
-            for at in range(min(right, trials)):
-                hits[at] += 1
-                tried[at] += 1
-            if right < trials:
-                tried[right] += 1
+        for at in range(min(right + 1, trials)):
+            self.add(at, at < right)
 
     def share(self, at: int, prior: float, worth: float) -> float:
         """Returns the share of hits at a place, where `prior` is worth so many trials."""
