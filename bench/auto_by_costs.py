@@ -45,7 +45,7 @@ from luce.speculate import estimates
 from luce.speculate.prices import Costs
 
 HELD_OUT = Path(__file__).with_name("held_out.jsonl")
-ALIKE = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # These values of estimates.ALIKE are compared.
+ALIKE = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # These values of estimates.ALIKE are compared.
 
 
 def prefix(proposed: list[int], tokens: list[int]) -> int:
@@ -135,14 +135,14 @@ def auto_rates(
 
 
 def leave_one_out(traces: Sequence[replay.Trace], machines: dict[str, Costs]) -> dict[str, Any]:
-    """Judges ALIKE. `gain` has auto's rate with each value by that without any, as a geometric mean over
+    """Judges ALIKE. `gain` has auto's rate with each value by that with one trial, as a geometric mean over
     machines, by class. `folds` has for each class the value that is best on the others, and its rate on the
     class by that of the value that estimates.py has."""
     rates = {(name, k): auto_rates(traces, costs, k) for name, costs in machines.items() for k in ALIKE}
     classes = sorted({trace.cls for trace in traces})
 
     def gain(k: float, among: Iterable[str]) -> float:
-        logs = (math.log(rates[name, k][c] / rates[name, 0.0][c]) for name in machines for c in among)
+        logs = (math.log(rates[name, k][c] / rates[name, ALIKE[0]][c]) for name in machines for c in among)
         return math.exp(statistics.fmean(logs))
 
     folds = {}

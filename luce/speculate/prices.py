@@ -15,7 +15,8 @@ from luce.native.structs import Cost
 # that got slower is known within eight.
 WINDOW = 15
 # The table of costs counts as so many rounds, so that the first one that drafts, if it was disturbed, does not keep
-# others from being tried.
+# others from being tried: with 1, recorded texts on a busy CPU have 1.41 of plain by counted costs, not 1.76; with 2,
+# HumanEval's have 1.14, not 1.26.
 TABLE = 3
 MAX_ROWS = 64  # luce.h calls it LUCE_MAX_ROWS.
 
