@@ -14,7 +14,7 @@ constexpr int THREADS = 256, BLOCKS = 32; // of a piece at most
 
 // The grid is blocks of a piece, and pieces.
 __global__ void __launch_bounds__(THREADS) copy_pieces_kernel(const __grid_constant__ CopyPiecesArgs a) {
-    const CopyPiecesArgs::Piece &piece = a.pieces[blockIdx.y];
+    const CopyPiece &piece = a.pieces[blockIdx.y];
     const float4 *from = static_cast<const float4 *>(piece.from);
     float4 *to = static_cast<float4 *>(piece.to);
     const int64_t n = piece.bytes / int64_t(sizeof(float4));
@@ -31,7 +31,7 @@ int cuda::copy_pieces(const CopyPiecesArgs &a, void *stream) {
         return int(cudaErrorInvalidValue);
     }
     for (int32_t i = 0; i < a.n; i++) {
-        const CopyPiecesArgs::Piece &piece = a.pieces[i];
+        const CopyPiece &piece = a.pieces[i];
         if (!given(piece.from) || !given(piece.to) || piece.bytes < 0 || piece.bytes % 16 != 0) {
             return int(cudaErrorInvalidValue);
         }

@@ -245,14 +245,14 @@ struct ImageRowsArgs {
 
 // copy_pieces copies pieces of memory to other places of the device. Addresses and bytes are multiples of 16, and no piece goes
 // where another one lies.
+struct CopyPiece {
+    const void *from;
+    void *to;
+    int64_t bytes;
+};
 struct CopyPiecesArgs {
     static constexpr int MOST = 160; // a launch's arguments take 4 KiB at most
-    struct Piece {
-        const void *from;
-        void *to;
-        int64_t bytes;
-    };
-    Piece pieces[MOST];
+    CopyPiece pieces[MOST];
     int32_t n;
 };
 

@@ -162,7 +162,7 @@ void send(Stream stream, const std::vector<Cache::Piece> &pieces, const uint8_t 
 
 #ifdef LUCE_USE_CUDA
 // Enqueues copies on a GPU's stream of steps, as many at once as a launch takes.
-void copy(const Stage &stage, const std::vector<CopyPiecesArgs::Piece> &pieces) {
+void copy(const Stage &stage, const std::vector<CopyPiece> &pieces) {
     make_current(stage.device);
     for (size_t first = 0; first < pieces.size(); first += CopyPiecesArgs::MOST) {
         CopyPiecesArgs a{};
@@ -178,7 +178,7 @@ void copy(const Stage &stage, const std::vector<CopyPiecesArgs::Piece> &pieces) 
 
 void copy(const std::vector<Cache::Piece> &from, const std::vector<Cache::Piece> &to) {
 #ifdef LUCE_USE_CUDA
-    std::map<const Stage *, std::vector<CopyPiecesArgs::Piece>> together;
+    std::map<const Stage *, std::vector<CopyPiece>> together;
 #endif
     for (size_t i = 0; i < from.size(); i++) {
         ggml_tensor source = bytes(from[i]), target = bytes(to[i]);

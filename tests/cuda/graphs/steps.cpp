@@ -235,7 +235,7 @@ std::vector<StepShape> shapes_of(const Cache &cache) {
     shapes.push_back(prompts_shape(StepKind::prefill, wholes));
     shapes.push_back(prompts_shape(StepKind::prefill_last, wholes));
     shapes.push_back(prompts_shape(StepKind::prefill_tail, tails));
-    for (size_t i = 0, n = shapes.size(); cache.takes_images() && i < n; i++) {
+    for (size_t i = 0, n = shapes.size(); option("images") && cache.takes_images() && i < n; i++) {
         shapes.push_back(shapes[i]);
         shapes.back().images = true;
     }
@@ -324,7 +324,6 @@ void run(const std::string &out, const std::string &path) {
         drafters.push_back({GgufFile::open(options["assistant"]), "assistant"});
         uses = {{0, 3, 0, 0, false}, {0, 3, 256, 0, false}};
     }
-    images_on_gpus = option("images") != 0;
     const uint32_t stages = std::max(uint32_t(option("stages")), 1u), layers = uint32_t(option("layers"));
     Split split = device;
     if (stages > 1) { // all on the one device that is pretended
