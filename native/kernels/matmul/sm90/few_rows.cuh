@@ -244,7 +244,7 @@ template <int ROWS, int COLUMNS>
 int multiply_few(const GemmCopiesArgs &g, const float *scales, cudaStream_t stream) {
     using S = FewShape<ROWS, COLUMNS>;
     FewMaps maps;
-    // Rows behind the last are not copied where all are in one tile: an H200 fills them in slowly. Nobody reads their sums.
+    // Rows behind the last are not copied where all are in one tile. Nobody reads their sums.
     FewArgs args = {g.residual, scales, g.T, divided(g.K, S::K), g.n_weights, std::min(g.T, ROWS), {}};
     int error = describe(maps.x, g.x, g.T, g.K, args.rows), tiles = 0;
     for (int i = 0; i < g.n_weights && error == 0; i++) {
