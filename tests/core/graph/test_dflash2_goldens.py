@@ -111,12 +111,14 @@ def test_blocks_lists_and_drafts_are_those_of_the_equations(
 @pytest.mark.parametrize("name", PEERS)
 def test_drafts_are_llama_cpps(name: str, native: Library, device: str, tmp_path: Path) -> None:
     """By its own driver, of the same files (tools/make_llamacpp_reference.py). They are compared up to one that is not
-    ahead by more than may be off."""
+    ahead by more than may be off. On a GPU that is more than drafts differ by, and lists are held to torch's above."""
+    if not device.startswith("cpu"):
+        pytest.skip("llama.cpp's drafts were made by a CPU")
     case, golden, compared = PEERS[name], dict(np.load(GOLDENS / "llamacpp-reference.npz")), 0
     target, drafter = tiny_dflash2.files(tmp_path, case)
     model = drive.open_model(native, target, device, drafter=drafter)
     sequence = drive.open_sequence(model, n_ctx=128, blocks=1, n_top=1)
-    bound, n = CPU_BOUND if device.startswith("cpu") else drive.CUDA_BOUND, case.n_draft
+    n = case.n_draft
     for prompt, drafts in zip(golden[f"prompts-{name}"], golden[f"drafts-{name}"], strict=True):
         tokens = [int(token) for token in prompt if token >= 0]
         sequence.reset()
@@ -126,12 +128,12 @@ def test_drafts_are_llama_cpps(name: str, native: Library, device: str, tmp_path
         sure, above = 0, 0
         while sure < n:
             best = np.argsort(-scores[sure, above])[:2]
-            if not scores[sure, above][best[0]] - scores[sure, above][best[1]] > 2 * bound:
+            if not scores[sure, above][best[0]] - scores[sure, above][best[1]] > 2 * CPU_BOUND:
                 break
             sure, above = sure + 1, int(best[0])
         assert sequence.drafted(n)[:sure] == drafts[:sure].tolist(), tokens
         compared += sure
-    assert compared > (0.9 if device.startswith("cpu") else 0.5) * golden[f"drafts-{name}"].size, compared
+    assert compared > 0.9 * golden[f"drafts-{name}"].size, compared
 
 
 @pytest.mark.parametrize("name", ["dflash2", "dspark"])
