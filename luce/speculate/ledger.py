@@ -7,6 +7,8 @@ from luce.speculate.prices import Prices, Work
 # A text whose drafts all fail takes at most this part longer than plain decoding. It is given over so many tokens, the
 # length of an answer: trials come first, so what a whole answer may lose is there at its start.
 PROMISE, HORIZON = 0.03, 256
+# This part of the promise is kept for what prices are off by: replayed texts lost up to 0.6% more than was booked.
+KEPT = 0.01
 # One round may lose this part of what is left, so that three misses still leave an eighth. By counted costs the worst
 # class of recorded texts has 0.95 of the best fixed way; with 0.75 it has 0.53, whose first bet was lost.
 BET = 0.5
@@ -41,7 +43,7 @@ class Ledger:
         """Returns how many plain rounds may be lost in all by now. Keeping a head ready to draft takes `fed` of each
         plain round, which plain decoding without drafts would not take."""
         within = min(HORIZON, self.most) - 1  # The prompt gives one.
-        return max(PROMISE - fed, TRIALS) * within + TRIALS * max(self.tokens - HORIZON, 0)
+        return (1 - KEPT) * max(PROMISE - fed, TRIALS) * within + TRIALS * max(self.tokens - HORIZON, 0)
 
     def rest(self, fed: float = 0.0) -> float:
         """Returns how many plain rounds may still be lost."""
