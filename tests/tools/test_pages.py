@@ -72,7 +72,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_paths_that_pages_name_are_there() -> None:
-    """Those of Python may be named from its package on, and files without their ending. What a build makes is not there."""
+    """Those of Python may be named from its package on, and files without their ending. A build makes some."""
     made = {"luce/lib"}
     named = re.compile(r"`((?:luce|native|tests|tools|bench|docs|\.ci)/[\w./-]+)`")
     shown = {(page.name, name) for page in PAGES for name in named.findall(page.read_text(encoding="utf-8"))}
