@@ -61,8 +61,7 @@ struct Pairs {
 // DFlash is a block-diffusion drafter. The keys and values of committed positions come from outputs of the trunk's
 // layers in `taps`. One forward over [anchor, mask, mask ..] drafts a whole block.
 struct DFlash : Drafter {
-    std::vector<uint32_t>
-        taps; // they rise; t is the residual stream after trunk block t - 1, 0 the embeddings
+    std::vector<uint32_t> taps; // they rise; t is the stream behind t blocks of the trunk: 0 the embeddings
     float rms_eps;
     float embedding_scale; // it scales the block's embeddings
     float logit_scale; // it scales logits
@@ -257,9 +256,8 @@ std::vector<uint32_t> read_taps(const Found &f, uint32_t n_layer) {
     const std::string key = f.key(older ? "target_layer_ids" : "target_layers");
     std::vector<uint32_t> taps;
     for (const int64_t value : f.file.integers(key)) {
-        const int64_t tap_of = older ? value + 1 : value;
-        const bool known = value >= 0 && tap_of <= n_layer;
-        const uint32_t tap = known ? uint32_t(tap_of) : 0;
+        const bool known = value >= 0 && value < int64_t(n_layer) + !older;
+        const uint32_t tap = known ? uint32_t(value) + older : 0;
         if (!known || (!taps.empty() && tap <= taps.back())) {
             f.bad(format("key %s has %lld: expected rising layers of a target that has %u", key.c_str(),
                          (long long) value, n_layer));

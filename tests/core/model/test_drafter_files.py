@@ -164,6 +164,17 @@ def having(name: str, value: Any, kind: gguf.GGUFValueType | None = None) -> Cal
     return change
 
 
+def older_taps(layers: list[int]) -> Callable[[Keys], None]:
+    """Returns the layers whose outputs are tapped, as older files count them."""
+
+    def change(keys: Keys) -> None:
+        del keys["dflash.target_layers"]
+        array, int64 = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT64
+        keys["dflash.target_layer_ids"] = gguf.GGUFValue(layers, array, int64)
+
+    return change
+
+
 MISSING = ("block_size", "target_layers", "rope.freq_base", "attention.head_count", "attention.head_count_kv",
            "attention.key_length", "attention.layer_norm_rms_epsilon", "block_count", "feed_forward_length",
            "embedding_length", "rope.scaling.factor", "rope.scaling.original_context_length")  # fmt: skip
@@ -176,6 +187,7 @@ WRONG: dict[str, tuple[Callable[[Keys], None], str]] = {
     "taps": (having("dflash.target_layers", [2, 3, 5, 7]), "target_layers has 7.* a target that has 6"),
     "order of taps": (having("dflash.target_layers", [2, 3, 3, 5]), "target_layers has 3: expected rising"),
     "no taps": (having("dflash.target_layers", [-1, 3, 4, 5]), "target_layers has -1"),
+    "older taps": (older_taps([2**63 - 1, 1, 2, 3]), f"target_layer_ids has {2**63 - 1}"),
     "embedding": (having("dflash.embedding_length", 64), "embedding_length is 64, the model's 128"),
     "vocabulary": (having("dflash.vocab_size", 500), "has 500 tokens, the model's 512"),
     "mask": (having(MASK_KEY, 512), "mask_token_id.*512"),
