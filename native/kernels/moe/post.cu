@@ -1,7 +1,7 @@
 // Has the last launch of a mixture that stands beside a dense layer (moe.h): both are summed up and normed, their sum is normed
 // ahead of the residual, and that is packed for the product behind. A block has a row, and a warp a chunk of it.
 #include "common/pointers.h"
-#include "matmul/pack_behind.cuh"
+#include "matmul/end_row.cuh"
 #include "matmul/partials.cuh"
 #include "moe/launch_plan.h"
 #include "moe/ranks.cuh"
@@ -15,6 +15,7 @@ struct PostParams {
     MoePostArgs a;
     RoutedLayout at;
     RowsLayout layout;
+    RowmmPackArgs end;
 };
 
 // The grid is rows. Where the dense layer is the shared EXPERT, what up and those ahead of it have left is read before the wait, as
@@ -91,23 +92,7 @@ __global__ void __launch_bounds__(BESIDE_WARPS *WARP, 1)
     for (int i = 0; i < OWN; i++) {
         v[i] = there ? dense[i] * dense_scale * by_dense[i] + v[i] * experts_scale * by_experts[i] : 0.0f;
     }
-    const float both_sum = warp_sum(squares(v), WARP);
-    if (lane == 0) {
-        of_both[chunk] = both_sum;
-    }
-    __syncthreads();
-    const float scale = post_norm(of_both, chunks, E, a.eps);
-#pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        v[i] = there ? (x[i] + v[i] * scale * w[i]) * a.post_scale : 0.0f;
-    }
-    if (there) {
-        store_values(a.out + row * E, v, k, E);
-    }
-    if (a.packed != nullptr) {
-        pack_behind(v, a.norm, static_cast<uint8_t *>(a.packed), p.layout, a.dims.T, E, int(row), chunk,
-                    lane);
-    }
+    end_row(p.end, p.layout, int(row), v, x, w, of_both);
 }
 
 } // namespace
@@ -135,7 +120,15 @@ int cuda::moe_post(const MoePostArgs &args, void *stream) {
             return error;
         }
     }
-    const PostParams p = {args, RoutedLayout(d), RowsLayout(d.T, device.wgmma)};
+    RowmmPackArgs end = {};
+    end.T = d.T;
+    end.K = d.E;
+    end.out = args.packed;
+    end.w = args.norm;
+    end.eps = args.eps;
+    end.copy = args.out;
+    end.post_scale = args.post_scale;
+    const PostParams p = {args, RoutedLayout(d), RowsLayout(d.T, device.wgmma), end};
     const auto kernel = expert ? moe_post_kernel<true> : moe_post_kernel<false>;
     return int(launch_kernel(kernel, plan_moe_post(d), static_cast<cudaStream_t>(stream), args.overlap != 0,
                              p, parts));
