@@ -650,9 +650,10 @@ typedef struct luce_lists {
 /* Reads the candidates of the last draft's first lists->depth tokens into lists->ids and lists->scores; its form is that of the
  * drafter, and k at most n_top, or conditional luce_drafter_info.n_list. Scores are log-probabilities: over the whole
  * vocabulary, with ties in the order of ids, or conditional over the k. A sequence that samples has log-probability and
- * noise, within its filters, and unless conditional the draft first. Where the drafter has a confidence head, the logarithm of
- * what that says behind a candidate is added to the list there, and a list is all -inf where it says less than 0.05. It waits
- * for the device and fails as get_draft does; E_ARG: the last draft has other lists, or n_top is 0. */
+ * noise, within its filters, and unless conditional the draft first. A confidence head says how likely a draft behind a
+ * candidate is right: where the drafter has one, the logarithm of that is added to the candidate's list, and the list is all
+ * -inf where it is below 0.05. It waits for the device and fails as get_draft does; E_ARG: the last draft has other lists, or
+ * n_top is 0. */
 LUCE_API luce_status luce_sequence_get_lists(luce_sequence *sequence, const luce_lists *lists);
 
 /* Drafts what followed where the text stood before: the committed tokens, then `anchor`. Earlier positions match where

@@ -182,10 +182,11 @@ inline RowmmBlock rowmm_block(int columns, bool wide, bool bulk_copies) {
     return of(Shape<8, true>());
 }
 
-// There are as many slots of weights as leave room for two blocks on a multiprocessor, or for those of the launch behind beside the
-// only one, which begin there while it runs where there are bulk copies (from 9.0 on). Where those are less than two, there are two,
-// or as many as there is room for in the only block. One that has no room for two beside all stages has fewer stages, since those
-// come from L2 and weights from memory: of 9 to 32 rows beside Q8_0 with 100 KB.
+// Plans how many slots of weights a ring has, and how many stages of activations. A block leaves half of a multiprocessor's shared
+// memory to the second one there. Where there is no second, that half is for blocks of the launch behind, which begin beside it
+// where there are bulk copies (from 9.0 on); elsewhere none do, and the block has all. Where a share has no room for two slots, a
+// block takes more than its share: two slots if a second block runs there, else as many as fit. If not even two fit, there are
+// fewer stages, since activations come from L2 and weights from memory: so it is for 9 to 32 rows beside Q8_0 with 100 KB.
 inline void plan_ring(RowmmPlan &plan, const DeviceLimits &device) {
     RowmmParams &p = plan.params;
     const RowmmBlock block = rowmm_block(p.columns, plan.rows.wide, device.bulk_copies);

@@ -61,7 +61,7 @@ int scale_results(const GemmCopiesArgs &a, const float *scales, cudaStream_t str
         launch_kernel(kernel, dim3(unsigned(a.T)), THREADS, 0, stream, true, w.out, a.residual, scales, w.N));
 }
 
-// Finds what was chosen for a product, or has one algorithm for any number of rows.
+// Finds what was chosen for a product. One that gemm_open was not told of gets one algorithm for any number of rows.
 int algorithms(Library &library, int64_t N, int64_t K, const Algorithms *&found) {
     auto known = library.products.find({N, K});
     if (known == library.products.end()) {

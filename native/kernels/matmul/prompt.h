@@ -11,7 +11,7 @@
 // by 8e-3 of a result's rms, and none of those GPUs was there to measure what it would gain.
 //
 // A row's bits do not depend on how many others there are: cuBLAS is held to algorithms that do not split K, and of these to
-// such as give the same bits (matmul/prompt_algorithms.cuh). So do kernels of luce's own, which multiply few rows on Hopper
+// such as give the same bits (matmul/prompt_algorithms.cuh), and so are kernels of luce's own, which multiply few rows on Hopper
 // (matmul/sm90/few_rows.cuh). No ggml is used here. Launchers enqueue on `stream` and return a cudaError_t
 // as int, and nothing but gemm_open synchronises.
 #pragma once
@@ -90,7 +90,7 @@ void gemm_close(void *stream);
 // 16. ROWMM_HEAD_RMS takes heads of 16, 32, 64 or 128. `copy` must be null.
 int gemm_pack(const RowmmPackArgs &args, void *stream);
 int gemm(const GemmArgs &args, void *stream);
-// As one product after the other, to the bit, and in one launch where one wave of tiles is enough.
+// Gives the bits of one product after the other, in one launch where all tiles run at once (matmul/few_rows_plan.h).
 int gemm_copies(const GemmCopiesArgs &args, void *stream);
 } // namespace cuda
 

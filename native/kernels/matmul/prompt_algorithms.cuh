@@ -26,9 +26,9 @@ constexpr int CLASSES[] = {128, 256, 512, 1024, 2048, 4096}, N_CLASSES = 6;
 // The algorithm for this many rows is what a product's bits are: others are taken where they give the same.
 constexpr int REFERENCE_ROWS = 1024;
 constexpr int OFFERED = 8; // it is asked for so many
-// cuBLAS's order of algorithms is often wrong for few rows or few weights, by up to ten times, so there they are timed. They take so
-// many turns, and another than its first is taken where the median of its times is below so much of the first's: which of two that
-// are nearly as fast wins would be chance.
+// For few rows or few weights the first algorithm that cuBLAS offers is often slower than a later one, by up to ten times, so they
+// are timed. Each has so many turns, and one takes the first's place where the median of its times is below so much of the first's:
+// between two that are nearly as fast chance would decide.
 constexpr int TURNS = 5;
 constexpr float FASTER = 0.9f;
 
@@ -204,7 +204,8 @@ struct Trial {
         return rows <= GEMM_TRIAL_ROWS || (rows * K <= values && rows * N <= gemm_trial_results(N));
     }
     const __half *rows_of(int rows) const { return rows <= GEMM_TRIAL_ROWS ? x.p : weights; }
-    // Product i has a matrix of its own where there is room for several, since a prompt finds none in L2. The first is made up.
+    // Products that follow each other have different matrices where there is room for several, since a prompt finds none in L2. The
+    // first one's values are made up, and those of others are any.
     int run(const cublasLtMatmulAlgo_t &algorithm, int rows, float *to, int i = 0) const {
         const __half *matrix = weights + i % std::max<int64_t>(values / (N * K), 1) * N * K;
         return Product(rows, N, K).multiply(library, algorithm, matrix, rows_of(rows), to, stream);
@@ -231,8 +232,8 @@ struct Trial {
                cudaStreamSynchronize(stream) == cudaSuccess && differing == 0;
     }
 
-    // Times algorithms for so many rows, in ms, INFINITY where one does not run. They take turns, so that all meet the same clock, and
-    // nothing waits for the device between them, so that it waits for no launch.
+    // Returns the algorithms' times for so many rows in ms, and INFINITY for one that does not run. They take turns, so that all meet
+    // the same clock, and all are enqueued before the first wait, so that no time is that of a launch.
     std::vector<float> medians(const std::vector<cublasLtMatmulAlgo_t> &all, int rows) const {
         const int n = int(all.size());
         const Events events(TURNS * n + 1);

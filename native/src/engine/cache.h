@@ -174,7 +174,7 @@ public:
     }
 
     uint32_t n_cut = PAGE; // prompts are cut at its multiples (StepSizes)
-    uint32_t n_tail = 0; // likewise
+    uint32_t n_tail = 0; // a prompt's tail has at most so many rows (step/tails.h)
     // Checkpoints are made at its multiples, between the pages too where prompts may be cut there.
     uint32_t n_kept() const { return PAGE % n_cut == 0 ? n_cut : uint32_t(PAGE); }
     Pool pages, window_pages;

@@ -160,9 +160,9 @@ void send(Stream stream, const std::vector<Cache::Piece> &pieces, const uint8_t 
     }
 }
 
-#ifdef LUCE_USE_CUDA
 // Enqueues copies on a GPU's stream of steps, as many at once as a launch takes.
-void copy(const Stage &stage, const std::vector<CopyPiece> &pieces) {
+void launch([[maybe_unused]] const Stage &stage, [[maybe_unused]] const std::vector<CopyPiece> &pieces) {
+#ifdef LUCE_USE_CUDA
     make_current(stage.device);
     for (size_t first = 0; first < pieces.size(); first += CopyPiecesArgs::MOST) {
         CopyPiecesArgs a{};
@@ -173,29 +173,24 @@ void copy(const Stage &stage, const std::vector<CopyPiece> &pieces) {
                  cuda::error_text(error));
         }
     }
+#endif
 }
-#endif
 
+// Enqueues copies of pieces to others of the same stages and sizes.
 void copy(const std::vector<Cache::Piece> &from, const std::vector<Cache::Piece> &to) {
-#ifdef LUCE_USE_CUDA
-    std::map<const Stage *, std::vector<CopyPiece>> together;
-#endif
+    std::map<const Stage *, std::vector<CopyPiece>> on_gpus;
     for (size_t i = 0; i < from.size(); i++) {
+        const Stage *stage = from[i].stage;
         ggml_tensor source = bytes(from[i]), target = bytes(to[i]);
-#ifdef LUCE_USE_CUDA
-        if (from[i].stage->device.gpu && given(source.data) && given(target.data) && from[i].size % 16 == 0) {
-            together[from[i].stage].push_back({source.data, target.data, int64_t(from[i].size)});
-            continue;
+        if (stage->device.gpu && given(source.data) && given(target.data) && from[i].size % 16 == 0) {
+            on_gpus[stage].push_back({source.data, target.data, int64_t(from[i].size)});
+        } else {
+            ggml_backend_tensor_copy_async(stage->steps.get(), stage->steps.get(), &source, &target);
         }
-#endif
-        ggml_backend_t stream = from[i].stage->steps.get();
-        ggml_backend_tensor_copy_async(stream, stream, &source, &target);
     }
-#ifdef LUCE_USE_CUDA
-    for (const auto &[stage, pieces] : together) {
-        copy(*stage, pieces);
+    for (const auto &[stage, pieces] : on_gpus) {
+        launch(*stage, pieces);
     }
-#endif
 }
 
 void check_devices(Engine &engine) {

@@ -200,9 +200,8 @@ void Prompts::check() const {
 
 // Counts the rows of a prompt's tail (step/tails.h). It cuts no image whose rows see each other: then it begins behind that.
 uint32_t Prompts::tail_of(const PromptItem &item) const {
-    const uint32_t end = item.sequence->line().n_past() + item.n,
-                   tail =
-                       item.last && end % TAIL <= engine_.cache().n_tail ? std::min(item.n, end % TAIL) : 0;
+    const uint32_t rows = (item.sequence->line().n_past() + item.n) % TAIL;
+    const uint32_t tail = item.last && rows <= engine_.cache().n_tail ? std::min(item.n, rows) : 0;
     for (uint32_t i = 0; i < item.n_images && engine_.model().images_are_whole(); i++) {
         const luce_image_span &s = item.images[i];
         if (s.at < item.n - tail && item.n - tail < s.at + s.n) {

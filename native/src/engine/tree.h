@@ -36,11 +36,11 @@ void add_noise(const ChoiceCtl &choice, uint64_t position, int32_t draft, int32_
 // The same of candidates in any order, which keep it: the scores of those that the filters drop become -inf.
 void add_noise(const ChoiceCtl &choice, uint64_t position, const int32_t *ids, float *scores, uint32_t n);
 
-// A draft that is right less often is not worth its row: on an H200 a row of a 27b takes 0.014 plain steps, in which 0.04
-// tokens come with seven drafts of a mixture of texts.
+// A draft that is right less often is not worth its row. On an H200 a row more takes a 27b as long as 0.014 plain steps, and in
+// that time rounds of seven drafts give 0.04 tokens of a mixture of texts.
 constexpr float LEAST_CONFIDENCE = 0.05f;
 // Adds to the k scores behind each of n candidates the logarithm of how likely a draft there is right, as a confidence head
-// has it. A block is cut where that is too little: those scores become -inf.
+// has it. Where that is below the least the scores become -inf, which cuts the tree there.
 void add_confidence(const float *log_confidence, float *scores, uint32_t k, uint32_t n);
 
 struct Tree {

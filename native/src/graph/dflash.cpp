@@ -54,7 +54,7 @@ struct Pairs {
     ggml_tensor
         *all; // `behind` as a matrix: the chain is chosen of all of the vocabulary. Null: of the K best
     uint32_t k; // K
-    // A confidence head: what it multiplies the state and what a token adds by {E} or {E + R}, or null, and {1} or null.
+    // A confidence head, or null: weights of the state {E}, or of that and of what a token adds {E + R}; {1} or null.
     ggml_tensor *confidence = nullptr, *bias = nullptr;
 };
 

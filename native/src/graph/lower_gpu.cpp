@@ -294,7 +294,7 @@ protected:
                 packed_ones.push_back(i);
             }
         }
-        // One op keeps the memory of all its results, so that they are one only where one launch is enough.
+        // All results of an op are in memory at once, so products are one op only where they are one launch.
         const bool one_launch = few_form(limits_of(stage().device), n.T, plain.width(x), sizes) >= 0;
         const size_t together = one_launch ? copied.size() : 1;
         for (size_t i = 0; i < copied.size(); i += together) {

@@ -284,7 +284,7 @@ public:
     // Returns a packed matrix of the trunk's layers as F16 {K, N}, or null where the model keeps none of it. Prompts'
     // products read it; without it they write the matrix out first, to the same values.
     ggml_tensor *copy_of(const ggml_tensor *weight) const;
-    // All layers of the trunk take so many bytes as they are, and all copies that a device with room for them would have.
+    // The trunk's layers take so many bytes as they are, and so many more if a device had room for all copies.
     uint64_t bytes_of_layers() const;
     uint64_t bytes_to_copy() const;
     // Returns a hash of the loaded tensors' names, types, shapes and first bytes. It says which model a checkpoint belongs

@@ -800,8 +800,8 @@ ggml_tensor *Model::copy_of(const ggml_tensor *weight) const {
     return found == copies_.end() ? nullptr : found->second;
 }
 
-// Returns the bytes of a matrix's copy: of those of layers, but for a shared expert's, which go with the experts. It is 0 for what
-// prompts do not multiply by cuBLAS.
+// Returns the bytes that a copy of a tensor takes, or 0 for what has none: what is in no layer, what prompts do not multiply by
+// cuBLAS, and a shared expert's matrices, which are multiplied with those of the experts.
 uint64_t Model::copied_bytes([[maybe_unused]] const ggml_tensor *tensor,
                              [[maybe_unused]] uint32_t layer) const {
 #ifdef LUCE_USE_CUDA
@@ -835,7 +835,7 @@ uint64_t Model::bytes_of_layers() const {
     return bytes;
 }
 
-// Describes copies of what prompts multiply by cuBLAS, in so many bytes.
+// Describes copies of what prompts multiply by cuBLAS, the first ones, of `most` bytes on each device.
 void Model::plan_copies([[maybe_unused]] uint64_t most) {
 #ifdef LUCE_USE_CUDA
     std::vector<uint64_t> left(placements_.size(), gpu() ? most : 0);

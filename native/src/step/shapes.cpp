@@ -524,8 +524,8 @@ static std::vector<StepShape> steps_apart([[maybe_unused]] const Model &model,
     return shapes;
 }
 
-// The same on each of several devices as on one of them.
-static uint32_t tail_of([[maybe_unused]] const Model &model, [[maybe_unused]] const Cache &cache) {
+// Returns how many rows a tail has at most. Several devices have one answer, the longest of theirs.
+static uint32_t most_of_tail([[maybe_unused]] const Model &model, [[maybe_unused]] const Cache &cache) {
     uint32_t tail = longest_tail(nullptr, 0, 0, 0);
 #ifdef LUCE_USE_CUDA
     for (const Stage &stage : cache.stages()) {
@@ -545,7 +545,7 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     Regions in(cache, params);
     StepSizes sizes;
     sizes.inputs = in.size(cache);
-    sizes.n_tail = tail_of(model, cache);
+    sizes.n_tail = most_of_tail(model, cache);
     sizes.compute.resize(cache.stages().size());
     const GraphAllocator galloc = step_allocator(cache);
     uint64_t n_nodes = 0, work = 0;

@@ -1,7 +1,7 @@
 // Computes a prompt's products by wgmma where there are few rows, or few rows of weights, for Hopper:
 // out[t][n] = sum_k W[n][k] * x[t][k], times the row's power of two, and its residual. One launch multiplies by several matrices.
-// Tiles are such that one wave of blocks is enough, and nearly fills the device where matrices are large. (cuBLAS's tiles are often
-// too many or too few, and what it leaves to do with a row takes a launch of its own.) Each sum goes over all of K in steps of 16,
+// All tiles run at once, and nearly fill the device where matrices are large. (cuBLAS's tiles are often too many or too few, and what
+// it leaves to do with a row takes a launch of its own.) Each sum goes over all of K in steps of 16,
 // as with those of cuBLAS's algorithms that do not split K, so that its bits are the same.
 // bench/results/2026-11-30-short-prompts-h200.txt has what this takes, and what else was tried.
 //
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(FewShape<ROWS, COLUMNS>::THREADS, 1)
         return;
     }
     wait_for_previous();
-    let_next_start(); // behind the wait, so that who reads early finds what all ahead of this have left
+    let_next_start(); // behind the wait: a launch that reads ahead of its own wait finds what all ahead of this one have left
     float sums[COLUMNS / 8][4] = {};
     Place before;
     for (int i = 0; i < a.steps; i++, at.next(S::STAGES)) {
