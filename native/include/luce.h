@@ -282,8 +282,8 @@ typedef struct luce_memory {
 
 /* Counts what a model and one engine of it would need, from the file alone: nothing is loaded or allocated on the
  * device. Where several devices are given no numbers of layers, it shares them out as suits this engine: luce_model_open,
- * which knows none, then gets them from here. It runs every check that luce_model_open makes, so it also answers "can luce run this file": E_UNSUPPORTED
- * names the reason, E_FILE a missing key or a tensor's expected and found shape. */
+ * which knows none, then gets them from here. It runs every check that luce_model_open makes, so it also answers "can luce run
+ * this file": E_UNSUPPORTED names the reason, E_FILE a missing key or a tensor's expected and found shape. */
 LUCE_API luce_status luce_plan_memory(luce_file *file, const luce_model_params *model,
                                       const luce_engine_params *engine, luce_memory *out);
 
@@ -450,7 +450,8 @@ LUCE_API luce_status luce_sequence_set_sampling(luce_sequence *sequence, const l
 /* Commits the next n tokens of a prompt, 1 <= n <= n_chunk. A prompt that is cut at multiples of the engine's n_cut, wherever
  * that is, has the bits of one that is not cut. Where n_cut is n_chunk, or a prompt is cut elsewhere, the cut decides the last
  * bits of what follows: cut prompts that begin alike at the same places. The end of a prompt past its last multiple of 128
- * positions is computed as the rows of a round are, in a step of its own, which is sooner on a GPU.
+ * positions is computed as the rows of a round are, in a step of its own, where that is sooner: the number of its rows, the
+ * model and the device decide it.
  *
  * choice NULL: more of the prompt follows; else it receives the token that is chosen after the last one. E_ARG,
  * E_CONTEXT, E_MEMORY, E_CANCELLED: unchanged. E_NUMERIC, E_DEVICE: failed. */
@@ -459,8 +460,9 @@ LUCE_API luce_status luce_sequence_prefill(luce_sequence *sequence, const int32_
 
 /* Rows of one image among the tokens of a prompt, which may be cut anywhere; but where the model's rows of an image see each
  * other (luce_engine_info: whole_images) one call has all of them, and an image that lies over a multiple of n_cut may have a cut
- * ahead of it or behind it instead. Each has a name below -1 in the place of a token: rows with one name are taken for the same, so names tell images and their rows apart. An image of height x width rows takes
- * as many tokens, and max(height, width) of RoPE's positions. No row of one is ever looked up, drafted or penalised. */
+ * ahead of it or behind it instead. Each row has a name below -1 in the place of a token: rows with one name are taken for the
+ * same, so names tell images and their rows apart. An image of height x width rows takes as many tokens, and max(height, width)
+ * of RoPE's positions. No row of one is ever looked up, drafted or penalised. */
 typedef struct luce_image_span {
     const float *rows; /* (n, n_embd) F32: luce_tower_encode */
     uint32_t at, n; /* the item's tokens at .. at + n - 1 */
@@ -492,8 +494,9 @@ typedef struct luce_prompt_item {
 
 /* Does luce_sequence_prefill of 1..LUCE_MAX_ROWS sequences, with the same bits, and waits, but on GPUs for no step
  * that ends no prompt: the host makes the next one ready while they compute it, and the next call that waits tells its
- * E_DEVICE. They share steps, each of which reads all weights: a step has rows of up to 16 sequences, n_chunk in all, and there may be several. Where the engine's n_cut
- * is n_chunk, rows' bits depend on how many a step has, and each item has steps of its own.
+ * E_DEVICE. They share steps, each of which reads all weights: a step has rows of up to 16 sequences, n_chunk in all, and there
+ * may be several. Where the engine's n_cut is n_chunk, rows' bits depend on how many a step has, and each item has steps of its
+ * own.
  *
  * choices (n_items) gets the token after each item that is the last of its prompt. status (n_items) says of each item LUCE_OK,
  * or E_NUMERIC where its logits were not finite: its sequence is failed, and its choice is not written. The call then returns

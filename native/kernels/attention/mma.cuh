@@ -1,6 +1,6 @@
 // Computes attention on the tensor cores before and after Hopper, and there of heads that are too large for its warpgroups
-// (WGMMA_D), over F16 cells or cells that are unpacked to F16. Four warps of a block send K and V of its units' tiles of KEYS keys through a ring in shared memory
-// (attention/load.cuh). The other eight compute.
+// (WGMMA_D), over F16 cells or cells that are unpacked to F16. Four warps of a block send K and V of its units' tiles of KEYS keys
+// through a ring in shared memory (attention/load.cuh). The other eight compute.
 //
 // A tile is computed in these steps. For S = Q K^T, each warp has some keys. The rows' maxima over warps pass
 // through shared memory. P = exp2(S - maximum) goes as F16 into shared memory. For O = O * exp2(old maximum -

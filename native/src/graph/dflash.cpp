@@ -6,15 +6,16 @@
 // acceptance and nothing else.
 //
 // The graphs stand at the end:
-//   context   F = RMS(fc [outputs of the tapped blocks]) * hidden_norm of each committed position; a layer's K and V
+//   context   F = RMS(fc [the residual stream where it is tapped]) * hidden_norm of each committed position; a layer's K and V
 //             are k_norm(Wk F), rotated to the position, and Wv F, without the layer's own norm
 //   block     rows [anchor, mask, mask ..] at the anchor's position and those after it; a layer's rows see the context
-//             and, where it is not causal, all of the block, and a layer may have sinks; row i predicts the token at its own position, or where the
-//             anchor's row drafts too, at the next one
+//             and, where it is not causal, all of the block, and a layer may have sinks; row i predicts the token at its own
+//             position, or where the anchor's row drafts too, at the next one
 //   DFlash2   has convolutions over a block's rows around attention and FFN, and a selector: of each row the K best logits
 //             z, of which one is taken by z(b) + A[a] . U . B[b] behind the token a of the row before, U of the row itself
 //   DSpark    has a Markov head: W2 W1[a] is added to a row's logits, behind the token a of the row before. Its chain is
-//             chosen of all of the vocabulary, and its lists are those of a selector with W1 for A, W2 for B, 1 for U
+//             chosen of all of the vocabulary, and its lists are those of a selector with W1 for A, W2 for B, 1 for U. A
+//             confidence head may say how likely a draft is right behind each candidate of the row before
 #include "graph/dflash.h"
 
 #include "graph/blocks.h"

@@ -265,8 +265,8 @@ protected:
     // ---- products ----
 
     // Whether a prompt multiplies by cuBLAS with this weight, written out as F16. Steps have the matmul of luce's own; since
-    // weights lie in its order, a prompt's tail has it too, the row that gives logits, and a K that cuBLAS does not take. Rows do not depend on each
-    // other in either. ggml multiplies with what is not packed.
+    // weights lie in its order, a prompt's tail has it too, the row that gives logits, and a K that cuBLAS does not take. Rows
+    // do not depend on each other in either. ggml multiplies with what is not packed.
     bool by_gemm(const ggml_tensor *w, Val y) const {
         return plain.writes_out() && !gives_logits(y) && is_packed(w) && gemm_has(w->ne[0], w->ne[1]) &&
                size_t(w->ne[0] * w->ne[1] * 2) <= ggml_nbytes(stage().gemm_scratch);

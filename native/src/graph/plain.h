@@ -18,9 +18,9 @@
 
 namespace luce {
 
-// prefill: rows of a prompt, without a choice. prefill_last: its last rows. prefill_tail: its last
-// rows where they begin at a multiple of TAIL (step/tails.h) and are fewer. verify: anchors and drafts. draft: a step of one of the
-// engine's drafters. feed: KV of committed rows, of the drafters that lag.
+// prefill: rows of a prompt, without a choice. prefill_last: its last rows, and those ahead of them in the chunk. prefill_tail: its
+// last rows, where they are a tail (step/tails.h). verify: anchors and drafts. draft: a step of one of the engine's drafters. feed:
+// KV of committed rows, of the drafters that lag.
 enum class StepKind { prefill, prefill_last, prefill_tail, verify, draft, feed };
 
 // What one sequence has in a prefill, whose sequences lie side by side: its rows, and room for the cells that they read.

@@ -170,8 +170,9 @@ static bool is_wide(const ggml_cgraph &segment) {
 // between them. On GPUs a stage begins when the rows of the one before have arrived, and the first stage's stream goes on
 // when the last stage has ended.
 // Chunks of prompts follow each other instead: the host builds and enqueues the next one while a device computes this one, and a
-// stage goes on with the next chunk as soon as its rows of this one have been fetched. Nothing else is shared by two chunks: each stage has its inputs, caches and scratch, which its stream takes in order,
-// and the host's side of the inputs has a mirror for each chunk (prefill_host).
+// stage goes on with the next chunk as soon as its rows of this one have been fetched. Nothing else is shared by two chunks: each
+// stage has its inputs, caches and scratch, which its stream takes in order, and the host's side of the inputs has a mirror for
+// each chunk (prefill_host).
 // Ranks begin together, and wait for each other in their kernels (kernels/exchange). Their runs have turns, and no host call comes
 // between the exchanges of all of them, so that what the host may wait for, such as room in a stream, waits for nothing that
 // has yet to be enqueued.
