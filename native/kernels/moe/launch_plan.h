@@ -251,7 +251,9 @@ inline LaunchPlan plan_experts(const DeviceLimits &device, MatmulParams &p) {
         }
         tasks = share_out(p, within, p.steps);
     }
-    const int blocks = std::max(std::min(tasks, at_once), divided(tasks, MAX_TASKS));
+    // A block lists MAX_TASKS at most. Where those of one wave could not list all, waves are full: 30 blocks on an RTX 3060's 28
+    // multiprocessors would leave two of them as much again to do while the others wait.
+    const int blocks = std::min(tasks, at_once * divided(tasks, int64_t(at_once) * MAX_TASKS));
     // Where a warp has few units, room for more would only keep other blocks from a multiprocessor.
     p.slots = few || (blocks == tasks && within == 0) ? LEAST_SLOTS : MAX_SLOTS;
     p.slots = std::max(std::min(room(per_sm) / slot, p.slots), 1);
