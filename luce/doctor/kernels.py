@@ -117,7 +117,9 @@ def _by_prompt(form: Form, line: Timeline, text: Sequence[int], bound: float) ->
     """A prompt is read by other kernels than a step's rows are, over several chunks of attention."""
     steps = _by_steps(line, text, max(WIDTHS))[-1]
     line.reset()
-    line.prefill(text)
+    chunk = line.engine.info.n_chunk
+    for begin in range(0, len(text), chunk):
+        line.prefill(text[begin : begin + chunk])
     error = _furthest(line.logits(0), steps)
     said = f"a prompt of {len(text)} is read as by steps, to {error:.1g}"
     if not error <= 2 * bound:  # Each may be off by the bound.
@@ -208,7 +210,7 @@ def _engine(path: Path, device: str, threads: int, n_draft: int = 0) -> Engine:
     """Opens an engine with F32 KV, which keeps its model and file open."""
     file = File(path)
     model = Model(file, device, head=file if n_draft else None)
-    params = EngineParams(n_ctx=512, n_rows=64, n_draft=n_draft, n_threads=threads, kv_type="f32")
+    params = EngineParams(n_ctx=1280, n_rows=64, n_draft=n_draft, n_threads=threads, kv_type="f32")
     return Engine(model, params)
 
 

@@ -311,6 +311,9 @@ def test_wrong_products_are_named_by_their_type(native, files, monkeypatch):
 BREAKS = [
     Break("deltanet.cpp", "std::sqrt(sum + 1e-6f)", "std::sqrt(sum + 1e-3f)", "kernels.logits"),
     Break("attention.cpp", "t.sum = t.sum * of_total", "t.sum = t.sum * 1.001f * of_total", "kernels.prompts"),
+    # What lies more than eight chunks back is forgotten.
+    Break("attention.cpp", "for (int32_t c = chunk_at(low); c < shared; c++)",
+          "for (int32_t c = std::max(chunk_at(low), shared - 8); c < shared; c++)", "kernels.prompts"),
     Break("experts.cpp", "sigmoid(a.open[t])", "sigmoid(a.open[t] + 0.01f)", "kernels.mixture logits"),
     Break("matmul.cpp", "127.0f / largest", "126.0f / largest", "kernels.products"),
     Break("deltanet.cpp", "all(decay) * lanes::load<Floats>(from", "all(decay * 1.001f) * lanes::load<Floats>(from",
