@@ -36,6 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/gpus.md"
+FITS = ROOT / "docs/quickstart.md"
 SHARE = 0.9  # of the bandwidth of the data sheet, as an H200 reaches it
 OVERLAPPED, ONE_BY_ONE = 1.0, 2.0  # ms that a step's launches cost
 HMMA_CLOCKS = 8
@@ -79,21 +80,23 @@ class Card:
 
 @dataclass(frozen=True)
 class Model:
-    """GB that a step of one row moves, weights that it multiplies (billions), GB of its file, tok/s of an H200."""
+    """GB that a step of one row moves, weights that it multiplies (billions), its file in docs/quickstart.md's table,
+    tok/s of an H200."""
 
     name: str
     gb: float
     weights: float
-    file_gb: float
+    file: str
     recorded: float
 
 
 # The rows of bench/results of which models and what an H200 does are read.
 PLAIN = {
-    # the weights that a step multiplies, billions; layers with DeltaNet, and their value heads
-    "27B, Q4_K": ("2026-11-24-peer-oracle-27b-h200", 26.9, 48, 48),
-    "9B, Q8_0": ("2026-11-22-peer-oracle-9b-q8_0-h200", 8.1, 24, 32),
-    "35B-A3B, Q4_K": ("2026-11-24-peer-oracle-35b-a3b-h200", 3.0, 30, 32),
+    # the weights that a step multiplies, billions; layers with DeltaNet, and their value heads; the published file
+    "27B, Q4_K": ("2026-11-24-peer-oracle-27b-h200", 26.9, 48, 48, "Qwen3.6, 3.8 27B, Q4_K_M"),
+    "9B, Q8_0": ("2026-11-22-peer-oracle-9b-q8_0-h200", 8.1, 24, 32, "Qwen3.5 9B, Q8_0"),
+    "9B, Q6_K": ("2026-11-22-peer-oracle-9b-q6_k-h200", 8.1, 24, 32, "Qwen3.5 9B, Q6_K"),
+    "35B-A3B, Q4_K": ("2026-11-24-peer-oracle-35b-a3b-h200", 3.0, 30, 32, "Qwen3.6 35B-A3B, Q4_K_M"),
 }
 STEPS = ("2026-11-24-sweep-oracle-27b-h200", "2026-11-24-sweep-oracle-27b-h200-13")  # the later says what both have
 DRAFTED = "2026-11-30-oracle-27b-one-h200"
@@ -109,11 +112,11 @@ def recorded(row: str) -> dict[str, Any]:
 def models() -> list[Model]:
     """Reads the models' rows."""
     found = []
-    for name, (row, weights, layers, heads) in PLAIN.items():
+    for name, (row, weights, layers, heads, file) in PLAIN.items():
         r = recorded(row)
         plain = next(mode["tok_per_s"] for mode in r["luce"] if mode["mode"] == "plain")
         state = layers * heads * 128 * 128 * 4 * 2  # F32, read and written
-        found.append(Model(name, (r["bytes_per_token"] + state) / 1e9, weights, r["model"]["bytes"] / 1e9, plain))
+        found.append(Model(name, (r["bytes_per_token"] + state) / 1e9, weights, file, plain))
     return found
 
 
@@ -134,8 +137,11 @@ def cards() -> dict[str, Card]:
 
 
 def fits(card: Card, model: Model) -> bool:
-    """Says whether a card has room for a file, with 2 GB beside it."""
-    return model.file_gb + 2 < card.memory * 1.074  # sold as GiB
+    """Says whether a card has room for a file, by docs/quickstart.md's table of what fits."""
+    lines = FITS.read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
+    header, row = (next(r for r in rows if r[1] == first) for first in ("model, type", model.file))
+    return row[header.index(f"{card.memory} GB")] != "-"
 
 
 def launches(card: Card) -> float:

@@ -30,3 +30,12 @@ def test_a_faster_memory_alone_helps_a_step_that_reads() -> None:
     by_hand = 16.2e9 / (0.9 * 936e9) * 1e3 + 2  # ms of bytes and of launches
     assert step(cards["RTX 3090"], dense, 1) == pytest.approx(by_hand, rel=0.01)
     assert step(cards["RTX 3090"], dense, 32) > step(cards["RTX 3090"], dense, 16)
+
+
+def test_a_file_fits_where_the_table_of_what_fits_has_a_context() -> None:
+    cards, fits = RECKON["cards"](), RECKON["fits"]
+    smallest = {
+        model.name: min(card.memory for card in cards.values() if card.memory <= 32 and fits(card, model))
+        for model in RECKON["models"]()
+    }
+    assert smallest == {"27B, Q4_K": 24, "9B, Q8_0": 12, "9B, Q6_K": 12, "35B-A3B, Q4_K": 24}
