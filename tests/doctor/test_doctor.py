@@ -587,7 +587,7 @@ def test_what_is_looked_at_on_a_gpu_runs_with_the_cpu_in_its_place(native, files
     for mix in kernels.MIXES:
         for form in ("", "mixture "):
             error = found[f"kernels.{form}{mix} against the CPU"].figures["error"]
-            assert error < 1e-4 if mix == "F16" else 0 < error < kernels.QUANTISED_BOUND
+            assert 0 < error < (0.01 if mix == "F16" else kernels.QUANTISED_BOUND), "KV in F16 is rounded"
     assert found["card.device"].verdict == "ok" and found["card.driver"].verdict == "ok"
     assert found["steps.clocks"].verdict in ("ok", "note", "skipped")
     assert "of its clock and bus" in found["bandwidth.memory"].found
