@@ -26,7 +26,6 @@ StepOutputs lower(Plain &plain, const std::vector<StepInputs> &in, ggml_context 
 }
 
 StepOutputs Lowering::run() {
-    fuse(plain, {plain, gpu, [this](ggml_type type) { return looks_up(type); }});
     made_.assign(plain.nodes.size() * MAX_OUT * size_t(Form::count), nullptr);
     outputs_.runs = {{0, 0, 0}};
     for (int32_t i = 0; size_t(i) < plain.nodes.size(); i++) {
@@ -120,8 +119,10 @@ ggml_tensor *Lowering::rows(Val v) {
     if (t == nullptr) {
         fail(LUCE_E_INTERNAL, "op %d of a plain graph has no rows", int(plain.at(v).op));
     }
-    if (const auto name = plain.names.find(v); name != plain.names.end()) {
-        ggml_set_name(t, name->second.c_str());
+    if (plain.at(v).named) {
+        if (const auto name = plain.names.find(v); name != plain.names.end()) {
+            ggml_set_name(t, name->second.c_str());
+        }
     }
     return t;
 }

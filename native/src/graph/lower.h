@@ -1,4 +1,4 @@
-// The lowering makes the ggml graph of a plain one: after the rules (rules.cpp) each node becomes ggml's nodes or an op of
+// The lowering makes the ggml graph of a plain one behind the rules (rules.cpp): each node becomes ggml's nodes or an op of
 // luce's own (ops/row.h). Nothing else adds nodes to a step's graph.
 //
 // Who reads a value asks for it in one of these forms, and the node that makes it gives that form as best it can:
@@ -57,7 +57,7 @@ struct StepOutputs {
     std::vector<Run> runs;
 };
 
-// Lowers a plain graph, which it changes, into `nodes`. Each stage has the step's inputs on its device, and its nodes read
+// Lowers a plain graph behind its rules into `nodes`. Each stage has the step's inputs on its device, and its nodes read
 // nothing of another one's: rows that later stages read pass from each stage to the next as copies. (Ranks read each other's
 // parts in an exchange alone.)
 StepOutputs lower(Plain &plain, const std::vector<StepInputs> &in, ggml_context *ctx, ggml_cgraph *nodes);

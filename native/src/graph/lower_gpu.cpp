@@ -101,8 +101,6 @@ public:
     using Lowering::Lowering;
 
 protected:
-    bool looks_up(ggml_type type) const override { return nextn_has_table(type); }
-
     // ---- forms ----
 
     // How a value is packed, as the ops rowmm.. take it: T, whether a norm's scale is yet to come, epsilon.
@@ -154,8 +152,7 @@ protected:
                                 {in->tokens, plain.cache.drafts(), part(n, "E").w[0], plain.cache.hidden(),
                                  in->hidden_from, e_norm.w[0], h_norm.w[0]},
                                 a);
-        } else if (n.op == Op::block_conv && as_norm(n.in[0], norm) &&
-                   Target{plain, gpu, nullptr}.convolves(n)) {
+        } else if (n.op == Op::block_conv && as_norm(n.in[0], norm) && Target{plain, gpu}.convolves(n)) {
             ggml_tensor *x = flat(norm.x), *normed = packed(n.in[0]), *added = partials(n.in[1]);
             BlockConvPackArgs a{};
             a.eps = norm.eps;
@@ -181,7 +178,7 @@ protected:
     // A glu adds partial sums up where the product behind it leaves such sums too. A shared expert's does not, beside experts
     // of the host: nothing waits for it.
     bool reads_partials(const Node &glu) const {
-        const Target target = {plain, gpu, nullptr};
+        const Target target = {plain, gpu};
         const Node &product = plain.at(glu.in[0]);
         if (product.op != Op::matmul || glu.in[1].node != glu.in[0].node ||
             !target.leaves_partials(product.w)) {
@@ -416,7 +413,7 @@ protected:
     // The norm of an exchange's sum that the exchange itself can pack, or null. All ranks' kernels of an exchange are of one kind,
     // so each has to have one.
     const Node *packs_behind(const Node &part) const {
-        const Target target = {plain, gpu, nullptr};
+        const Target target = {plain, gpu};
         const Node &product = plain.at(part.in[0]), *own = nullptr;
         if (product.op != Op::matmul || !target.leaves_partials(product.w)) {
             return nullptr;

@@ -47,7 +47,6 @@ protected:
     virtual void emit_own(const Node &n, Val y) = 0; // an op that a device does in its own way
     virtual void keep(Val h); // of a step's rows, for drafters that read hidden rows
     virtual const OpRow<DeltaArgs> &delta_op(const DeltaShape &) { return ops::deltanet; }
-    virtual bool looks_up(ggml_type) const { return false; }
 
     // The products of an op become the rows of those outputs of `v` whose weights it took.
     void split_products(const OpNode &y, const std::vector<size_t> &which, Val v);

@@ -62,6 +62,7 @@ void Plain::set(int32_t node, Node by) {
     Node &n = nodes[size_t(node)];
     by.readers = std::move(n.readers);
     by.stage = n.stage;
+    by.named = n.named;
     n = std::move(by);
 }
 
@@ -93,8 +94,18 @@ void Plain::replace(Val old, Val by) {
     }
     if (const auto name = names.find(old); name != names.end()) {
         names[by] = name->second;
+        nodes[size_t(by.node)].named = true;
         names.erase(old);
     }
+}
+
+void Plain::resize(int64_t rows, int64_t cells, std::vector<PromptRows> of_prompts) {
+    for (Node &n : nodes) {
+        n.T = n.T % T == 0 ? n.T / T * rows : int64_t(of_prompts.size());
+    }
+    T = rows;
+    n_kv = cells;
+    prompts = std::move(of_prompts);
 }
 
 // Adds a node of one output that has as many values a row as x.
@@ -331,6 +342,7 @@ void confidence(Val hidden, Val anchors, Val before, ggml_tensor *head, ggml_ten
 }
 Val named(Val x, const std::string &name) {
     x.graph->names[x] = name;
+    x.graph->at(x).named = true;
     return x;
 }
 

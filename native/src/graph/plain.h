@@ -178,6 +178,7 @@ struct Node {
     bool dead = false; // another node stands for it
     std::vector<int32_t> readers = {}; // nodes that read it, and some that did once: Plain::readers() knows
     uint32_t stage = 0; // it runs there (engine/stage.h)
+    bool named = false; // one of its outputs has a name, or had one
 
     // Returns the node of a fused one that its rule calls `name`, or -1.
     int32_t part(const char *name) const;
@@ -196,11 +197,11 @@ public:
     const Model &model;
     const Cache &cache;
     const StepKind kind;
-    const int64_t T; // it counts the step's rows
-    const int64_t n_kv; // it counts the cells that a prefill's attention reads
+    int64_t T; // it counts the step's rows
+    int64_t n_kv; // it counts the cells that a prefill's attention reads
     const bool brief; // a trial of kernels: of the layers of one kind it has the first alone
     const uint32_t drafter; // of a draft: which of the engine's it is
-    const std::vector<PromptRows> prompts; // of a prefill, which has one or more
+    std::vector<PromptRows> prompts; // of a prefill, which has one or more
     const bool images; // of a prefill: some of its rows are of images
 
     bool prefill() const { return writes_out() || kind == StepKind::prefill_tail; }
@@ -233,6 +234,9 @@ public:
     void set(int32_t node, Node by); // puts another node into its place
     std::vector<int32_t> readers(int32_t node) const; // the nodes that read any of its outputs
     void replace(Val old, Val by); // whatever reads `old` reads `by` from now on
+    // Makes it the graph of a prefill of other rows: nodes have so many times as many, or one of each prompt. Both have more rows
+    // than prompts, since end_step() writes another graph where each prompt has one.
+    void resize(int64_t rows, int64_t cells, std::vector<PromptRows> of_prompts);
 
 private:
     uint32_t stage_; // of the nodes that are added

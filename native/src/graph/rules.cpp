@@ -228,14 +228,18 @@ bool one_packed(const Target &t, const Match &m) {
     const Node &product = node(t, m, "M");
     return t.gpu && product.w.size() == 1 && is_packed(product.w[0]);
 }
-bool looked_up(const Target &t, const Match &m) {
+bool looked_up([[maybe_unused]] const Target &t, [[maybe_unused]] const Match &m) {
+#ifdef LUCE_USE_CUDA
     const std::vector<int32_t> readers = t.graph.readers(m["C"].node);
     const bool packed = std::all_of(readers.begin(), readers.end(), [&](int32_t r) {
         const std::vector<ggml_tensor *> &w = t.graph.nodes[size_t(r)].w;
         return std::all_of(w.begin(), w.end(), is_packed);
     });
     const ggml_tensor *table = node(t, m, "E").w[0];
-    return t.gpu && t.step() && packed && table->ne[0] % CHUNK == 0 && t.looks_up(table->type);
+    return t.gpu && t.step() && packed && table->ne[0] % CHUNK == 0 && nextn_has_table(table->type);
+#else
+    return false;
+#endif
 }
 // On a GPU packed weights lie in tiles of 128 rows. Where the scales of all rows lie behind the last one (matmul/layout.h), a
 // part of them is no matrix.
@@ -544,7 +548,8 @@ static bool on_one_stage(const Plain &g, const Rule &rule, const Match &m) {
     });
 }
 
-void fuse(Plain &graph, const Target &target) {
+void fuse(Plain &graph) {
+    const Target target = {graph, graph.model.gpu()};
     for (size_t r = 0; r < rules().size(); r++) {
         const Rule &rule = rules()[r];
         if ((off.load() >> r & 1) != 0) {
@@ -564,6 +569,10 @@ void fuse(Plain &graph, const Target &target) {
 
 void switch_rule(size_t index, bool on) {
     on ? off.fetch_and(~(uint64_t(1) << index)) : off.fetch_or(uint64_t(1) << index);
+}
+
+uint64_t rules_off() {
+    return off;
 }
 
 uint64_t uses_of_rule(size_t index) {

@@ -3,15 +3,12 @@
 
 #include "graph/plain.h"
 
-#include <functional>
-
 namespace luce {
 
 // What the conditions of rules look at.
 struct Target {
     const Plain &graph;
     bool gpu;
-    std::function<bool(ggml_type)> looks_up; // whether the device's draft_input takes a table of this type
 
     bool step() const { return !graph.prefill(); }
     // Whether products with these weights may stay partial sums over K, which the next kernel adds up.
@@ -62,8 +59,10 @@ struct Rule {
 
 const std::vector<Rule> &rules();
 
-// Puts fused ops in the place of all patterns whose rules are on.
-void fuse(Plain &graph, const Target &target);
+// Puts fused ops in the place of all patterns whose rules are on. Which patterns of a prompt's graph it finds does not depend on
+// how many rows there are.
+void fuse(Plain &graph);
+uint64_t rules_off(); // a bit for each rule
 
 // For tests: switches rule `index` off for the process, or on again. Graphs that are built from then on follow it.
 void switch_rule(size_t index, bool on);

@@ -153,13 +153,20 @@ Extents CustomOp::solve(ggml_tensor *const *tensors) const {
              (long long) found, (long long) expected,
              extent.n == 0 ? "" : (" (" + extent.text() + ")").c_str());
     };
+    static const Extent ONE(1);
+    bool has_products = false;
     for (const bool products : {false, true}) {
+        if (products && !has_products) {
+            break;
+        }
         for (size_t i = 0; i < n_most(); i++) {
             const Arg &arg = arg_of(i);
             for (size_t d = 0; tensors[i] != nullptr && d < GGML_MAX_DIMS; d++) {
                 const int64_t found = tensors[i]->ne[d];
-                const Extent extent = d < arg.shape.size() ? arg.shape[d] : Extent(1);
-                if (extent.any || products != (extent.n > 1 || (extent.n == 1 && extent.times > 1))) {
+                const Extent &extent = d < arg.shape.size() ? arg.shape[d] : ONE;
+                const bool product = extent.n > 1 || (extent.n == 1 && extent.times > 1);
+                has_products = has_products || product;
+                if (extent.any || products != product) {
                     continue;
                 }
                 int64_t rest = extent.times, *unknown = nullptr;

@@ -287,8 +287,24 @@ static size_t node_bytes(size_t n_nodes) {
     return ggml_tensor_overhead() * n_nodes + ggml_graph_overhead_custom(n_nodes, false);
 }
 
+// Writes a step's plain graph and puts fused ops into it.
+static std::unique_ptr<Plain> written(const Model &model, const Cache &cache, const StepShape &shape,
+                                      const std::vector<PromptRows> &prompts) {
+    auto plain = std::make_unique<Plain>(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief,
+                                         shape.drafter, prompts, shape.images);
+    if (shape.kind == StepKind::draft) {
+        model.weights().drafters[plain->use().drafter]->draft(*plain);
+    } else if (shape.kind == StepKind::feed) {
+        feed_lagging(*plain);
+    } else {
+        model.architecture().build_step(*plain);
+    }
+    fuse(*plain);
+    return plain;
+}
+
 std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache &cache, const Region &in,
-                                                const StepShape &shape) {
+                                                const StepShape &shape, PlainPrompts *kept) {
     if (fails_here(Fault::graph)) {
         throw std::bad_alloc();
     }
@@ -305,16 +321,15 @@ std::unique_ptr<Step::Graph> Step::Graph::build(const Model &model, const Cache 
     if (shape.prefill() && prompts.empty()) {
         prompts = {{shape.rows, shape.n_kv}};
     }
-    Plain plain(model, cache, shape.kind, shape.rows, shape.n_kv, shape.brief, shape.drafter, prompts,
-                shape.images);
-    if (shape.kind == StepKind::draft) {
-        model.weights().drafters[plain.use().drafter]->draft(plain);
-    } else if (shape.kind == StepKind::feed) {
-        feed_lagging(plain);
+    std::unique_ptr<Plain> occasional;
+    const bool keeps = kept != nullptr && shape.prefill() && !shape.brief && shape.rows > prompts.size();
+    std::unique_ptr<Plain> &plain = keeps ? (*kept)[{shape.kind, shape.images, rules_off()}] : occasional;
+    if (plain == nullptr) {
+        plain = written(model, cache, shape, prompts);
     } else {
-        model.architecture().build_step(plain);
+        plain->resize(shape.rows, shape.n_kv, prompts);
     }
-    g->outputs = lower(plain, g->inputs, ctx, g->nodes);
+    g->outputs = lower(*plain, g->inputs, ctx, g->nodes);
     return g;
 }
 

@@ -23,8 +23,9 @@ struct Step::Graph : std::enable_shared_from_this<Step::Graph> {
     // What a run has of the rows of the stage before.
     std::vector<const ggml_tensor *> arrivals(const StepOutputs::Run &run) const;
     void move_inputs(ptrdiff_t bytes); // the ops that are enqueued from now on read them there
+    // A prompt's plain graph is taken from `kept` and resized, or written and left there.
     static std::unique_ptr<Graph> build(const Model &model, const Cache &cache, const Region &in,
-                                        const StepShape &shape);
+                                        const StepShape &shape, PlainPrompts *kept = nullptr);
     // Of each node, or leaf, the stage whose buffer has it. A leaf without memory of its own is a drafter's.
     std::vector<int> stages_of_nodes() const;
     std::vector<int> stages_of_leaves(const Cache &cache) const;

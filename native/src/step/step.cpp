@@ -25,7 +25,8 @@ static constexpr int EVEN_PARTS_PER_THREAD = 4; // a thread has so many parts of
 Step::Step(const Model &model, Cache &cache, const EngineParams &params, const StepSizes &sizes)
     : model_(model), cache_(cache), params_(params),
       team_(model.gpu() && model.in_ram() == nullptr ? 1 : int(params.n_threads)), in_(cache, params),
-      galloc_(step_allocator(cache)), prompts_(cache.stages()[0].runs_beside() ? KEPT_PROMPTS : 0) {
+      galloc_(step_allocator(cache)), measures_(step_allocator(cache)),
+      prompts_(cache.stages()[0].runs_beside() ? KEPT_PROMPTS : 0) {
     for (Stage &stage : cache.stages()) {
         stage.open(model, int(params.n_threads), !cache.drafters().empty());
     }
@@ -125,11 +126,11 @@ Step::Graph &Step::graph(StepShape shape) {
     }
     last_ = slot.get() == last_ ? nullptr : last_;
     slot.reset();
-    auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape);
+    auto built = Graph::build(model_, cache_, in_.of(shape.kind), shape, &plain_prompts_);
     // a graph that does not fit must not be given to galloc_, which would free the buffer under all others
     std::vector<uint64_t> sizes(cache_.stages().size(), 0);
     if (shape.prefill() || shape.brief) { // every other shape was measured
-        sizes = compute_sizes(step_allocator(cache_).get(), cache_, *built);
+        sizes = compute_sizes(measures_.get(), cache_, *built);
     }
     bool fits = !fails_here(Fault::size);
     for (size_t stage = 0; stage < sizes.size(); stage++) {

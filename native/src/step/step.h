@@ -163,6 +163,9 @@ public:
     }
 
     struct Graph; // shapes.h defines it
+    // Plain graphs of prompts behind their rules, by kind, by whether they have images, and by the rules that were off. A prompt of
+    // another length has the same one but for its rows, and so to write one and to fuse it is done once.
+    using PlainPrompts = std::map<std::tuple<StepKind, bool, uint64_t>, std::unique_ptr<Plain>>;
 
 private:
     // A Mark is a place of what is enqueued on the last stage.
@@ -229,7 +232,9 @@ private:
     Event ended_[MAX_ENQUEUED]; // on the last stage; they are null on the CPU
     GraphAllocator galloc_; // its buffers are those of the stages
     std::vector<uint64_t> compute_sizes_;
+    GraphAllocator measures_; // it says what a graph takes, and has no memory
     std::map<StepShape, std::shared_ptr<Graph>> graphs_;
+    PlainPrompts plain_prompts_;
     std::vector<std::shared_ptr<Graph>> prompts_; // those of prompts that are kept, the last used first
     // Chunks of prompts by mirror: the graph is kept while it runs.
     struct Chunk {

@@ -207,6 +207,30 @@ def test_logits_of_all_may_be_read_after_the_call(engine: Engine) -> None:
         each.close()
 
 
+def test_a_graph_of_other_rows_moves_no_bit(model: Model) -> None:
+    """An engine writes a prompt's plain graph once and resizes it: its bits are those of an engine that reads nothing
+    else, for one row and many, of one prompt and of several."""
+    lengths = (70, 1, 200, 3, TAIL, 64, 129)
+
+    def read(engine: Engine, some: tuple[int, ...]) -> list[tuple[int | None | NumericError, bytes, bytes]]:
+        sequences = [engine.sequence() for _ in some]
+        prompts = [[token for token in tokens_of(2 * n, n) if token != BAD][:n] for n in some]
+        choices = engine.prefill([Prompt(each, one) for each, one in zip(sequences, prompts, strict=True)])
+        ended = zip(choices, sequences, strict=True)
+        found = [(choice, each.logits(0).tobytes(), each.dump()) for choice, each in ended]
+        for each in sequences:
+            each.close()
+        return found
+
+    def opened() -> Engine:
+        return nan_model.open_engine(model, n_sequences=3, n_pages=6, n_checkpoints=0)
+
+    with opened() as used:
+        for some in [*((n,) for n in lengths), (70, 3), (1, 1), (5, 200, 1)]:
+            with opened() as fresh:
+                assert read(used, some) == read(fresh, some), some
+
+
 def test_a_prompt_that_goes_on_has_no_logits_whatever_is_beside_it(engine: Engine) -> None:
     one, other = engine.sequence(), engine.sequence()
     assert engine.prefill([Prompt(one, tokens_of(TAIL, 1), last=False), Prompt(other, tokens_of(TAIL, 2))])[0] is None

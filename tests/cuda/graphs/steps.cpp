@@ -149,10 +149,11 @@ struct Lists {
     std::ofstream launches, nodes;
 };
 
+// `kept` has plain graphs of other rows, as an engine has them.
 void write_step(const Model &model, const Cache &cache, Regions &regions, RamRunner &ram,
-                const StepShape &shape, Lists &to) {
+                const StepShape &shape, Step::PlainPrompts &kept, Lists &to) {
     const void *const ram_memory = ram.pinned_ ? ggml_backend_buffer_get_base(ram.pinned_.get()) : nullptr;
-    const auto graph = Step::Graph::build(model, cache, regions.of(shape.kind), shape);
+    const auto graph = Step::Graph::build(model, cache, regions.of(shape.kind), shape, &kept);
     const uint64_t size = compute_sizes(step_allocator(cache).get(), cache, *graph)[0];
 
     const size_t before = pretended::n_places();
@@ -384,9 +385,10 @@ void run(const std::string &out, const std::string &path) {
     if (const Moe *moe = model->in_ram()) {
         ram.allocate(device, int32_t(c.n_chunk), *moe, model->hparams().n_embd);
     }
+    Step::PlainPrompts kept;
     Lists lists = {std::ofstream(out + ".launches"), std::ofstream(out + ".nodes")};
     for (const StepShape &shape : shapes_of(cache)) {
-        write_step(*model, cache, regions, ram, shape, lists);
+        write_step(*model, cache, regions, ram, shape, kept, lists);
     }
 }
 
