@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from luce.errors import ArgumentError, Error, FileError, TemplateFailed, UnsupportedError
@@ -235,25 +236,21 @@ class Guard:
     may become one beside other text, one character has a stand-in, which no text has."""
 
     def __init__(self, control: Iterable[str], texts: Any):
-        found = {text for text in control if text}
-        if max(map(len, found), default=0) > 256 or sum(map(len, found)) > 1 << 17:
-            raise FileError("tokenizer.ggml.tokens has control tokens of more letters than a chat can guard")
-        longest_first = "|".join(re.escape(text) for text in sorted(found, key=len, reverse=True))
-        self._control = re.compile(f"({longest_first or '(?!)'})")
-        self._spelled = re.compile(f"(?={longest_first or '(?!)'}).", re.S)
-        self._ends = {text[:at] for text in found for at in range(1, len(text))}
-        self._begins = {text[at:] for text in found for at in range(1, len(text))}
-        self._most = max(map(len, found), default=0)
-        written = "".join(_strings(texts))
-        # Where a template spells JSON, a stand-in's escape becomes what it stands for: nobody else may write that.
-        used = set(written) | {chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-fA-F]{4})", written)}
+        self._spells = spells = _spells(frozenset(control))
+        used = set[str]()  # Characters that are not ASCII.
+        for text in _strings(texts):
+            used.update(() if text.isascii() else text)
+            if "\\u" in text:
+                # Where a template spells JSON, a stand-in's escape becomes what it stands for: nobody else writes it.
+                used.update(chr(int(code, 16)) for code in re.findall(r"\\u([0-9a-fA-F]{4})", text))
         # These are Unicode's areas for private use.
         private = chain(range(0xE000, 0xF900), range(0xF0000, 0x10FFFE))
-        letters = sorted(set("".join(found)))
-        free = list(islice((chr(code) for code in private if chr(code) not in used), len(letters) + 2))
-        if len(free) < len(letters) + 2:
+        n = len(spells.letters) + 2
+        free = list(islice((chr(code) for code in private if chr(code) not in used), n))
+        if len(free) < n:
             raise ArgumentError("the messages have nearly all of Unicode's characters for private use")
-        self._stand_in = dict(zip(letters, free[2:], strict=True))
+        self._stand_in = dict(zip(spells.letters, free[2:], strict=True))
+        self._stands = re.compile(f"[{''.join(free[2:])}]" if free[2:] else "(?!)")
         self._known: dict[str, str] = {}  # Short strings, and what they became.
         self.unused, self.image = free[:2]  # No text has these characters, nor are they stand-ins.
 
@@ -272,10 +269,12 @@ class Guard:
         return [self.marked(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _marked(self, text: str) -> str:
-        at = {match.start() for match in self._spelled.finditer(text)}
-        near = range(1, min(self._most, len(text) + 1))
-        at |= {len(text) - length for length in near if text[len(text) - length :] in self._ends}
-        at |= {0 for length in near if text[:length] in self._begins}
+        spells, at = self._spells, set[int]()
+        if any(first in text for first in spells.firsts):
+            at = {match.start() for match in spells.spelled.finditer(text)}
+        near = range(1, min(spells.most, len(text) + 1))
+        at |= {len(text) - length for length in near if text[len(text) - length :] in spells.ends}
+        at |= {0 for length in near if text[:length] in spells.begins}
         if not at:
             return text
         letters = list(text)
@@ -286,7 +285,7 @@ class Guard:
     def unmarked(self, text: str) -> str:
         """Returns `text` as it was written."""
         written = "\\u" in text  # JSON may have escaped a stand-in.
-        if not written and not any(stand_in in text for stand_in in self._stand_in.values()):
+        if not written and (text.isascii() or not self._stands.search(text)):
             return text
         for char, stand_in in self._stand_in.items():
             text = text.replace(stand_in, char).replace(json.dumps(stand_in)[1:-1], char)
@@ -294,17 +293,52 @@ class Guard:
 
     def pieces(self, text: str) -> list[str]:
         """Returns `text` cut around each control token that it spells."""
-        return [piece for piece in self._control.split(text) if piece]
+        return [piece for piece in self._spells.control.split(text) if piece]
+
+
+class _Spells(NamedTuple):
+    """How texts are looked through for some control tokens: `spelled` finds the first letter of each, `ends` and
+    `begins` are what may become one beside other text, and no text without one of `firsts` spells one."""
+
+    control: re.Pattern[str]
+    spelled: re.Pattern[str]
+    ends: frozenset[str]
+    begins: frozenset[str]
+    firsts: frozenset[str]
+    letters: tuple[str, ...]
+    most: int  # So many letters has the longest one.
+
+
+@lru_cache(8)
+def _spells(control: frozenset[str]) -> _Spells:
+    """Raises FileError where there are too many."""
+    found = control - {""}
+    if max(map(len, found), default=0) > 256 or sum(map(len, found)) > 1 << 17:
+        raise FileError("tokenizer.ggml.tokens has control tokens of more letters than a chat can guard")
+    longest_first = "|".join(re.escape(text) for text in sorted(found, key=len, reverse=True))
+    return _Spells(
+        re.compile(f"({longest_first or '(?!)'})"),
+        re.compile(f"(?={longest_first or '(?!)'}).", re.S),
+        frozenset(text[:at] for text in found for at in range(1, len(text))),
+        frozenset(text[at:] for text in found for at in range(1, len(text))),
+        frozenset(text[0] for text in found),
+        tuple(sorted(set("".join(found)))),
+        max(map(len, found), default=0),
+    )
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _strings([*value, *value.values()])
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _strings(each)
+    """Yields all strings of a value, in no order."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            left += each
+            left += each.values()
+        elif isinstance(each, list | tuple):
+            left += each
 
 
 def thinks(template: Template, think: bool | None) -> bool | None:
