@@ -212,8 +212,8 @@ class Scheduler:
             self._cache.work()
 
     def _step(self) -> None:
-        if self._cache:
-            self._cache.free_pages(self._pages_soon())
+        if self._cache and (soon := self._pages_soon()):
+            self._cache.free_pages(soon)
         happened, over = Happened(), dict[Generation, Job]()
         events = self._loop.step()
         for generation, event in events:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections.abc
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -146,8 +145,8 @@ class Engine(Handle):
 
     @property
     def info(self) -> EngineInfo:
-        found = self.library.read(EngineInfo, self.library.lib.luce_engine_get_info, self.handle)
-        return replace(found, drafters=self.drafters)
+        get_info = self.library.lib.luce_engine_get_info
+        return self.library.read(EngineInfo, get_info, self.handle, drafters=self.drafters)
 
     @cached_property
     def drafters(self) -> tuple[DrafterInfo, ...]:

@@ -53,19 +53,19 @@ class Library:
             setattr(made, field, value)
         return made
 
-    def read(self, kind: type[R], function: Callable[..., int], *args: Any) -> R:
-        """Returns `kind`, filled from the struct kind.STRUCT that function(*args, struct) writes."""
+    def read(self, kind: type[R], function: Callable[..., int], *args: Any, **more: Any) -> R:
+        """Returns `kind`, filled from the struct kind.STRUCT that function(*args, struct) writes, and from `more`."""
         struct = self.struct(kind.STRUCT)
         self.check(function(*args, struct))
-        return self.filled(kind, struct)
+        return self.filled(kind, struct, **more)
 
-    def filled(self, kind: type[R], struct: Any) -> R:
-        """Returns `kind`, filled from a struct's fields of the same names."""
+    def filled(self, kind: type[R], struct: Any, **more: Any) -> R:
+        """Returns `kind`, filled from a struct's fields of the same names, and from `more`."""
         values = {name: getattr(struct, name) for name in kind.__match_args__}
         texts = {
             name: self.text(value) for name, value in values.items() if isinstance(value, self.ffi.CData)
         }
-        made: R = kind(**values | texts)
+        made: R = kind(**values | texts, **more)
         return made
 
     def text(self, pointer: Any) -> str:

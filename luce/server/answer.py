@@ -43,6 +43,9 @@ from luce.text.prompt import opening_of
 from luce.text.thinking import said_of
 
 KEEP_ALIVE = 15.0  # After so many seconds without a piece, a stream says that it lives.
+# Python runs one thread at a time: the loop waits so long that the engine's thread has its turn and its device begins,
+# and then does what the answer's beginning takes. Else the engine began half a millisecond later.
+ENGINE_FIRST_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Answer:
         """Makes the prompt and hands it to the engine. Where it raises Refused, nothing runs."""
         await self.prepare()
         self.start()
+        await asyncio.sleep(ENGINE_FIRST_S)
 
     async def prepare(self) -> None:
         """Makes the prompt. Raises Refused where it cannot be."""

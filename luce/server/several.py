@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import NamedTuple
 
-from luce.server.answer import Answer, Silence
+from luce.server.answer import ENGINE_FIRST_S, Answer, Silence
 from luce.server.ask import Ask, refuse
 from luce.server.models import Served
 from luce.server.watch import Usage, Watch
@@ -79,6 +79,7 @@ class Several:
         for answer in self.answers:
             await answer.prepare()
         self.answers[0].start()
+        await asyncio.sleep(ENGINE_FIRST_S)
 
     async def pieces(self) -> AsyncGenerator[Part | Silence, None]:
         """Yields what comes, to the end. As many answers run at once as the engine has sequences. Raises
