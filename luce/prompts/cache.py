@@ -173,7 +173,8 @@ class PrefixCache:
         pinned = {at for at in pins if self._turns.goes_on(at, ends)}
         known = 0
         for each in reversed(self._known):  # A conversation's last prompt comes first: those before it are shorter.
-            known = max(known, _common(tokens, each)) if len(each) > known else known
+            if known < min(len(each), len(tokens)) and each[known] == tokens[known]:  # Else it has no more of them.
+                known = max(known, _common(tokens, each))
         self._known.append(tokens)
         return Asked(tokens, sorted(pinned.union(ends)), kept | pinned, max(known - at, 0))
 
