@@ -401,11 +401,9 @@ class Sequence(Handle):
         self.library.check(self.library.lib.luce_sequence_get_lists(self.handle, made.struct))
         return made
 
-    def tree(
-        self, anchor: int, lists: Lists, budget: int, chain: IntArray = ()
-    ) -> tuple[list[int], list[int], list[int]]:
+    def tree(self, anchor: int, lists: Lists, budget: int) -> tuple[list[int], list[int]]:
         """Calls Library.tree."""
-        return self.library.tree(anchor, lists, budget, chain)
+        return self.library.tree(anchor, lists, budget)
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]:
         """Looks for the last place where the text stood as it does after the committed tokens and `anchor`.

@@ -197,22 +197,13 @@ class Library:
         )
         return list(path[0 : n_path[0]]), int(anchor[0])
 
-    def tree(
-        self, anchor: int, lists: Lists | None, budget: int, chain: IntArray = ()
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Makes the draft tree: `budget` nodes of the lists, best first, joined with a chain. Returns the
-        tokens, parents and sources (1 the lists', 2 the chain's, 3 of both) of its rows, depth first; row 0
-        is the anchor."""
-        most = 1 + budget + len(chain)
-        tokens, parents = self.ffi.new("int32_t[]", most), self.ffi.new("int32_t[]", most)
-        sources, n = self.ffi.new("uint8_t[]", most), self.ffi.new("uint32_t *")
-        struct = self.ffi.NULL if lists is None else lists.struct
-        self.check(
-            self.lib.luce_tree(
-                anchor, struct, budget, self.ints(chain), len(chain), tokens, parents, sources, n
-            )
-        )
-        return list(tokens[0 : n[0]]), list(parents[0 : n[0]]), list(sources[0 : n[0]])
+    def tree(self, anchor: int, lists: Lists, budget: int) -> tuple[list[int], list[int]]:
+        """Makes the draft tree: `budget` nodes of the lists, best first. Returns the tokens and parents of its rows,
+        depth first; row 0 is the anchor."""
+        tokens, parents = self.ffi.new("int32_t[]", 1 + budget), self.ffi.new("int32_t[]", 1 + budget)
+        n = self.ffi.new("uint32_t *")
+        self.check(self.lib.luce_tree(anchor, lists.struct, budget, tokens, parents, n))
+        return list(tokens[0 : n[0]]), list(parents[0 : n[0]])
 
     def op_run(
         self, device: str, op: str, arrays: Sequence[OpArray | None], params: IntArray, out: OpArray

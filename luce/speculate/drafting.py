@@ -110,7 +110,7 @@ class Text(Protocol):
 
     def lookup(self, anchor: int, most: int) -> tuple[list[int], int]: ...
     def lists(self, depth: int, k: int, form: Form = Form.CHAIN) -> Lists: ...
-    def tree(self, anchor: int, lists: Lists, budget: int) -> tuple[list[int], list[int], list[int]]: ...
+    def tree(self, anchor: int, lists: Lists, budget: int) -> tuple[list[int], list[int]]: ...
 
 
 class TextLookup:
@@ -176,7 +176,7 @@ class Drafter:
 
     def _grow(self, anchor: int, n: int, budget: int) -> Draft:
         self._lists = self._text.lists(n, self.ranks, self._form)
-        tokens, parents, _ = self._text.tree(anchor, self._lists, budget)
+        tokens, parents = self._text.tree(anchor, self._lists, budget)
         return Draft(tuple(tokens[1:]), tuple(parents), sources=(self.name,) * (len(tokens) - 1))
 
     def shown(self, done: Round, n: int) -> tuple[int, int, int | None]:

@@ -51,7 +51,7 @@
 extern "C" {
 #endif
 
-#define LUCE_ABI_VERSION 20 /* changes whenever a struct or a signature does */
+#define LUCE_ABI_VERSION 21 /* changes whenever a struct or a signature does */
 #define LUCE_MAX_ROWS 64 /* rows of one step over all its sequences: each has an anchor and its candidates */
 #define LUCE_MAX_DRAFT 8 /* drafts of a chain of which each is a step */
 #define LUCE_MAX_DRAFTERS 16 /* of a model, and in an engine's list */
@@ -670,14 +670,12 @@ LUCE_API luce_status luce_sequence_lookup(luce_sequence *sequence, int32_t ancho
 
 /* The draft tree makes rows for luce_engine_begin. A drafter has a list for each depth, of which `budget` nodes are taken,
  * best first by the sum of scores along their path. A node comes after its parent and its better siblings; ties go to the
- * lexicographically smaller path of ranks. Then a chain of n_chain tokens is joined, shared prefixes once.
+ * lexicographically smaller path of ranks.
  *
- * tokens, parents, sources: room for 1 + budget + n_chain <= LUCE_MAX_ROWS rows, of which *n are written, depth first, the
- * anchor first. sources: whose candidate a row is, 1 the lists', 2 the chain's, 3 of both. lists may be NULL where budget
- * is 0. E_ARG; E_NUMERIC where a score is NaN. */
-LUCE_API luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, const int32_t *chain,
-                               uint32_t n_chain, int32_t *tokens, int32_t *parents, uint8_t *sources,
-                               uint32_t *n);
+ * tokens, parents: room for 1 + budget <= LUCE_MAX_ROWS rows, of which *n are written, depth first, the anchor first.
+ * E_ARG; E_NUMERIC where a score is NaN. */
+LUCE_API luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, int32_t *tokens,
+                               int32_t *parents, uint32_t *n);
 
 /* What a step costs over a short context: the time from its begin to its choices on the host, at the opening. */
 typedef struct luce_cost {

@@ -297,7 +297,7 @@ def test_trees_find_runners_up_as_deep_as_they_are_worth(native: Library, device
     best = sum(best_chances([0.5, 0.3, 0.1], depth=3, budget=7))
     for anchor in range(0, 400, 25):
         drive.draft(sequence, anchor, 3, Source.DFLASH)
-        tokens, parents, _ = sequence.tree(anchor, sequence.lists(3, 12, form=Form.INDEPENDENT), 7)
+        tokens, parents = sequence.tree(anchor, sequence.lists(3, 12, form=Form.INDEPENDENT), 7)
         chances = {0: (1.0, 0)}
         for row in range(1, len(tokens)):
             above, depth = chances[parents[row]]

@@ -197,7 +197,7 @@ def test_closed_wrong_and_foreign_handles_are_refused(native, tiny_gguf):
 def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence, checkpoint, tower, wrong):
     """Every struct that the library reads or writes has size 0, one less and one more."""
     lib, out = native.lib, native.ffi.new("void *[1]")
-    ints, sources = native.ffi.new("int32_t[64]"), native.ffi.new("uint8_t[64]")
+    ints = native.ffi.new("int32_t[64]")
     count = native.ffi.new("uint32_t *", 64)
     calls = {
         "luce_device_info": lambda s: lib.luce_device_get(0, s),
@@ -219,7 +219,7 @@ def test_an_unknown_struct_size_is_refused(native, file, model, engine, sequence
         "luce_tower_info": lambda s: lib.luce_tower_get_info(tower.handle, s),
         "luce_sampling": lambda s: lib.luce_sequence_set_sampling(sequence.handle, s),
         "luce_penalties": lambda s: lib.luce_sequence_set_penalties(sequence.handle, s),
-        "luce_lists": lambda s: lib.luce_tree(1, s, 3, ints, 0, ints, ints, sources, count),
+        "luce_lists": lambda s: lib.luce_tree(1, s, 3, ints, ints, count),
         "luce_memory": lambda s: lib.luce_plan_memory(
             file.handle, native.struct("luce_model_params"), native.struct("luce_engine_params"), s
         ),

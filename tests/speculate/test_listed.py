@@ -152,7 +152,7 @@ def test_a_tree_gives_the_tokens_that_are_expected_of_it(ranks: tuple[float, ...
         text, right = Listed(chances, ranks, 5), 0
         for text.at in range(2000):
             lists = text.lists(max(depth for _, depth in nodes), K)
-            tokens, parents, _ = text.tree(text.at, lists, budget)
+            tokens, parents = text.tree(text.at, lists, budget)
             right += listed.accepted(listed.Draft(tuple(tokens[1:]), tuple(parents)), text.at)
         assert right / 2000 == pytest.approx(sum(chance for chance, _ in nodes), rel=0.08)
 

@@ -342,8 +342,8 @@ class FakeSequence:
         made.scores[0 : depth * k] = [-0.5 * rank for _ in range(depth) for rank in range(k)]
         return made
 
-    def tree(self, anchor, lists, budget, chain=()):
-        return default().tree(anchor, lists, budget, chain)
+    def tree(self, anchor, lists, budget):
+        return default().tree(anchor, lists, budget)
 
     def histories(self, item, n):
         """Returns what each row of a verify follows, itself included."""

@@ -93,9 +93,7 @@ class Listed:
     def lists(self, depth: int, k: int, form: Form = Form.CHAIN) -> Lists:
         return Lists(self, depth, k)
 
-    def tree(
-        self, anchor: int, lists: Lists, budget: int, chain: Sequence[int] = ()
-    ) -> tuple[list[int], list[int], list[int]]:
+    def tree(self, anchor: int, lists: Lists, budget: int) -> tuple[list[int], list[int]]:
         """Grows a tree of so many candidates, best first, a node before the next rank beside it."""
         tokens, parents = [anchor], [-1]
         left: list[tuple[float, tuple[int, ...], int]] = [(-self.shares(0, self.own)[0], (0,), 0)]
@@ -108,7 +106,7 @@ class Listed:
                 heappush(left, (minus / of[last] * of[last + 1], (*path[:-1], last + 1), parent))
             if len(path) < lists.depth:
                 heappush(left, (minus * self.shares(len(path), self.own)[0], (*path, 0), row))
-        return tokens, parents, [1] * len(tokens)
+        return tokens, parents
 
 
 @dataclass

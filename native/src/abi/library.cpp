@@ -413,31 +413,22 @@ luce_status luce_accept(const int32_t *tokens, const int32_t *parents, const int
     });
 }
 
-luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, const int32_t *chain,
-                      uint32_t n_chain, int32_t *tokens, int32_t *parents, uint8_t *sources, uint32_t *n) {
+luce_status luce_tree(int32_t anchor, const luce_lists *lists, uint32_t budget, int32_t *tokens,
+                      int32_t *parents, uint32_t *n) {
     return guarded([&] {
-        TreeLists of{};
-        if (budget > 0) {
-            check_struct(lists, "lists");
-            need(lists->ids, "lists->ids");
-            need(lists->scores, "lists->scores");
-            of = tree_lists(*lists);
-        }
-        if (n_chain > 0) {
-            need(chain, "chain");
-        }
+        check_struct(lists, "lists");
+        need(lists->ids, "lists->ids");
+        need(lists->scores, "lists->scores");
         need(tokens, "tokens");
         need(parents, "parents");
-        need(sources, "sources");
         need(n, "n");
-        if (budget >= LUCE_MAX_ROWS || n_chain >= LUCE_MAX_ROWS || budget + n_chain >= LUCE_MAX_ROWS) {
-            fail(LUCE_E_ARG, "a step has %d rows at most: an anchor, %u of a tree and %u of a chain are more",
-                 LUCE_MAX_ROWS, budget, n_chain);
+        if (budget >= LUCE_MAX_ROWS) {
+            fail(LUCE_E_ARG, "a step has %d rows at most: an anchor and a tree of %u are more", LUCE_MAX_ROWS,
+                 budget);
         }
-        const Tree tree = make_tree(anchor, of, budget, chain, n_chain);
+        const Tree tree = make_tree(anchor, tree_lists(*lists), budget);
         std::copy(tree.tokens.begin(), tree.tokens.end(), tokens);
         std::copy(tree.parents.begin(), tree.parents.end(), parents);
-        std::copy(tree.sources.begin(), tree.sources.end(), sources);
         *n = uint32_t(tree.tokens.size());
     });
 }

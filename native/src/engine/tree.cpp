@@ -18,17 +18,16 @@ constexpr uint32_t NONE = UINT32_MAX;
 // A node is entered as it is found. Its path of ranks is that of its parent and its own rank.
 struct Node {
     int32_t token;
-    uint8_t sources;
     uint32_t parent, depth, rank; // parent NONE means the anchor; depth counts from 0
     uint32_t candidate; // of its depth's: the rank, unless lists are conditional
     double score;
-    std::vector<uint32_t> children; // they are by rank, then the chain's
+    std::vector<uint32_t> children; // by rank
 };
 
 class Builder {
 public:
     Builder(const TreeLists &lists, int32_t anchor) : lists_(lists) {
-        nodes_.push_back({anchor, 0, NONE, 0, 0, 0, 0.0, {}});
+        nodes_.push_back({anchor, NONE, 0, 0, 0, 0.0, {}});
     }
 
     void take_best(uint32_t budget) {
@@ -52,7 +51,7 @@ public:
             const Candidate best = heap.top();
             heap.pop();
             const uint32_t depth = nodes_[best.parent].depth, of = at_rank(best.parent, best.rank);
-            const uint32_t node = add(best.parent, lists_.ids[size_t(depth) * lists_.k + of], Tree::OF_LISTS);
+            const uint32_t node = add(best.parent, lists_.ids[size_t(depth) * lists_.k + of]);
             nodes_[node].rank = best.rank;
             nodes_[node].candidate = of;
             nodes_[node].score = best.score;
@@ -60,17 +59,6 @@ public:
             if (lists_.form != Candidates::chain || best.rank == 0) {
                 offer(node, 0);
             }
-        }
-    }
-
-    void join(const int32_t *chain, uint32_t n) {
-        uint32_t at = 0;
-        for (uint32_t i = 0; i < n; i++) {
-            const auto &children = nodes_[at].children;
-            const auto same = std::find_if(children.begin(), children.end(),
-                                           [&](uint32_t child) { return nodes_[child].token == chain[i]; });
-            at = same != children.end() ? *same : add(at, chain[i], Tree::OF_CHAIN);
-            nodes_[at].sources |= Tree::OF_CHAIN;
         }
     }
 
@@ -131,9 +119,9 @@ private:
         return a.score != b.score ? a.score > b.score : path(a) < path(b);
     }
 
-    uint32_t add(uint32_t parent, int32_t token, uint8_t source) {
+    uint32_t add(uint32_t parent, int32_t token) {
         const uint32_t at = uint32_t(nodes_.size());
-        nodes_.push_back({token, source, parent, nodes_[parent].depth + 1, 0, 0, 0.0, {}});
+        nodes_.push_back({token, parent, nodes_[parent].depth + 1, 0, 0, 0.0, {}});
         nodes_[parent].children.push_back(at);
         return at;
     }
@@ -142,7 +130,6 @@ private:
         const int32_t row = int32_t(tree.tokens.size());
         tree.tokens.push_back(nodes_[at].token);
         tree.parents.push_back(parent);
-        tree.sources.push_back(nodes_[at].sources);
         for (const uint32_t child : nodes_[at].children) {
             write(child, row, tree);
         }
@@ -228,11 +215,9 @@ TreeLists tree_lists(const luce_lists &lists) {
     return {lists.ids, lists.scores, lists.depth, lists.k, Candidates(lists.form)};
 }
 
-Tree make_tree(int32_t anchor, const TreeLists &lists, uint32_t budget, const int32_t *chain,
-               uint32_t n_chain) {
+Tree make_tree(int32_t anchor, const TreeLists &lists, uint32_t budget) {
     Builder builder(lists, anchor);
     builder.take_best(budget);
-    builder.join(chain, n_chain);
     return builder.rows();
 }
 

@@ -1,4 +1,4 @@
-// The draft tree says which candidates one verify takes of a drafter's lists, and of a chain beside them.
+// The draft tree says which candidates one verify takes of a drafter's lists.
 //
 // A drafter gives a list of its best tokens at each depth, or one behind each candidate of the depth above, each token with
 // a score (a log-probability; when sampling, one with the noise that the target will choose with). A node of the tree is a
@@ -44,15 +44,10 @@ constexpr float LEAST_CONFIDENCE = 0.05f;
 void add_confidence(const float *log_confidence, float *scores, uint32_t k, uint32_t n);
 
 struct Tree {
-    static constexpr uint8_t OF_LISTS = 1, OF_CHAIN = 2;
-
     std::vector<int32_t> tokens, parents; // rows are in depth-first order; row 0 is the anchor
-    std::vector<uint8_t> sources; // bits say whose candidate a row is; the anchor has 0
 };
 
-// Makes the tree of `budget` nodes of the lists, joined with a chain of n_chain tokens. A prefix that they
-// share is there once. It fails with E_NUMERIC where a score that is looked at is NaN.
-Tree make_tree(int32_t anchor, const TreeLists &lists, uint32_t budget, const int32_t *chain,
-               uint32_t n_chain);
+// Makes the tree of `budget` nodes of the lists. It fails with E_NUMERIC where a score that is looked at is NaN.
+Tree make_tree(int32_t anchor, const TreeLists &lists, uint32_t budget);
 
 } // namespace luce

@@ -72,7 +72,7 @@ def grown(sequence: Timeline, out: drive.Decoded, n: int, case: More, budgets: S
         budget, anchor = budgets[len(out.accepted) % len(budgets)], out.tokens[-1]
         drive.draft(sequence, anchor, case.n_draft, Source.DFLASH)
         lists = sequence.lists(case.n_draft, case.candidates, Form.CONDITIONAL)
-        tokens, parents, _ = sequence.tree(anchor, lists, budget)
+        tokens, parents = sequence.tree(anchor, lists, budget)
         path, following = sequence.accept(tokens, parents, drive.verify(sequence, tokens, parents))
         sequence.commit(path)
         out.tokens += [*(tokens[row] for row in path[1:]), following]
@@ -276,7 +276,7 @@ def test_a_tree_is_cut_where_the_confidence_head_sees_no_use(
         drive.draft(sequence, 5, case.n_draft, Source.DFLASH)
         lists = sequence.lists(case.n_draft, case.candidates, Form.CONDITIONAL)
         scores.append(np.array(list(lists.scores)))
-    tokens, _, _ = sequence.tree(5, lists, 12)
+    tokens, _ = sequence.tree(5, lists, 12)
     assert len(tokens) == 1 + left
     there = np.isfinite(scores[0])
     if left:

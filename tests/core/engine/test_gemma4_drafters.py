@@ -104,7 +104,7 @@ def grown(sequence: Timeline, out: drive.Decoded, n: int, case: Case | More, bud
     while len(out.tokens) < n:
         budget, anchor = budgets[len(out.accepted) % len(budgets)], out.tokens[-1]
         drive.draft(sequence, anchor, n_draft(case), Source.DFLASH)
-        tokens, parents, _ = sequence.tree(anchor, sequence.lists(n_draft(case), k, form), budget)
+        tokens, parents = sequence.tree(anchor, sequence.lists(n_draft(case), k, form), budget)
         path, following = sequence.accept(tokens, parents, drive.verify(sequence, tokens, parents))
         sequence.commit(path)
         out.tokens += [*(tokens[row] for row in path[1:]), following]

@@ -62,10 +62,10 @@ def test_the_tree_is_the_best_of_all_paths(native, drafts, budget, comb):
     best = sorted(
         (path for path in every if allowed(path, scores, comb)), key=lambda path: (-total(path), path)
     )
-    tokens, parents, sources = native.tree(ANCHOR, lists_of(native, ids, scores, comb), budget)
+    tokens, parents = native.tree(ANCHOR, lists_of(native, ids, scores, comb), budget)
     found = paths_of(tokens, parents, ids)
     assert found == sorted(best[:budget])  # They come depth first, and better siblings first.
-    assert (tokens[0], parents[0], sources[0]) == (ANCHOR, -1, 0) and set(sources[1:]) <= {1}
+    assert (tokens[0], parents[0]) == (ANCHOR, -1)
 
 
 @pytest.mark.sanitize
@@ -83,33 +83,8 @@ def test_a_node_comes_after_its_parent_and_its_better_siblings(native, drafts, b
         if not open_:
             break
         chosen.append(min(open_, key=lambda path: (-sum(scores[d][r] for d, r in enumerate(path)), path)))
-    tokens, parents, _ = native.tree(ANCHOR, lists_of(native, ids, scores), budget)
+    tokens, parents = native.tree(ANCHOR, lists_of(native, ids, scores), budget)
     assert paths_of(tokens, parents, ids) == sorted(chosen)
-
-
-@pytest.mark.sanitize
-@examples(100)
-@given(drafts=drafts(), budget=st.integers(0, 40), chain=st.lists(st.integers(0, 33), max_size=20))
-def test_a_chain_is_joined_once(native, drafts, budget, chain):
-    """The paths are the tree's and the chain's, no two children of a row are alike, rows are depth first."""
-    ids, scores = drafts
-    lists = lists_of(native, ids, scores)
-    alone = native.tree(ANCHOR, lists, budget)
-    tokens, parents, sources = native.tree(ANCHOR, lists, budget, chain)
-
-    def words(tokens, parents, rows):
-        return {tuple(tokens[r] for r in drive.root_path(parents, row)) for row in rows}
-
-    prefixes = {(ANCHOR, *chain[:n]) for n in range(1, len(chain) + 1)}
-    expected = words(*alone[:2], range(1, len(alone[0])))
-    assert words(tokens, parents, range(1, len(tokens))) == expected | prefixes
-    assert len(tokens) == 1 + len(expected | prefixes)
-    of = lambda bit: words(tokens, parents, [row for row, s in enumerate(sources) if s & bit])  # noqa: E731
-    assert (of(1), of(2)) == (expected, prefixes)
-    path = [0]
-    for row in range(1, len(tokens)):
-        assert parents[row] in path, "depth first"
-        path = [*path[: path.index(parents[row]) + 1], row]
 
 
 # ---- lists behind each candidate of the depth above
@@ -161,9 +136,9 @@ def test_a_tree_of_conditional_lists_is_the_best_of_all_paths(native, drafts, bu
     rank. Ties go to the smaller path of ranks."""
     ids, scores = drafts
     best = sorted(paths(ids, scores), key=lambda path: (-path[0], path[1]))[:budget]
-    tokens, parents, sources = native.tree(ANCHOR, conditional_lists(native, ids, scores), budget)
+    tokens, parents = native.tree(ANCHOR, conditional_lists(native, ids, scores), budget)
     assert words_of(tokens, parents) == [word for _, _, word in sorted(best, key=lambda path: path[1])]
-    assert (tokens[0], parents[0], sources[0]) == (ANCHOR, -1, 0) and set(sources[1:]) <= {1}
+    assert (tokens[0], parents[0]) == (ANCHOR, -1)
 
 
 @pytest.mark.sanitize
@@ -182,7 +157,7 @@ def test_a_node_of_conditional_lists_comes_after_its_parent_and_its_better_sibli
         ]  # fmt: skip
         chosen.append(min(open_, key=lambda path: (-path[0], path[1])))
         left.remove(chosen[-1])
-    tokens, parents, _ = native.tree(ANCHOR, conditional_lists(native, ids, scores), budget)
+    tokens, parents = native.tree(ANCHOR, conditional_lists(native, ids, scores), budget)
     assert words_of(tokens, parents) == [word for _, _, word in sorted(chosen, key=lambda path: path[1])]
 
 
@@ -191,7 +166,8 @@ def test_conditional_trees_at_their_ends(native):
     scores = np.full((2, 2, 2), -np.inf, np.float32)
     scores[0, 0], scores[1, 0], scores[1, 1] = [-1.0, -0.1], [-0.2, -2.0], [-5.0, -0.1]
     lists = conditional_lists(native, [[4, 5], [6, 7]], scores)
-    assert native.tree(9, lists, 2, [5, 6])[:2] == ([9, 5, 7, 6], [-1, 0, 1, 1])
+    assert native.tree(9, lists, 2) == ([9, 5, 7], [-1, 0, 1])
+    assert native.tree(9, lists, 9) == ([9, 5, 7, 6, 4, 6, 7], [-1, 0, 1, 1, 0, 4, 4])
     assert [lists.at(0), lists.at(1)] == [[5, 4], [7, 6]]  # The second is behind 5.
     scores[1, 1, 0] = np.nan
     with pytest.raises(NumericError):
@@ -223,20 +199,18 @@ def test_every_budget_of_a_block_is_spent(native):
     scores = np.sort(np.log(rng.random((15, 63), np.float32)))[:, ::-1]
     ids = [list(range(100 * d, 100 * d + 63)) for d in range(15)]
     for budget in range(1, 64):
-        tokens, parents, _ = native.tree(ANCHOR, lists_of(native, ids, scores), budget)
+        tokens, parents = native.tree(ANCHOR, lists_of(native, ids, scores), budget)
         assert len(tokens) == len(set(zip(tokens, parents, strict=True))) == budget + 1
 
 
 @pytest.mark.sanitize
 def test_trees_at_their_ends(native):
-    assert native.tree(5, None, 0) == ([5], [-1], [0])
-    assert native.tree(5, None, 0, [6, 7]) == ([5, 6, 7], [-1, 0, 1], [0, 2, 2])
     lists = lists_of(native, [[1, 2]], [[-1.0, -2.0]])
-    assert native.tree(5, lists, 9) == ([5, 1, 2], [-1, 0, 0], [0, 1, 1])
-    assert native.tree(5, lists_of(native, [[-1, 2]], [[-1.0, -2.0]]), 9) == ([5], [-1], [0])
-    for budget, chain in ((64, []), (60, [1] * 4), (0, [1] * 64)):
-        with pytest.raises(ArgumentError):
-            native.tree(5, lists, budget, chain)
+    assert native.tree(5, lists, 0) == ([5], [-1])
+    assert native.tree(5, lists, 9) == ([5, 1, 2], [-1, 0, 0])
+    assert native.tree(5, lists_of(native, [[-1, 2]], [[-1.0, -2.0]]), 9) == ([5], [-1])
+    with pytest.raises(ArgumentError, match="64 rows at most: an anchor and a tree of 64 are more"):
+        native.tree(5, lists, 64)
     with pytest.raises(NumericError):
         native.tree(5, lists_of(native, [[1, 2]], [[np.nan, -2.0]]), 3)
 
