@@ -102,7 +102,7 @@ class Generation:
         self._limits = Limits(0, 0)
         self._decision, self._draft_s = Decision(), 0.0  # They are of the round that comes, or is in flight.
         self._last = Landed()
-        self._counted: tuple[Draft, Round, list[int]] | None = None  # emit() counts this round.
+        self._counted: tuple[Draft, Round] | None = None  # emit() counts this round.
 
     # ---- what it waits for
 
@@ -368,7 +368,7 @@ class Generation:
                 self._source.learn(done)
             except Exception as error:
                 self._drop_source(error)
-        self._counted = draft, done, path[1 : 1 + accepted]
+        self._counted = draft, done
         return self._next()
 
     def _end(self, reason: str, truncated_by: str | None = None) -> State:

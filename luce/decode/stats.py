@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from luce.speculate.drafting import Draft, Round
@@ -17,11 +16,10 @@ class Stats:
     `mode` is the draft source, or "plain". `acceptance` is the accepted share of all drafts, and
     `acceptance_by_position` that of the drafts at depth 1, 2 ..., where drafts after a rejected one count as
     rejected. `rounds_by_drafts` counts the rounds with 0, 1, 2 ... drafts. `by_source` has for each source
-    the rounds that it drafted in, its drafts, and the accepted ones of these; what several sources proposed
-    counts for each. draft_s, verify_s and commit_s are spent in these calls; the rest of decode_s is the
-    host's, and a GPU may work on the next round meanwhile. Of a round that was begun ahead verify_s counts
-    its begin and what the host still waited for it; the begin of one with drafts counts to the wait for the
-    round before it.
+    the rounds that it drafted in, its drafts, and the accepted ones of these. draft_s, verify_s and commit_s
+    are spent in these calls; the rest of decode_s is the host's, and a GPU may work on the next round
+    meanwhile. Of a round that was begun ahead verify_s counts its begin and what the host still waited for
+    it; the begin of one with drafts counts to the wait for the round before it.
     """
 
     mode: str
@@ -59,8 +57,8 @@ class Tally:
     commit_s: float = 0.0
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def add(self, draft: Draft, done: Round, path: Sequence[int]) -> None:
-        """Counts a round, what it verified, and its accepted rows without the anchor's."""
+    def add(self, draft: Draft, done: Round) -> None:
+        """Counts a round and what it verified."""
         _increment(self.rounds, done.drafted)
         self.draft_s += done.draft_s
         self.verify_s += done.verify_s
@@ -71,14 +69,10 @@ class Tally:
             _increment(self.drafted, depth - 1)
         for depth in range(done.accepted):
             _increment(self.accepted, depth)
-        proposed = draft.sources or (self.mode,) * draft.size
-        right = {row - 1 for row in path}
-        for name in set(proposed):
-            of = self.sources.setdefault(name, {"rounds": 0, "drafted": 0, "accepted": 0})
-            rows = [row for row, source in enumerate(proposed) if source == name]
-            of["rounds"] += 1
-            of["drafted"] += len(rows)
-            of["accepted"] += len(right.intersection(rows))
+        of = self.sources.setdefault(draft.source or self.mode, {"rounds": 0, "drafted": 0, "accepted": 0})
+        of["rounds"] += 1
+        of["drafted"] += done.drafted
+        of["accepted"] += done.accepted
 
     def stats(self, now: float, tokens: int) -> Stats:
         """Returns the figures of a generation that has ended now, with so many tokens after the first."""

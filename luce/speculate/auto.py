@@ -224,7 +224,7 @@ class Source:
         if not choice.candidates:
             return NOTHING
         if choice.drafter is None:
-            return Draft(tuple(self.found[0][: choice.lookup]), sources=("lookup",) * choice.lookup)
+            return Draft(tuple(self.found[0][: choice.lookup]), source="lookup")
         return self.drafters[choice.drafter].draft(anchor, choice.drafts, choice.leaves and choice.candidates)
 
     def follows(self) -> Draft | None:

@@ -16,8 +16,8 @@ class Draft:
     `on_device` many on the device, and the host reads them once they are verified.
 
     `parents` are those of [anchor, *tokens]: parents[0] is -1, and None means a chain. `grow`, where it is
-    set, is called once the drafts are there and returns the draft that is verified in their stead. `sources`
-    names who proposed each candidate; where it is empty, all came from the one draft source.
+    set, is called once the drafts are there and returns the draft that is verified in their stead. `source`
+    names who proposed them; where it is empty, that is the one draft source.
     """
 
     tokens: tuple[int, ...] = ()
@@ -25,7 +25,7 @@ class Draft:
     on_device: int = 0
     by: Source = Source.NEXTN
     grow: Callable[[], Draft] | None = field(default=None, compare=False)
-    sources: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def size(self) -> int:
@@ -154,7 +154,7 @@ class Drafter:
         self._text, self._by, self._form = text, by, form
         self._lists: Lists | None = None  # These are of the last draft, where the host has seen it.
         # These are by the number of drafts, and none is made twice.
-        self.chains = [Draft(on_device=n, by=by, sources=(self.name,) * n) for n in range(most + 1)]
+        self.chains = [Draft(on_device=n, by=by, source=self.name) for n in range(most + 1)]
 
     @property
     def conditional(self) -> bool:
@@ -177,7 +177,7 @@ class Drafter:
     def _grow(self, anchor: int, n: int, budget: int) -> Draft:
         self._lists = self._text.lists(n, self.ranks, self._form)
         tokens, parents = self._text.tree(anchor, self._lists, budget)
-        return Draft(tuple(tokens[1:]), tuple(parents), sources=(self.name,) * (len(tokens) - 1))
+        return Draft(tuple(tokens[1:]), tuple(parents), source=self.name)
 
     def shown(self, done: Round, n: int) -> tuple[int, int, int | None]:
         """Returns how many of the last n drafts show what the head is worth, how many of these were right
