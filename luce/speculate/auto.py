@@ -48,10 +48,10 @@ class Auto:
         prices, hidden, limits, drafters = self.prices, self.hidden, texts[0].limits, texts[0].drafters
         n = limits.sequences
         steps, (scale, floor, turn) = self.steps(drafters, n), prices.terms(n, hidden)
-        scales = prices.scales(hidden, len(drafters)) if len(drafters) > 1 else ()
+        scales = prices.scales(hidden, len(drafters))
         stake, feed = self._stake(texts, n) * floor, self._feed(texts, 0)
         terms = Terms(scale, floor, turn, int(hidden), feed, stake, scales)
-        chained, best, rate = list[list[Family]](), None, 0.0
+        chained, best, rate = list[Family](), None, 0.0
         # Where not even the cheapest drafts may be lost, nothing need be known of any: the host's time counts too.
         cheapest = min((scale, *scales)) * steps.least(any([text.found[0] for text in texts]))
         if stake > 0 and cheapest <= floor + stake:
@@ -76,32 +76,24 @@ class Auto:
         for text, choice, want, following in zip(texts, now, wanted, nexts, strict=True):
             text.choice, text.work = choice, work
             text.unlooked = 0 if want.lookup else text.unlooked + 1
-            text.next = None if waits else text.chain_of(following)
+            text.following, text.waits = following, waits
 
     def _next(
-        self,
-        texts: list[Source],
-        terms: Terms,
-        chained: list[list[Family]],
-        rate: float,
-        work: Work,
+        self, texts: list[Source], terms: Terms, chained: list[Family], rate: float, work: Work
     ) -> tuple[Candidate | None, bool]:
         """Returns the best of the chains with which the next round may be begun, and whether more is expected of
         waiting. `work` is that of this round, and `rate` that of the best drafts for it, which may not be those
         that it was begun with; 0 where none pays."""
         n, floor = work.sequences, terms.floor
         # The next one is begun before this one is booked, which may lose all that it has more than a plain one.
-        stake = terms.stake
-        if work.drafted or work.turns:
-            stake -= BET * max(self.prices.seconds(work) - floor, 0.0)
+        stake = terms.stake - BET * max(self.prices.seconds(work) - floor, 0.0)
         first, gain = None, n / floor
         if chained and stake > 0:
             feed = 0.0 if work.drafted else self._feed(texts, 1)
             following = terms._replace(turns=0, feed=feed, stake=stake)
             search = Search(self._steps[n], following, MARGIN * n / floor)
-            for of in chained:
-                first = search.tries_each(of)
-            gain = search.top if first else gain
+            if first := search.tries_each(chained):
+                gain = search.top
         # To wait in vain is a loss too, and so is the wait of a text's last round.
         waits = 2 * terms.turn <= stake
         if waits and rate <= gain:
@@ -139,9 +131,7 @@ class Source:
         # Those whose trials say something of each other.
         self.others = drafters if len({drafter.head for drafter in drafters}) > 1 else ()
         self.parts = sorted({drafter.part for drafter in drafters if drafter.part})
-        # What the last offer had.
-        self._chains, self._most = list[list[float]](), 0
-        self._trees = dict[int, list[tuple[float, int]]]()
+        self._trees = dict[int, list[tuple[float, int]]]()  # By drafter, of the last offer.
         # Plain steps of one sequence leave many rows to one feed, and those of several feed the head each.
         self.most_unfed = auto.budget + 1
         self.fed = auto.prices.costs.feed(self.most_unfed) / self.most_unfed
@@ -152,11 +142,10 @@ class Source:
         self.ledger = Ledger(budget)
         self.unfed = 0  # The head has not read the rows of so many plain rounds.
         self.limits = Limits(budget, budget)
-        self.next: Draft | None = NOTHING
-        self.choice = PLAIN
+        self.choice = self.following = PLAIN  # Of this round, and of what the next one may be begun with,
+        self.waits = False  # unless the tokens of this one decide it.
         self.found: tuple[list[int], int] = [], 0  # Of the last lookup: tokens, and how many matched.
         self.work: Work | None = None
-        self._proposed = False
         self.unlooked = 0  # So many rounds had no lookup that was worth it.
 
     def propose(self, anchor: int, limits: Limits) -> None:
@@ -166,35 +155,23 @@ class Source:
         if self.found[0]:
             self.estimates.follow(*self.found)
         self.auto.offered.append(self)
-        self._proposed = True
 
     def offer(self) -> Offer:
         (tokens, matched), estimates, limits = self.found, self.estimates, self.limits
-        self._most = most = min(limits.candidates, self.auto.budget)
+        most = min(limits.candidates, self.auto.budget)
         depth = min(most, limits.depth)
-        self._chains = chains = [estimates.chain(each, min(each.most, depth), self.others) for each in self.drafters]
-        looked = estimates.lookup(len(tokens), matched) if tokens else ()
-        return Offer(most, looked, chains, self._tree)
+        chains = [estimates.chain(each, min(each.most, depth), self.others) for each in self.drafters]
 
-    def _tree(self, by: int, depth: int) -> Sequence[tuple[float, int]]:
-        drafter = self.drafters[by]
-        nodes = self._trees[by] = self.estimates.tree(drafter, self._chains[by][:depth], self._most)
-        worth = self.estimates.worth(drafter)
-        return [(worth * chance, at) for chance, at in nodes]
+        def tree(by: int, depth: int) -> Sequence[tuple[float, int]]:
+            nodes = self._trees[by] = estimates.tree(self.drafters[by], chains[by][:depth], most)
+            worth = estimates.worth(self.drafters[by])
+            return [(worth * chance, at) for chance, at in nodes]
+
+        return Offer(most, estimates.lookup(len(tokens), matched), chains, tree)
 
     def of_begun(self) -> Choice:
         """Returns the choice by which the round was begun."""
-        begun = self.limits.begun
-        if begun is None or not begun.size:
-            return PLAIN
-        for index, drafter in enumerate(self.drafters):
-            if begun in drafter.chains:
-                return Choice(0, index, begun.size, 0)
-        raise ValueError("a round was begun with drafts that no drafter has")
-
-    def chain_of(self, choice: Choice) -> Draft:
-        """Returns the chain of a choice, with which a round may be begun."""
-        return NOTHING if choice.drafter is None else self.drafters[choice.drafter].chains[choice.drafts]
+        return self.following if self.limits.begun and self.limits.begun.size else PLAIN
 
     def rest(self, sequences: int) -> float:
         """Returns how many plain rounds the text may still lose."""
@@ -212,14 +189,8 @@ class Source:
         return 0.25 / (self.unlooked + 2)
 
     def draft(self, anchor: int, limits: Limits) -> Draft:
-        if not self._proposed:
-            self.propose(anchor, limits)
         if self in self.auto.offered:
             self.auto.decide()
-        self._proposed = False
-        return self._made(anchor)
-
-    def _made(self, anchor: int) -> Draft:
         choice = self.choice
         if not choice.candidates:
             return NOTHING
@@ -228,7 +199,10 @@ class Source:
         return self.drafters[choice.drafter].draft(anchor, choice.drafts, choice.leaves and choice.candidates)
 
     def follows(self) -> Draft | None:
-        return self.next
+        if self.waits:
+            return None
+        by = self.following.drafter
+        return NOTHING if by is None else self.drafters[by].chains[self.following.drafts]
 
     def learn(self, done: Round) -> None:
         auto, work, choice, came = self.auto, self.work, self.choice, len(done.tokens)
@@ -238,8 +212,8 @@ class Source:
             self.estimates.fade()
             if self.ledger.tokens:  # The first round of a text follows its prompt, whatever the others do.
                 auto.hidden = done.ahead or done.behind
-            device, n, drafted, turns, _, by = work
-            took = Work(device, n, drafted, turns + (auto.hidden and not done.ahead), auto.hidden, by)
+            n, waited = work.sequences, auto.hidden and not done.ahead
+            took = work._replace(turns=work.turns + waited, hidden=auto.hidden)
             if done.seconds is not None and auto.unseen is work:
                 auto.prices.learn(took, done.seconds)
                 auto.unseen = None
@@ -247,7 +221,7 @@ class Source:
             if n > 1 and (over := -self.rest(n)) > 0:
                 self.ledger.paid -= over
                 auto.debt += over
-            self.unfed = 0 if drafted or n > 1 else min(self.unfed + 1, self.most_unfed)
+            self.unfed = 0 if work.drafted or n > 1 else min(self.unfed + 1, self.most_unfed)
             if choice.drafter is not None and done.drafted:
                 drafter = self.drafters[choice.drafter]
                 self.estimates.drafted(drafter, *drafter.shown(done, choice.drafts))

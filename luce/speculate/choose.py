@@ -94,11 +94,10 @@ class Search:
             self.tries(family)
         return self.found
 
-    def tries_all(self, offers: Sequence[Offer], chained: Sequence[Sequence[Family]]) -> Candidate | None:
+    def tries_all(self, offers: Sequence[Offer], chained: Iterable[Family]) -> Candidate | None:
         """Compares chains, lookups and trees, and returns the best. Trees are tried beside the best chain, since they
         seldom pay beside another; those of conditional lists may pay where no chain does."""
-        for families in chained:
-            self.tries_each(families)
+        self.tries_each(chained)
         if any([offer.lookup for offer in offers]):
             self.tries(lookups(offers, self.steps))
         best = self.found
@@ -109,9 +108,9 @@ class Search:
         return self.found
 
 
-def chains_of(offers: Sequence[Offer], steps: Steps) -> list[list[Family]]:
-    """Returns the rounds of chains alone by drafter."""
-    return [chains(offers, by, steps) for by in range(len(steps.drafters))]
+def chains_of(offers: Sequence[Offer], steps: Steps) -> list[Family]:
+    """Returns the rounds of chains alone, of each drafter."""
+    return [family for by in range(len(steps.drafters)) for family in chains(offers, by, steps)]
 
 
 def chain_can_pay(costs: Costs, drafters: Sequence[Drafter]) -> bool:
@@ -119,7 +118,7 @@ def chain_can_pay(costs: Costs, drafters: Sequence[Drafter]) -> bool:
     hoped for, and may be tried."""
     hoped, search = Estimates(), _search(costs, drafters, BET * PROMISE * HORIZON)
     offer = Offer(MAX_ROWS - 1, (), [hoped.chain(drafter, drafter.most) for drafter in drafters])
-    return search is not None and any([search.tries_each(of) for of in chains_of([offer], search.steps)])
+    return search is not None and search.tries_each(chains_of([offer], search.steps)) is not None
 
 
 def lookup_can_pay(costs: Costs, budget: int) -> bool:

@@ -138,12 +138,7 @@ class Estimates:
         """Returns how often the second, third .. candidate is right where the first is wrong. Before any trial each is
         taken to be right as often as not where the better ones are wrong, which one trial outvotes."""
         counts = self.of((drafter.head, "rank"), drafter.ranks)
-        rest = 1.0
-        ranks: list[float] = []
-        for rank in range(1, drafter.ranks):
-            rest /= 2
-            ranks.append(counts.share(rank, rest, 0.5))
-        return ranks
+        return [counts.share(rank, 0.5**rank, 0.5) for rank in range(1, drafter.ranks)]
 
     def worth(self, drafter: Drafter) -> float:
         """Returns what part of what was expected of trees they gave, at most all of it. A drafter grows them by

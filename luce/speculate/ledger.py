@@ -35,7 +35,7 @@ class Ledger:
             self._open[work] = rounds + 1, came + tokens, booked + lost
             self.lost += lost
         if self._open and prices.settled(work.sequences, work.hidden):
-            for of in [of for of in self._open if of[1] == work[1] and of.hidden is work.hidden]:
+            for of in [of for of in self._open if (of.sequences, of.hidden) == (work.sequences, work.hidden)]:
                 rounds, came, booked = self._open.pop(of)
                 self.lost += prices.lost(of, rounds, came) - booked
 

@@ -149,22 +149,16 @@ class Prices:
 
     def terms(self, sequences: int, hidden: bool) -> tuple[float, float, float]:
         """Returns (scale, floor, turn) of rounds of so many sequences."""
-        key = sequences, hidden
-        found = self._terms.get(key)
+        found = self._terms.get(key := (sequences, hidden))
         if found is None:
-            found = self._terms[key] = self._terms_now(sequences, hidden)
+            if self.paced:
+                pace, beside = self._pace.value or 1.0, self._beside.value or 1.0
+                scale, floor = pace * beside, pace * self.costs.verify(sequences)
+            else:
+                scale, seen = self._scale[hidden, None].value or 1.0, self._floor[key].value
+                floor = scale * self.costs.verify(sequences) if seen is None else seen
+            found = self._terms[key] = scale, floor, max(self._turn[key].value or 0.0, 0.0)
         return found
-
-    def _terms_now(self, sequences: int, hidden: bool) -> tuple[float, float, float]:
-        key = sequences, hidden
-        turn = self._turn[key].value or 0.0
-        if self.paced:
-            pace, beside = self._pace.value or 1.0, self._beside.value or 1.0
-            return pace * beside, pace * self.costs.verify(sequences), max(turn, 0.0)
-        scale, floor = self._scale[hidden, None].value or 1.0, self._floor[key].value
-        if floor is None:
-            floor = scale * self.costs.verify(sequences)
-        return scale, floor, max(turn, 0.0)
 
     def plain(self, sequences: int, hidden: bool = True) -> float:
         """Returns the seconds of a plain round; 0 where nothing was measured."""

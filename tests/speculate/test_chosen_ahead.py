@@ -41,6 +41,7 @@ def test_next_best_candidates_are_taken_where_rows_are_cheap():
     rng = random.Random(4)
     source.begin(512)
     for _ in range(100):
+        source.propose(7, Limits(31, 31))
         draft = source.draft(7, Limits(31, 31))
         n, leaves = draft.on_device, source.choice.leaves
         right = 0

@@ -111,7 +111,8 @@ def test_auto_finds_the_better_drafter_though_it_was_measured_dear():
     source.begin(400)
     begun, right = None, ((0.87, 0.85), (0.9, 0.88))
     for turn in range(60):
-        source.draft(0, Limits(16, 200, begun=begun))
+        source.propose(0, limits := Limits(16, 200, begun=begun))
+        source.draft(0, limits)
         choice, ahead, accepted = source.choice, begun is not None, 0
         took = true.verify(1 + choice.candidates) + (0 if ahead else 0.35)
         if choice.drafter is not None:

@@ -200,7 +200,8 @@ def decode(source, text, costs, tokens, share=0.0, between=0.0, seen=lambda took
     done, seconds, rounds, begun = 1, 0.0, [], None
     while done < tokens:
         left = max(tokens - done - 1, 1)
-        draft = source.draft(7, Limits(min(left, 31), left, begun=begun))
+        source.propose(7, limits := Limits(min(left, 31), left, begun=begun))
+        draft = source.draft(7, limits)
         ahead = begun is not None
         chain = begun.size if ahead else draft.on_device
         looked = 0 if ahead else source.choice.lookup

@@ -183,7 +183,8 @@ def spend(text: Listed, n: int, on: Machine, way: Fixed | Auto, out: Spent) -> S
     while text.at < n:
         depth, ahead = n - text.at, begun is not None
         if source is not None:
-            draft = source.draft(text.at, Limits(AUTO_BUDGET, depth, begun=begun))
+            source.propose(text.at, limits := Limits(AUTO_BUDGET, depth, begun=begun))
+            draft = source.draft(text.at, limits)
             draft = draft if begun is None else begun
         else:
             draft = way(drafters[-1], text.at, depth)  # type: ignore[operator]

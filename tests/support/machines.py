@@ -40,7 +40,10 @@ def runner(costs, gamma=MAX_GAMMA, text=None, ranks=1, budget=AUTO_BUDGET):
 
 def drafts(source, limit, sequences=1):
     """Returns how many it drafts."""
-    return source.draft(1, Limits(limit, limit, sequences)).on_device if limit else 0
+    if not limit:
+        return 0
+    source.propose(1, limits := Limits(limit, limit, sequences))
+    return source.draft(1, limits).on_device
 
 
 class Repeats:

@@ -190,7 +190,8 @@ def auto_cost(
         if not source:
             source.append(auto.source(text, [Drafter(text, Source.NEXTN, GAMMA)]))
             source[0].begin(len(trace.drafts) + 1)
-        source[0].draft(text.at, Limits(min(rows, depth), depth, begun=begun))
+        source[0].propose(text.at, limits := Limits(min(rows, depth), depth, begun=begun))
+        source[0].draft(text.at, limits)
         return source[0].choice.drafts, source[0].choice.lookup, source[0].follows()
 
     def learn(done: Round) -> None:
