@@ -9,7 +9,6 @@ not verified in one round: over the recorded traces that would bring 0.05%.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
@@ -89,17 +88,16 @@ class Steps:
 
 
 class Family(NamedTuple):
-    """Rounds that differ in their rows. `gains` are those of all texts' nodes, best first, none before those
-    that it needs, and `seconds` those of the steps by rows, of which there are at least `least`. Texts draft at
-    most `depth` with one drafter; 0 is as many as there are rows. `nodes` has the gains by text, in the order
-    in which they are taken, and `depths` those of trees' nodes, which the host grows before they are verified."""
+    """Rounds that differ in their rows. `gains` are those of all texts' nodes, best first, none before those that it
+    needs, and `seconds` those of the steps by rows. Texts draft at most `depth` with one drafter; 0 is as many as there
+    are rows. `nodes` has the gains by text, in the order in which they are taken, and `depths` those of trees' nodes,
+    which the host grows before they are verified."""
 
     gains: Sequence[float]
     seconds: Sequence[float]
     nodes: Sequence[Sequence[float]]
     drafter: int | None = None
     depth: int = 0
-    least: int = 1
     depths: Sequence[Sequence[int]] = ()
 
 
@@ -120,7 +118,7 @@ class Candidate(NamedTuple):
     @property
     def choices(self) -> list[Choice]:
         """Returns what each text verifies. A tree's nodes are as many drafts as it is deep; the others are leaves."""
-        _, _, nodes, by, _, _, depths = self.family
+        _, _, nodes, by, _, depths = self.family
         counts = [self.rows] if len(nodes) == 1 else [0] * len(nodes)
         for _, text in _best_first(nodes)[: self.rows] if len(nodes) > 1 else ():
             counts[text] += 1
@@ -158,14 +156,11 @@ def chains(offers: Sequence[Offer], by: int, steps: Steps) -> list[Family]:
     whole = [offer.chains[by] for offer in offers]
     if len(whole) == 1:
         return [Family(whole[0], steps.chains[by], whole, by)]
-    found, taken = list[Family](), list[float]()  # What the drafts lose, the best first.
+    found = list[Family]()
     for depth in range(1, max(map(len, whole)) + 1):
-        deepest = [-chain[depth - 1] for chain in whole if len(chain) >= depth]
-        least = bisect_left(taken, min(deepest)) + 1  # Fewer rows are had with fewer drafts.
-        for loss in deepest:
-            insort(taken, loss)
-        gains, nodes = [-loss for loss in taken], [chain[:depth] for chain in whole]
-        found.append(Family(gains, steps.deep(by, depth), nodes, by, depth, least))
+        nodes = [chain[:depth] for chain in whole]
+        gains = sorted([gain for chain in nodes for gain in chain], reverse=True)
+        found.append(Family(gains, steps.deep(by, depth), nodes, by, depth))
     return found
 
 
@@ -175,4 +170,4 @@ def trees(offers: Sequence[Offer], by: int, depth: int, steps: Steps) -> Family:
     nodes = [[chance for chance, _ in tree] for tree in grown]
     depths = [[at for _, at in tree] for tree in grown]
     deepest = max(max(of, default=1) for of in depths)
-    return Family(_gains(nodes), steps.deep(by, deepest), nodes, by, deepest, 1, depths)
+    return Family(_gains(nodes), steps.deep(by, deepest), nodes, by, deepest, depths)

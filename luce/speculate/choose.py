@@ -64,15 +64,12 @@ class Search:
         """Compares the rounds of a family. More rows never cost less, so it ends where those that are left take
         too long to pay, whatever they gain, or would lose more than they may."""
         scale, floor, turn, turns, feed, stake, scales = self.terms
-        gains, device, _, by, _, least, depths = family
+        gains, device, _, by, _, depths = family
         if scales and by is not None:
             scale = scales[by]
-        top, rows, best = self.top, least - 1, 0
+        top, rows, best = self.top, 0, 0
         tokens: float = self.steps.sequences
         hoped, waits, bound = tokens + sum(gains), (turns + bool(depths)) * turn, floor + stake
-        if rows:
-            tokens += sum(gains[:rows])
-            gains, device = gains[rows:], device[rows:]
         for gain, step in zip(gains, device):  # noqa: B905 (there may be more of either)
             rows += 1
             tokens += gain
