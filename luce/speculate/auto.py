@@ -52,9 +52,7 @@ class Auto:
         stake, feed = self._stake(texts, n) * floor, self._feed(texts, 0)
         terms = Terms(scale, floor, turn, int(hidden), feed, stake, scales)
         chained, best, rate = list[Family](), None, 0.0
-        # Where not even the cheapest drafts may be lost, nothing need be known of any: the host's time counts too.
-        cheapest = min((scale, *scales)) * steps.least(any([text.found[0] for text in texts]))
-        if stake > 0 and cheapest <= floor + stake:
+        if stake > 0:
             offers = [text.offer() for text in texts]
             chained = chains_of(offers, steps)
             search = Search(steps, terms, MARGIN * n / terms.plain)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from math import inf
 from operator import add, itemgetter
 from typing import NamedTuple
 
@@ -58,14 +57,9 @@ class Steps:
         self.drafts = [[each.seconds(costs, n, sequences) for n in range(1, each.most + 1)] for each in drafters]
         # A single text's chain is as deep as it has rows.
         self.chains = [list(map(add, self.verify, drafts)) for drafts in self.drafts]
-        self._least = min((self.verify[0] + drafts[0] for drafts in self.drafts if drafts), default=inf)
         self._deep = dict[tuple[int, int], list[float]]()
         # Those whose next best candidates are known, by their index.
         self.listed = [(by, each) for by, each in enumerate(drafters) if each.ranks > 1]
-
-    def least(self, lookup: bool) -> float:
-        """Returns the seconds of the cheapest candidate: of a `lookup`, or of a drafter."""
-        return self.verify[0] if lookup else self._least
 
     def deep(self, drafter: int, depth: int) -> list[float]:
         """Returns the seconds where the deepest text has so many drafts."""
