@@ -240,7 +240,7 @@ def _bias(given: Any, n_vocab: int) -> tuple[tuple[int, float], ...]:
 def _stops(given: Any) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else given
     if not isinstance(stops, Sequence) or not all(isinstance(each, str) for each in stops):
-        raise ArgumentError(f"stop is {given!r:.80}: it is a string, or some")
+        raise ArgumentError(f"stop is {given!r:.80}: it is a string, or a list of strings")
     if "" in stops:
         raise ArgumentError("a stop text is empty")
     return tuple(cast("Sequence[str]", stops))

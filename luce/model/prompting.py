@@ -118,7 +118,7 @@ class Prompting:
         said, most = said_of(messages, _images_of(how)), self._longest(options.keep)
         ids = self._rendered(said, shown, {} if think is None else {"enable_thinking": think}, most)
         if think is not None and ids == self._rendered(said, shown, {"enable_thinking": not think}, most):
-            raise UnsupportedError(f"think is {think}, and the chat template has nothing to turn thinking on and off")
+            raise UnsupportedError(f"think is {think}, which the chat template cannot turn on or off: leave it None")
         placed = self._placed(ids, images_among(said))
         opening = opening_of(self._tokenizer, placed.tokens)
         return Asked(self._request(placed, options, held, opening), held.parser(opening))

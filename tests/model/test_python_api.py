@@ -486,7 +486,7 @@ SWITCHED = """\
 
 
 def test_thinking_is_turned_off_and_on(model, device, monkeypatch):
-    with pytest.raises(luce.UnsupportedError, match="think is False, and the chat template has nothing to turn"):
+    with pytest.raises(luce.UnsupportedError, match="think is False, which the chat template .*: leave it None"):
         model.chat(ASKED, think=False)
     monkeypatch.setattr("luce.model.prompting.chat_template", lambda kv: BoundedTemplate(SWITCHED))
     with load(device) as other:
@@ -550,7 +550,7 @@ def test_warnings_of_a_file_are_pythons(device, monkeypatch):
         ({"logit_bias": {1: 101}}, "logit_bias[1] is 101: it is a number, at least -100, at most 100"),
         ({"logit_bias": [1]}, "logit_bias is [1]: it is a mapping of token ids to numbers"),
         ({"stop": ""}, "a stop text is empty"),
-        ({"stop": [1]}, "stop is [1]: it is a string, or some"),
+        ({"stop": [1]}, "stop is [1]: it is a string, or a list of strings"),
         ({"logprobs": -1}, "logprobs is -1: it is a whole number, at least 0, at most 1,048,576"),
         ({"grammar": "(("}, "the grammar cannot be used: "),
         ({"grammar": 5}, "grammar is 5: it is the text of a grammar"),

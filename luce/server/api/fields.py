@@ -194,7 +194,7 @@ PROMPTS = (
              "that have tokens for it.", "\n    return c\n"),
     honoured((INFILL,), "input_prefix", "The code before the gap that is filled.", "def f("),
     honoured((INFILL,), "input_suffix", "The code behind the gap.", "    return c\n"),
-    honoured((INFILL,), "prompt", "What the place begins with.", "    c ="),
+    honoured((INFILL,), "prompt", "What the gap begins with.", "    c ="),
     honoured((INFILL,), "input_extra", "Other files that stand before the code, each {filename, text}.",
              [{"filename": "a.py", "text": "x = 1\n"}]),
     honoured((TOKENIZE,), "content", "The text.", "def f("),
