@@ -158,6 +158,7 @@ class Engine:
                         loop.add(generation)
                 for generation, event in loop.step():
                     yield index[generation], event
+                loop.keep()
         finally:
             self._loops.remove(loop)
             loop.close()

@@ -78,7 +78,6 @@ class Loop:
 
     def step(self) -> Happened:
         """Takes one turn. Returns what happened in it and since the turn before."""
-        self.keep()
         self._end_cancelled()
         reading, began, first = self._in(State.PREFILL), self._clock(), False
         try:
@@ -113,7 +112,8 @@ class Loop:
         return happened
 
     def keep(self) -> None:
-        """Has beginnings kept behind first tokens that were told. The next turn would do it."""
+        """Has beginnings kept, once what step() returned was told: who waits for a first token waits for no checkpoint.
+        It comes ahead of the next turn."""
         for one in self._running.values():
             one.keep()
 

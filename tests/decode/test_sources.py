@@ -321,6 +321,7 @@ def _same_in_company(bench, company, kept, of):
         for one, event in loop.step():
             last[one] = event
             warned[one] += [event.message] if isinstance(event, Warned) else []
+        loop.keep()
         for one, cancelled in cancels.items():
             if cancelled == turn and not one.over:
                 one.cancelled = lambda: True

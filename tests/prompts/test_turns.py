@@ -23,6 +23,7 @@ from luce.decode.scheduler import Job, Scheduler, put_all
 from luce.files.tokenizer import Tokenizer
 from luce.native import File
 from luce.native.structs import PAGE
+from luce.planning.opened import Files
 from luce.planning.plan import Options
 from luce.prompts.cache import PrefixCache
 from luce.prompts.turns import LOST, Turns, rule
@@ -412,3 +413,37 @@ def test_a_prompts_end_is_kept_behind_its_first_token_and_ahead_of_its_next_roun
     assert sorted(happened) == ["first", "kept"] and cache.sizes()["device"][0] == 2
     scheduler.close()
     cache.close()
+
+
+def test_who_is_admitted_behind_a_first_token_starts_from_what_is_kept_there(marked):
+    engine, cached = PaperEngine(marked, 8192, 2, 8, 2048, n_cut=128), queue.Queue()
+    cache, prompt = PrefixCache(engine, marked), tuple(range(33, 161)) * 2
+
+    def job(number):
+        return Job(
+            Request(prompt * number, 9, ignore_eos=True),
+            lambda events: [cached.put((number, each.cached)) for each in events if isinstance(each, Finished)],
+        )
+
+    def tell(jobs):
+        put_all(jobs)
+        if any(isinstance(each, Prefilled) for each in sum(jobs.values(), [])) and not second:
+            second.append(job(2))
+            scheduler.submit(second[0])
+
+    second: list[Job] = []
+    scheduler = Scheduler(engine, cache, hand_over=tell)
+    scheduler.submit(job(1))
+    assert dict(cached.get(timeout=HANG_S) for _ in range(2)) == {1: 0, 2: 256}
+    scheduler.close()
+    cache.close()
+
+
+def test_an_engine_by_itself_keeps_a_prompts_end_too(native, long_gguf):
+    options, prompt = Options(ctx=2048, spec="off", checkpoints=2, threads=1), tuple(range(33, 161)) * 2
+    with Files(long_gguf, device="cpu") as files, Engine.open(files, options) as engine:
+        cache = PrefixCache(engine.native, engine.tokenizer)
+        for tokens, cached in ((prompt, 0), (prompt * 2, 256)):
+            *_, last = engine.generate(Request(tokens, 3, ignore_eos=True), prefixes=cache)
+            assert last.cached == cached
+        cache.close()
