@@ -126,8 +126,6 @@ class Source:
     def __init__(self, auto: Auto, text: Text, drafters: Sequence[Drafter]):
         self.auto, self.drafters, self._text = auto, drafters, text
         self.estimates = Estimates(auto.known)
-        # Those whose trials say something of each other.
-        self.others = drafters if len({drafter.head for drafter in drafters}) > 1 else ()
         self.parts = sorted({drafter.part for drafter in drafters if drafter.part})
         self._trees = dict[int, list[tuple[float, int]]]()  # By drafter, of the last offer.
         # Plain steps of one sequence leave many rows to one feed, and those of several feed the head each.
@@ -158,7 +156,7 @@ class Source:
         (tokens, matched), estimates, limits = self.found, self.estimates, self.limits
         most = min(limits.candidates, self.auto.budget)
         depth = min(most, limits.depth)
-        chains = [estimates.chain(each, min(each.most, depth), self.others) for each in self.drafters]
+        chains = [estimates.chain(each, min(each.most, depth), self.drafters) for each in self.drafters]
 
         def tree(by: int, depth: int) -> Sequence[tuple[float, int]]:
             nodes = self._trees[by] = estimates.tree(self.drafters[by], chains[by][:depth], most)

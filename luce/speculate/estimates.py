@@ -93,7 +93,7 @@ class Estimates:
     def chain(self, drafter: Drafter, n: int, others: Iterable[Drafter] = ()) -> list[float]:
         """Returns the chances that the first 1, 2 .. n drafts are all right. Drafts among a part of the
         vocabulary are right where the head is and the token is of the part. As long as the drafter has few trials,
-        those of `others` stand for its own: a text that one foresees the others mostly foresee too."""
+        those of `others` stand for its own where the head differs: what one foresees the others mostly foresee too."""
         counts, covered = self.of(drafter.head, drafter.most), self._covered(drafter)
         share, worth, alike, chance = HOPE, HOPE_WEIGHT, ALIKE, 1.0
         missing = alike - counts.trials[0]
