@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         for part in parts:
             rows.append(part())
     except KeyboardInterrupt:
-        say("interrupted: the row has what was measured by then")
+        say("interrupted: the row has the parts that had ended by then")
     command = ["bench/peer_gpus.py", args.model.name, "--devices", several, "--split", ",".join(args.split)]
     for name in ("threads", "n_gen", "rounds"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]

@@ -172,14 +172,17 @@ class Prices:
         """Says whether enough plain rounds were observed to book drafts for good, or nothing is."""
         return self.paced or not self._observes or self._floor[sequences, hidden].least is not None
 
+    def _steps(self, of: Work) -> float:
+        """Returns what its steps are expected to take."""
+        own = None if of.by is None or self.paced else self._scale[of.hidden, of.by].value
+        return (own or self.terms(of.sequences, of.hidden)[0]) * of.device
+
     def seconds(self, of: Work) -> float:
         """Returns what a round is expected to take."""
-        scale, floor, turn = self.terms(of.sequences, of.hidden)
-        if of.by is not None and not self.paced:
-            scale = self._scale[of.hidden, of.by].value or 1.0
+        _, floor, turn = self.terms(of.sequences, of.hidden)
         if of.drafted:
             hosted = self._hosted.get((of.sequences, of.hidden))
-            floor = max(scale * of.device, floor, (hosted and hosted.value) or 0.0)
+            floor = max(self._steps(of), floor, (hosted and hosted.value) or 0.0)
         return floor + of.turns * turn
 
     def lost(self, of: Work, rounds: int, tokens: int) -> float:
@@ -205,9 +208,9 @@ class Prices:
         """Learns from what a round took, from the end of the one before it."""
         key, self._observes = (of.sequences, of.hidden), True
         scale, floor, _ = self.terms(*key)
-        known = self.seconds(of._replace(turns=0)) if of.turns else 0.0
+        steps, known = self._steps(of), self.seconds(of._replace(turns=0)) if of.turns else 0.0
         self._terms.clear()
-        if of.turns and of.by is not None and floor < known and seconds < known:
+        if of.turns and of.by is not None and max(floor, seconds) < steps:
             # The round waited for the host, and took less than its steps alone should: the table has these dearer.
             self._scale[of.hidden, of.by].add(seconds / of.device)
         elif of.turns:

@@ -49,6 +49,17 @@ def test_each_of_several_drafters_has_a_scale_of_its_own():
     assert prices.scales(True, 1) == []  # A single one shares it with lookups.
 
 
+def test_rounds_that_wait_for_their_host_say_nothing_of_a_drafters_steps():
+    """A round that waits for tokens too may be a little shorter than others, which wait for the host as well."""
+    for device in (1.2, 0.0):  # In plain steps, of which the host takes two; and in a table without costs.
+        prices, drafted = Prices(Costs([Cost(1, 0, 1.0)] if device else [])), Work(device, drafted=True, by=0)
+        for work, seconds in ((Work(device and 1.0), 2.0), (drafted, 2.2), (drafted._replace(turns=1), 2.1)):
+            for _ in range(8):
+                prices.learn(work, seconds)
+        assert prices.scales(True, 2) == [1.0, 1.0]
+        assert prices.seconds(drafted) == pytest.approx(2.2)
+
+
 def test_a_table_without_costs_prices_and_books_nothing():
     """Plain rounds are seen all the same."""
     for paced in (False, True):
