@@ -59,13 +59,11 @@ class Auto:
             if best := search.tries_all(offers, chained):
                 rate = search.top
         wanted = best.choices if best else [PLAIN] * len(texts)
-        now, read = wanted, bool(best and best.family.depths)
-        if limits.begun is not None:
-            now, read = [text.of_begun() for text in texts], False
+        now = wanted if limits.begun is None else [text.of_begun() for text in texts]
         device = steps.of(now)  # A tree of few rows may be less deep than its family.
-        drafted = any([choice.candidates for choice in now])
+        drafted, grown = any([choice.candidates for choice in now]), any([choice.leaves for choice in now])
         by = next((choice.drafter for choice in now if choice.drafter is not None), None) if scales else None
-        work = Work(device + feed if drafted else device, n, drafted, int(read), hidden, by)
+        work = Work(device + feed if drafted else device, n, drafted, int(grown), hidden, by)
         first, waits = self._next(texts, terms, chained, rate, work) if hidden and floor else (None, not hidden)
         # A plain round beside one that drafts is later than others: a wait begins one of the two.
         clear = drafted or not (self.drafted or (first and not waits))
