@@ -23,12 +23,12 @@ KERNELS, CHECKS = ROOT / "native/kernels", ROOT / "tests/cuda"
 EMULATED = CHECKS / "emulated"
 FORMS, PTX = "matmul/forms.cu", "matmul/ptx.cuh"
 
-# A GPU refuses what is not aligned, and a CPU takes it.
-ALIGNED = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
+# A GPU refuses what is not aligned, and a CPU takes it. What lies outside of an array is another one's on both.
+CHECKED_ACCESS = ["-fsanitize=alignment,bounds", "-fno-sanitize-recover=alignment,bounds"]
 COMPILE = ["c++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I", "."]
 COMPILE += ["-fno-strict-aliasing"]  # CUDA's compiler takes it so.
 COMPILE += ["-mf16c", "-mfma"] if platform.machine() in ("x86_64", "AMD64") else []  # luce asks for them there.
-COMPILE += ["-ffunction-sections", "-fno-jump-tables", *ALIGNED]  # A table would keep what no check reaches.
+COMPILE += ["-ffunction-sections", "-fno-jump-tables", *CHECKED_ACCESS]  # A table would keep what no check reaches.
 RUNTIME = "cuda_runtime.h"  # Each file begins with it, and so it is read once.
 
 
@@ -82,7 +82,7 @@ def build(workshop: Path, folder: Path, kernels: list[str], checks: list[str], c
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda words: compiled(workshop, *words), commands))
     # What the check does not reach is left out, and need not be there.
-    subprocess.run(["c++", *objects, *ALIGNED, "-Wl,--gc-sections", "-o", str(folder / "check")], check=True)
+    subprocess.run(["c++", *objects, *CHECKED_ACCESS, "-Wl,--gc-sections", "-o", str(folder / "check")], check=True)
     return folder / "check"
 
 

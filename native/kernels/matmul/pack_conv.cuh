@@ -60,7 +60,7 @@ struct AddedSums {
             sums[warp][item] = sum;
         }
     }
-    // Returns that of a tap (0 or 1) and of a value in the row.
+    // Returns that of a tap (0 or 1) and of a value in the chunk.
     __device__ float at(int tap, int k) const {
         const int item = tap * n + k / in_group - first;
         float sum = 0;
@@ -93,6 +93,8 @@ __global__ void __launch_bounds__(PAIR_THREADS)
     const AddedSums kernels(a, added, place, side, room);
     AddedSums::Column column = kernels.first_column(0);
     const float share = 1.0f / float(a.K);
+    // Where the row ends ahead of a thread's values it has others of the chunk, which are not used.
+    const int in_chunk = max(place.at, place.chunk * CHUNK);
     int rows[2] = {place.row, a.taps > 1 ? a.ctl->rows[place.row].parent : -1};
     found(of.bits() | column.bits() | place.bits() | address_bits(x) | __float_as_uint(share) |
           (__float_as_uint(w.x) & 0x7fffffff)); // found() takes no sign
@@ -136,7 +138,7 @@ __global__ void __launch_bounds__(PAIR_THREADS)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (i == 0 || second) {
-                const float more = kernels.at(i, place.at);
+                const float more = kernels.at(i, in_chunk);
                 v.x += (base[i].x + more) * y[i].x;
                 v.y += (base[i].y + more) * y[i].y;
             }

@@ -95,7 +95,7 @@ __device__ void make_list(const RouteParams &p, ListShared &s, const uint16_t *i
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, pairs = d.T * d.n_used;
     const int each = (pairs + LISTERS * WARP - 1) / (LISTERS * WARP) * WARP; // places of a lister
     for (int e = threadIdx.x; e < LISTERS * MOE_MAX_EXPERTS; e += THREADS) {
-        rows[0][e] = 0;
+        rows[e / MOE_MAX_EXPERTS][e % MOE_MAX_EXPERTS] = 0;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < pairs; i += THREADS) {
