@@ -471,7 +471,7 @@ def test_ollamas_models_leave_where_keep_alive_says_so(native):
 def test_a_model_that_others_ask_does_not_leave(native, monkeypatch):
     monkeypatch.setattr(models, "LEAVING", 1)  # Others are answered for longer than it waits.
     with serving({"box": BOX}, settings(ctx=2048)) as running:
-        body = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        body = {"prompt": "x", "max_tokens": 1800, "ignore_eos": True, "stream": True}
         with running.http.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
