@@ -111,8 +111,8 @@ def text_of(line: Timeline, prompt: Sequence[int], n: int, pace: Pace) -> tuple[
 
 
 def by_width(engine: _native.Engine, prompt: Sequence[int], pace: Pace) -> Iterator[Check]:
-    """Yields whether rows have the bits of plain decoding in steps of 1 to 64 rows, in a tree, and beside other
-    sequences; and whether samples are those of the sampling rule."""
+    """Yields whether rows have the bits of plain decoding in steps of 1 to 64 rows, in a tree, beside other
+    sequences, and behind steps of which a part was accepted; and whether samples are those of the sampling rule."""
     most = min(MAX_ROWS, engine.info.n_rows)
     with ExitStack() as opened:
         plain, line = (opened.enter_context(engine.sequence()) for _ in range(2))
@@ -133,6 +133,7 @@ def by_width(engine: _native.Engine, prompt: Sequence[int], pace: Pace) -> Itera
         yield _in_a_tree(line, filled, tokens, logits)
         yield _beside_others(engine, line, opened, prompt, filled, tokens, logits)
         yield _sampled(line, filled, prompt)
+        yield _behind_accepted(line, prompt, filled, tokens, logits)
 
 
 def _differing(
@@ -189,6 +190,26 @@ def _beside_others(
     n = min(share, len(logits))
     differ = _differing(f"a step with {len(others)} other sequences", line, range(n), choices, logits, tokens)
     return _of_steps("together", f"beside {len(others)} sequences", 1, differ, n)
+
+
+def _behind_accepted(
+    line: Timeline, prompt: Sequence[int], filled: Sequence[int], tokens: Sequence[int], logits: Sequence[np.ndarray]
+) -> Check:
+    """Each step has rows that are accepted and one or two that are not, so that the next one begins amid its rows."""
+    line.reset()
+    line.prefill(prompt)
+    at, steps, differ = 0, 0, list[str]()
+    while at < len(logits) and not differ:
+        width = min(2 + 2 * steps, len(filled) - at)
+        choices = verify(line, Rows(line, filled[at : at + width]))
+        known = range(min(width, len(logits) - at))
+        behind = f"{width} rows behind {at} that steps of several rows left"
+        differ = _differing(behind, line, known, choices, logits[at:], tokens[at:])
+        accepted = max(width - 1 - steps % 2, 1)
+        line.commit(range(accepted))
+        at, steps = at + accepted, steps + 1
+    what = f"in {steps} steps, each behind one of which a part was accepted"
+    return _of_steps("accepted", what, steps, differ, len(logits))
 
 
 def _sampled(line: Timeline, filled: Sequence[int], prompt: Sequence[int]) -> Check:
