@@ -5,6 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 from cut_models import files
+from depth import deeper_but
 from serving import serving, settings
 
 from luce.cli.commands import cli
@@ -38,7 +39,7 @@ def test_a_chat_and_a_text_are_those_of_one_device(native, model, way):
         assert said(*text, *shared) == said(*text, "--device", "cpu")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", deeper_but(WAYS, "layers"))
 def test_benchmarks_measure_them(native, model, way):
     words = ("bench", "batch", "--gguf", model, "--sequences", "1,2", "--modes", "plain,mtp:2", "-n", "8", "--json")
     row = json.loads(said(*words, "--quiet", *WAYS[way]))

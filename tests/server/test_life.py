@@ -226,7 +226,7 @@ def test_ctrl_c_several_times_never_leaves_models_open():
         assert said == "closed\nError: interrupted\n" and process.returncode == 130
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("device", ["cpu", *deeper("cpu,cpu")])
 def test_sigterm_drains_and_exits_with_0(endless, device):
     words = ("--gguf", endless, "--ctx", "50000", "--spec", "off", "--log-json", "--device", device)
     with running("", *words, "--shutdown-timeout", "600") as process:

@@ -158,7 +158,7 @@ def test_auto_has_97_percent_of_the_best_number_of_drafts_at_first_and_98_later(
 @pytest.mark.parametrize(
     ("share", "first", "later"), [(0.0, 1 / 1.03, 1 / 1.03), (0.2, 1.14, 1.15), (0.3, 1.3, 1.34), (0.6, 2.2, 2.3)]
 )
-@pytest.mark.parametrize("host", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize("host", [2.0, *deeper(1.5, 3.0)])
 def test_drafts_that_a_device_makes_while_it_waits_for_its_host_are_hardly_losses(host, share, first, later):
     """By the table alone they were, and the ledger of a text ran dry whose drafts paid: with 0.3 right it had 1.05 of
     plain. They are no gains where none is right, since the host has more to begin: 4% were lost where it was

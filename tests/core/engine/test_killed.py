@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import tiny
 from cut_models import DENSE
+from depth import deeper
 from split import two_ranks, two_stages
 
 import luce
@@ -99,7 +100,7 @@ def no_process(group: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("cut", [two_stages, two_ranks])
+@pytest.mark.parametrize("cut", [two_stages, *deeper(two_ranks)])
 def test_a_process_that_is_killed_leaves_nothing(
     cut: Callable[[str], str], native: Library, device: str, made: Path
 ) -> None:

@@ -19,7 +19,7 @@ import tiny
 import tiny_dflash
 import tiny_gemma4
 from cut_models import DENSE, MODELS, files, run
-from depth import deeper_but
+from depth import deeper, deeper_but
 from split import ranks, two_ranks
 
 from luce.errors import ArgumentError, UnsupportedError
@@ -174,7 +174,7 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path | None
     return tiny_dflash.files(tmp_path_factory.mktemp("models"), tiny_dflash.CASES["causal-windows"])
 
 
-@pytest.mark.parametrize("temp", ["0", "1"])
+@pytest.mark.parametrize("temp", ["1", *deeper("0")])
 def test_all_modes_have_the_same_tokens(
     luce_: Callable[..., Any], device: str, drafted: tuple[Path, Path | None], temp: str, tmp_path: Path
 ) -> None:
