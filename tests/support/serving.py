@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from unittest import mock
 
 import httpx
@@ -56,6 +57,13 @@ class Serving:
 
     def post(self, path, **body):
         return self.http.post(path, json=body)
+
+    @contextmanager
+    def asked(self, path, **body):
+        """Sends a request, and goes without its answer at the end of the block."""
+        with closing(HTTPConnection(self.url.removeprefix("http://"))) as client:
+            client.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            yield
 
     def stop(self):
         self.http.close()
