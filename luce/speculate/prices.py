@@ -195,7 +195,7 @@ class Prices:
             return 0.0
         host = 0.0 if self.paced else (self._floor[of.sequences, of.hidden].least or 0.0) / max(scale, 1.0)
         alone = max(self.costs.verify(of.sequences), host)
-        least = max(of.device, host) / alone + of.turns * turn / plain if of.drafted and alone else 1.0
+        least = of.device / alone + of.turns * turn / plain if of.drafted and alone else 0.0
         return rounds * max(self.seconds(of) / plain, least) - tokens
 
     def scales(self, hidden: bool, drafters: int) -> list[float]:
