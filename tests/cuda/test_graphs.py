@@ -148,12 +148,18 @@ LARGE = replace(recorder.LARGE, n_embd=1024, n_ff=3072, n_v_head=16, n_head=8, n
 WINDOWS = replace(recorder.GEMMA4["31B"], n_embd=1024, n_ff=3072, n_head=8, n_head_kv=2, n_head_kv_swa=4)
 
 
+RECURRENT, WINDOWED = (recorder.Case(config, recorder.K_QUANTS) for config in (LARGE, WINDOWS))
+
+
 @pytest.mark.parametrize(
-    "case", [recorder.Case(LARGE, recorder.K_QUANTS, options={"head": 1}), recorder.Case(WINDOWS, recorder.K_QUANTS)],
-    ids=["recurrent", "windows"])  # fmt: skip
-def test_prompts_of_long_contexts_fit_what_an_engine_measures(case: recorder.Case, program: Path) -> None:
-    """Attention of fewer rows than a chunk has may take its ranges of positions apart, which needs more memory."""
-    recorder.check_fits(program, "long", case, 131072)
+    ("case", "n_ctx"),
+    [(replace(RECURRENT, options={"head": 1}), 131072), (WINDOWED, 131072), (WINDOWED, 512), (WINDOWED, 1500)],
+    ids=["recurrent", "windows", "short", "short and odd"],
+)
+def test_prompts_of_any_context_fit_what_an_engine_measures(case: recorder.Case, n_ctx: int, program: Path) -> None:
+    """Attention of fewer rows than a chunk has may take its ranges of positions apart, which needs more memory. Several
+    prompts have more positions than one where contexts are short."""
+    recorder.check_fits(program, "long", case, n_ctx)
 
 
 @pytest.mark.parametrize("name", ["35b", "gemma4-26b"])

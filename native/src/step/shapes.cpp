@@ -515,8 +515,9 @@ static std::vector<StepShape> steps_apart([[maybe_unused]] const Model &model,
     }
     const CacheParams &p = cache.params();
     const uint32_t n = std::min(p.n_chunk, p.n_ctx);
-    for (uint32_t n_kv = kv_bucket(PREFILL_RANGE + 1); n_kv <= kv_bucket(p.n_ctx);
-         n_kv = kv_bucket(n_kv + 1)) {
+    // Several prompts may have more cells than one, where the context is short.
+    const uint32_t most_kv = kv_bucket(prompt_limits(p, StepKind::prefill).n_kv);
+    for (uint32_t n_kv = kv_bucket(PREFILL_RANGE + 1); n_kv <= most_kv; n_kv = kv_bucket(n_kv + 1)) {
         for (const StepKind kind : {StepKind::prefill, StepKind::prefill_last, StepKind::prefill_tail}) {
             std::set<uint32_t> most; // rows, of each kind of layers
             for (auto &[of, a] : kinds) {
@@ -526,7 +527,8 @@ static std::vector<StepShape> steps_apart([[maybe_unused]] const Model &model,
                 while (a.T > 0 && !prefill_apart(a, limits)) {
                     a.T--;
                 }
-                most.insert(uint32_t(a.T));
+                // Results of 512 rows may be of one size, and follow each other in memory where those of 511 do not.
+                most.insert({uint32_t(a.T), uint32_t(std::max(a.T - 1, 0))});
             }
             for (const uint32_t rows : most) {
                 if (rows > 0) {

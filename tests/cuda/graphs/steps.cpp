@@ -269,8 +269,8 @@ void check_fits(const Model &model, const Cache &cache, const EngineParams &para
         ways.push_back({prompts, StepKind::prefill_last});
         ways.push_back({prompts, StepKind::prefill_tail});
     }
-    for (uint32_t rows = 64; rows <= c.n_chunk;
-         rows += rows < TAIL ? 63 : 192) { // a tail of 127 rows is one of them
+    for (uint32_t rows = 64; rows <= std::min(c.n_chunk, c.n_ctx);
+         rows += rows < TAIL ? 63 : 160) { // a tail of 127 rows is one of them
         for (uint32_t n_kv = kv_bucket(rows); n_kv <= kv_bucket(c.n_ctx); n_kv = kv_bucket(n_kv + 1)) {
             for (const auto &[prompts, kind] : ways) {
                 if (kind == StepKind::prefill_tail && rows >= TAIL) {
