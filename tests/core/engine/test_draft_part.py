@@ -213,7 +213,8 @@ def rate(fixed: tuple[int, int] | None, right: np.ndarray, inside: np.ndarray) -
         if fixed:
             by, drafts = fixed[0], min(fixed[1], depth)
         elif depth:
-            runner.draft(0, Limits(min(31, depth), depth))
+            runner.propose(0, limits := Limits(min(31, depth), depth))
+            runner.draft(0, limits)
             by, drafts = runner.choice.drafter or 0, runner.choice.drafts
         hits = right[at : at + drafts] & (inside[at : at + drafts] | (by == 0))
         accepted = drafts if hits.all() else int(hits.argmin())
@@ -287,7 +288,8 @@ def rounds_before_it_gives_up(runner: Decided, token: int) -> int:
     drafts."""
     runner.begin(256)
     for n in range(256):
-        runner.draft(0, Limits(31, 31))
+        runner.propose(0, limits := Limits(31, 31))
+        runner.draft(0, limits)
         drafts = runner.choice.drafts
         if not drafts:
             return n
@@ -311,10 +313,12 @@ def test_how_much_of_a_text_is_of_the_part_is_learned_without_drafts() -> None:
         runner = auto(known=known)[1]
         runner.begin(256)
         for _ in range(200):
-            runner.draft(0, Limits(31, 31))
+            runner.propose(0, limits := Limits(31, 31))
+            runner.draft(0, limits)
             runner.learn(Round(0, 0, 0.0, 0.0, 0.0, (token,)))
         runner.begin(256)  # What may be lost is there again.
-        runner.draft(0, Limits(31, 31))
+        runner.propose(0, limits := Limits(31, 31))
+        runner.draft(0, limits)
         chosen.append(runner.choice.drafter)
     assert chosen == [1, 0, 1]
     assert 0 < known.known.of(("part", PART)).share(0, HOPE, HOPE_WEIGHT) < 1
