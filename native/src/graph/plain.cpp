@@ -108,6 +108,18 @@ void Plain::resize(int64_t rows, int64_t cells, std::vector<PromptRows> of_promp
     prompts = std::move(of_prompts);
 }
 
+uint64_t Plain::bytes() const {
+    constexpr uint64_t HEADER = 16; // of an allocation
+    const auto held = [](const auto &all) {
+        return all.capacity() == 0 ? 0 : HEADER + all.capacity() * sizeof(all[0]);
+    };
+    uint64_t bytes = HEADER + sizeof(*this) + held(nodes) + held(prompts);
+    for (const Node &n : nodes) {
+        bytes += held(n.in) + held(n.w) + held(n.n) + held(n.parts) + held(n.readers);
+    }
+    return bytes + names.size() * (HEADER + 4 * sizeof(void *) + sizeof(*names.begin()));
+}
+
 // Adds a node of one output that has as many values a row as x.
 static Val like(Op op, Val x, std::vector<Val> in, std::vector<ggml_tensor *> w = {}, Params params = {}) {
     const Plain &g = *x.graph;

@@ -237,6 +237,7 @@ public:
     // Makes it the graph of a prefill of other rows: nodes have so many times as many, or one of each prompt. Both have more rows
     // than prompts, since end_step() writes another graph where each prompt has one.
     void resize(int64_t rows, int64_t cells, std::vector<PromptRows> of_prompts);
+    uint64_t bytes() const; // of host memory that it holds, about
 
 private:
     uint32_t stage_; // of the nodes that are added

@@ -596,8 +596,9 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
     for (const StepShape &shape : steps_apart(model, cache)) {
         shapes.push_back(shape);
     }
+    PlainPrompts plain;
     for (const StepShape &shape : shapes) {
-        auto g = Graph::build(model, cache, in.of(shape.kind), shape);
+        auto g = Graph::build(model, cache, in.of(shape.kind), shape, &plain);
         check_supported(cache, *g);
         check_stages(model, cache, *g);
         if (shape.kind == StepKind::prefill_last && !shape.brief) {
@@ -640,10 +641,13 @@ StepSizes Step::measure(const Model &model, const Cache &cache, const EnginePara
         }
         sizes.other += reserve;
 #endif
-    } else { // its memory holds the graphs too, one of a prefill, what places them, and what ggml works in
+    } else { // its memory holds the graphs too, one of a prefill, what places and measures them, and what ggml works in
         const uint32_t n_prompts = prompt_limits(params.cache, StepKind::prefill).prompts;
-        sizes.other = (step_shapes(cache).size() + 1) * node_bytes(most_nodes(model, cache, 1)) +
+        sizes.other = (step_shapes(cache).size() + 2) * node_bytes(most_nodes(model, cache, 1)) +
                       node_bytes(most_nodes(model, cache, n_prompts)) + work;
+        for (const auto &[kind, prompts] : plain) {
+            sizes.other += prompts->bytes();
+        }
     }
     return sizes;
 }
