@@ -36,7 +36,7 @@ def models_of(folder, dialect, images):
     return {"scripted": path}, replace(settings(ctx=16384, sequences=4, checkpoints=16), mmproj=tower)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # Of each test, since a server remembers images that it was sent.
 def seeing(native, tmp_path_factory):
     paths, how = models_of(tmp_path_factory.mktemp("seeing"), QWEN, images=True)
     with serving(paths, how, log="json") as running:
