@@ -389,8 +389,8 @@ def test_feeding_the_head_in_each_step_of_several_sequences_is_part_of_the_3_per
 
 
 def beyond_the_3_percent(between, fires, noise, seed):
-    """Returns what a text takes beyond 1.03 of plain decoding, how many rounds drafted, and how many did not. The first
-    and the last round of a text wait for the host in plain decoding too, and the last may take longer than it seemed."""
+    """Returns what a text takes beyond 1.03 of plain decoding, how many rounds drafted, and how many did not. Its first
+    and its last round wait for the host in plain decoding too, and the last may take longer than it seemed."""
     rng = random.Random(seed)
     text, drafters = Repeats(rng, 0.02, 0.5, fires), [Drafter(Fresh(), Source.NEXTN, MAX_GAMMA)]
     source = Auto(GPU, AUTO_BUDGET, hidden=True).source(text, drafters)
@@ -408,17 +408,17 @@ def beyond_the_3_percent(between, fires, noise, seed):
 @example(between=0.03125, fires=0.484375, noise=0.03125, seed=9)
 @example(between=0.0078125, fires=0.375, noise=0.046875, seed=0)
 def test_what_the_host_takes_is_part_of_the_3_percent(between, fires, noise, seed):
-    """It is learned from the rounds. What a plain round takes is believed to be the median of n, each off by up to half
-    of `noise`: it has a standard deviation of noise / (2 sqrt(n + 2)). So what k rounds that draft seem to lose is off by
-    k times that, of which four are allowed. Without noise nothing is."""
+    """It is learned from the rounds. What a plain round takes is believed to be the median of n, each off by up to
+    half of `noise`: it has a standard deviation of noise / (2 sqrt(n + 2)). So what k rounds that draft seem to lose
+    is off by k times that, of which four are allowed. Without noise nothing is."""
     beyond, drafted, plain = beyond_the_3_percent(between, fires, noise, seed)
     assert beyond <= 4 * drafted * noise / (2 * (min(plain, WINDOW) + 2) ** 0.5)
     assert drafted, "something is tried all the same"
 
 
 def test_what_a_text_loses_with_noise_is_hardly_ever_more_than_an_average_is_off_by():
-    """The average of all m plain rounds has a standard deviation of noise / sqrt(12 m), less than that of a median. Two of
-    these 200 texts are above four of it, as four of 400 others were."""
+    """The average of all m plain rounds has a standard deviation of noise / sqrt(12 m), less than that of a median.
+    Two of these 200 texts are above four of it, as four of 400 others were."""
     rng, above = random.Random(1), 0
     for _ in range(200):
         noise = rng.uniform(0, 0.05)
